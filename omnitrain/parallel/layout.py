@@ -18,6 +18,7 @@ from omnitrain.parallel.pipeline.apply import Pipeline
 from omnitrain.parallel.sequence.async_ulysses.apply import AsyncUlyssesModules
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
+from omnitrain.plan.schedule.encoders import EncoderWindows
 from omnitrain.recipe.parallel import ComponentPlan
 
 _ATTRIBUTE = "_applied_layout"
@@ -78,6 +79,32 @@ def call_axes(plan: ComponentPlan) -> tuple[str, ...]:
     return ("sequence",) * shares_rows + ("tp",) * (shares_matrices or plan.place == "local")
 
 
+def encoder_windows(
+    plans: Mapping[str, ComponentPlan], trained: Collection[str], num_micro_batches: int
+) -> tuple[EncoderWindows, ...]:
+    """Return the windows of each component that is encoded outside of forwards, in the order of components.
+
+    Args:
+        plans: component -> its complete plan.
+        trained: components with a backward.
+        num_micro_batches: of the step.
+    """
+    windows = {name: plan.window for name, plan in plans.items() if plan.window is not None}
+    return tuple(
+        EncoderWindows(name, num_micro_batches if window == "step" else window, name in trained)
+        for name, window in windows.items()
+    )
+
+
+def is_separate(plan: ComponentPlan) -> bool:
+    """Whether a component's media are encoded outside of the forwards of micro-batches, by actions of the schedule.
+
+    Args:
+        plan: the complete plan of an encoder; its ``window`` is None where the forward encodes.
+    """
+    return plan.window is not None
+
+
 @dataclass(frozen=True, eq=False)
 class ModelLayout:
     """The layout of a model.
@@ -91,6 +118,21 @@ class ModelLayout:
     state: ParallelState
     components: Mapping[str, ComponentLayout]
     pipeline: Pipeline | None = None
+
+    @property
+    def planned_ranks(self) -> tuple[int, ...]:
+        """The global ranks that plan a step together: all ranks if encoders run on all pipeline ranks.
+
+        Otherwise the ranks of each pipeline stage plan it for themselves, and all stages have the same plan.
+        """
+        is_world = any(is_separate(component.plan) for component in self.components.values())
+        return tuple(range(self.state.world_size)) if is_world else self.state.stage_ranks
+
+    def encoders(self, num_micro_batches: int) -> tuple[EncoderWindows, ...]:
+        """Return the windows of this model's components; see :func:`encoder_windows`."""
+        plans = {name: component.plan for name, component in self.components.items()}
+        trained = [name for name, component in self.components.items() if component.is_trained]
+        return encoder_windows(plans, trained, num_micro_batches)
 
     def table(self, model: OmniModel) -> LayoutTable:
         """Return a printable table with one row per component."""

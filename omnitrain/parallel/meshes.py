@@ -12,7 +12,7 @@ from omnitrain.plan.mesh import MeshShape
 # FSDP can only combine meshes that are submeshes of one root, so all meshes of a parameter come from the same root.
 _DENSE_ROOT = ("pp", "dp_replicate", "fsdp", "tp")
 _EXPERT_ROOT = ("pp", "dp_replicate", "ep_fsdp", "ep", "tp")
-_STANDALONE_AXES = ("dp", "loss", "cp", "sp", "sequence", "data", "stage")
+_STANDALONE_AXES = ("dp", "loss", "cp", "sp", "sequence", "data", "stage", "pp_loss")
 
 
 def device_meshes(shape: MeshShape, device_type: str) -> dict[str, DeviceMesh]:

@@ -34,7 +34,7 @@ from omnitrain.parallel.fsdp.load import (
 )
 from omnitrain.parallel.fsdp.shard import Sharding, device_of, shard
 from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, stays_fp32, unit_names
-from omnitrain.parallel.layout import ComponentLayout, ModelLayout, call_axes, remember_layout
+from omnitrain.parallel.layout import ComponentLayout, ModelLayout, call_axes, is_separate, remember_layout
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
@@ -191,7 +191,7 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     _set_precision(omni, plans)  # the broadcast casts each tensor to the dtype set here
 
     # Pipeline: which parameters this rank has
-    pipeline = cut_into_stages(omni, foundation, state)
+    pipeline = cut_into_stages(omni, foundation, state, {name for name, plan in plans.items() if is_separate(plan)})
     absent = frozenset() if pipeline is None else pipeline.absent
     if loader is not None:
         loader.absent = absent

@@ -306,6 +306,11 @@ class ParallelState:
         """All ranks of this process's pipeline stage: dp x cp x sp x tp."""
         return self._meshes["stage"].get_group()
 
+    @property
+    def pp_loss_group(self) -> dist.ProcessGroup:
+        """One rank of each tensor parallel group, on all pipeline stages: pp x dp x cp x sp."""
+        return self._meshes["pp_loss"].get_group()
+
 
 _DEGREE_ARGUMENTS = {axis: f"{axis}_size" for axis in ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
 _DEGREE_ARGUMENTS["sp"] = "ulysses_size"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -64,7 +64,8 @@ class StepPlan:
         calls_with_data: ``[M, E, ranks]`` int64, calls for which a rank has data. Its other calls get minimal input.
         owner: ``[items]`` int64, rank that drew the item.
         producer: ``[items]`` int64, rank that encodes it: the first one of the call group that does.
-        slot: ``[items]`` int64, ``micro-batch * media + medium``.
+        slot: ``[items]`` int64, ``micro-batch * media + medium``, with the first micro-batch of the window in which the
+            item is encoded.
         item_tokens: ``[items]`` int64, tokens of the item, one for each of its features.
         cost: ``[items]`` int64.
         work: ``[items]`` int64, all items sorted by slot, producer and call.
@@ -231,6 +232,7 @@ def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
         The same plan on every rank.
     """
     num_micro_batches = len(tables.counts)
+    tables = replace(tables, slot=_slots_of_windows(topology, tables))
     producer = _producers(topology, tables)
     work, call, work_cell, encodes = _work(topology, tables, producer)
     calls_with_data = np.concatenate([encodes, _other_calls(topology, tables)], axis=1)
@@ -252,6 +254,15 @@ def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
         call=call,
         work_cell=work_cell,
     )
+
+
+def _slots_of_windows(topology: Topology, tables: StepTables) -> np.ndarray:
+    """Return ``[items]``: the slots, with the first micro-batch of each window in place of its micro-batches."""
+    micro_batch, medium = np.divmod(tables.slot, max(1, len(topology.media)))
+    windows = np.ones(len(topology.media), dtype=np.int64)
+    for component in topology.components:
+        windows[topology.media_of(component.name)] = component.window or max(1, len(tables.counts))
+    return (micro_batch - micro_batch % windows[medium]) * len(topology.media) + medium
 
 
 def _producers(topology: Topology, tables: StepTables) -> np.ndarray:

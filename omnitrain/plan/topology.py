@@ -32,6 +32,7 @@ class PlannedComponent:
         call_groups: ranks that make each call together, with the same items, in groups of one size; each rank of the
             component is in one group, each group within a data group. Empty: each rank makes its calls alone.
         is_shared: whether the ranks of a call group divide the work of a call. Otherwise each of them does all of it.
+        window: number of micro-batches whose items are encoded together; None: those of the whole step.
     """
 
     name: str
@@ -44,6 +45,7 @@ class PlannedComponent:
     is_trained: bool = True
     call_groups: tuple[tuple[int, ...], ...] = ()
     is_shared: bool = False
+    window: int | None = 1
 
     @property
     def num_shards(self) -> int:
@@ -77,6 +79,8 @@ class Topology:
         data_groups: ranks that hold the same samples (sequence and tensor parallel peers), each rank in one group.
             Empty: every rank draws different samples. Only the first rank of a group, the owner of its samples, lists
             them in its table.
+        first_stage: for each rank, the rank of the first pipeline stage that has the same samples; only ranks of the
+            first stage list samples and need features. Empty: one stage.
 
     Raises:
         ValueError: invalid ranks, names or places; the message lists all problems.
@@ -86,10 +90,13 @@ class Topology:
     components: tuple[PlannedComponent, ...]
     losses: tuple[str, ...]
     data_groups: tuple[tuple[int, ...], ...] = ()
+    first_stage: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.data_groups:
             object.__setattr__(self, "data_groups", tuple((rank,) for rank in range(self.world_size)))
+        if not self.first_stage:
+            object.__setattr__(self, "first_stage", tuple(range(self.world_size)))
         problems = [*self._rank_problems(), *self._name_problems()]
         if problems:
             raise ValueError("\n".join(problems))
@@ -116,8 +123,16 @@ class Topology:
         return groups
 
     def is_owner(self, rank: int) -> bool:
-        """Whether ``rank`` is the one rank of its data group that lists the group's samples in its table."""
-        return bool(self.data_groups[self.group_of[rank]][0] == rank)
+        """Whether ``rank`` is the one rank that lists its samples in its table."""
+        return self.owner_of(rank) == rank
+
+    def owner_of(self, rank: int) -> int:
+        """Return the rank that lists the samples of ``rank``."""
+        return self.data_groups[self.group_of[self.first_stage[rank]]][0]
+
+    def acts_as(self, rank: int, component: str) -> int:
+        """Return the rank whose calls of a component ``rank`` makes: itself, or its peer on the first stage."""
+        return rank if rank in self.component(component).ranks else self.first_stage[rank]
 
     def call_group_of(self, component: str) -> np.ndarray:
         """Return ``[world_size, size]`` int64: the ranks with which each rank makes the component's calls."""
@@ -151,7 +166,7 @@ class Topology:
         return range(media[0], media[-1] + 1) if media else range(0)
 
     def _rank_problems(self) -> Iterable[str]:
-        everyone = set(range(self.world_size))
+        everyone, drawing = set(range(self.world_size)), set(self.first_stage)
         listed = [rank for group in self.data_groups for rank in group]
         if sorted(listed) != sorted(everyone):
             yield f"data groups {self.data_groups}: expected each of {self.world_size} ranks in exactly one group"
@@ -161,19 +176,19 @@ class Topology:
                 yield f"{component.name}: found ranks {component.ranks}; expected distinct ranks of {self.world_size}"
             elif len(ranks) % component.num_replicas:
                 yield f"{component.name}: {len(ranks)} ranks do not hold {component.num_replicas} equal replicas"
-            elif (component.reads_packs or component.head is not None) and len(ranks) < self.world_size:
-                missing = sorted(everyone - ranks)
+            elif (component.reads_packs or component.head is not None) and drawing - ranks:
+                missing = sorted(drawing - ranks)
                 yield f"{component.name}: it reads sequences, but ranks {missing}, which have some, do not hold it"
             elif component.media:
                 yield from self._place_problems(component)
                 yield from self._call_group_problems(component)
 
     def _place_problems(self, component: PlannedComponent) -> Iterable[str]:
-        ranks = set(component.ranks)
-        if component.place == "local" and len(ranks) < self.world_size:
-            missing = sorted(set(range(self.world_size)) - ranks)
+        ranks, drawing = set(component.ranks), set(self.first_stage)
+        if component.place == "local" and drawing - ranks:
+            missing = sorted(drawing - ranks)
             yield f"{component.name}: `place: local`, but ranks {missing} do not hold it; use `place: world`"
-        without = [group for group in self.data_groups if ranks.isdisjoint(group)]
+        without = [group for group in self.data_groups if ranks.isdisjoint(group) and not drawing.isdisjoint(group)]
         if component.place == "group" and without:
             yield f"{component.name}: `place: group`, but no rank of {without} holds it; use `place: world`"
 

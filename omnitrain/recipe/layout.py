@@ -13,9 +13,9 @@ from omnitrain.recipe.suggest import nearest
 
 # Word -> field, in written order: some words come before the word of data parallelism, some after it.
 _BEFORE = {"pp": "pp", "v": "chunks", "tp": "tp"}
-_AFTER = {"cp": "cp", "sp": "ulysses", "ep": "ep", "accum": "accumulation"}
+_AFTER = {"cp": "cp", "sp": "ulysses", "ep": "ep", "accum": "accumulation", "window": "window"}
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "ulysses", "cp", "ep", "pp")
-_FLAGS = ("gpipe", "zbv", "paired", "recompute", "offload")
+_FLAGS = ("gpipe", "zbv", "paired", "recompute", "offload", "world", "group")
 _NUMBERED = ("dp", "replicate", *_BEFORE, *_AFTER)
 _EXAMPLES = {word: f"{word}2" for word in _NUMBERED} | {"hsdp": "hsdp2x2"} | {flag: flag for flag in _FLAGS}
 
@@ -40,6 +40,9 @@ class Layout:
         accumulation: micro-batches per optimizer step.
         recompute: the backward recomputes activations.
         offload: activations, parameters and optimizer state are kept in CPU memory.
+        world: any rank encodes an item; with ``pp``, ranks of all stages.
+        group: any of the ranks that hold a sample encodes its items.
+        window: micro-batches whose items are encoded together; 1: the default of the plan.
     """
 
     dp_replicate: int = 1
@@ -57,6 +60,9 @@ class Layout:
     accumulation: int = 1
     recompute: bool = False
     offload: bool = False
+    world: bool = False
+    group: bool = False
+    window: int = 1
 
     def __post_init__(self) -> None:
         """Check the degrees.
@@ -64,7 +70,7 @@ class Layout:
         Raises:
             UserError: a degree is not an integer of at least 1.
         """
-        for field in (*_DEGREES, "chunks", "accumulation"):
+        for field in (*_DEGREES, "chunks", "accumulation", "window"):
             degree = getattr(self, field)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise UserError(f"layout: {field} is {degree!r}; expected a whole number from 1")
@@ -90,6 +96,8 @@ class Layout:
                 activation_offload=self.offload or None,
                 parameter_offload=(self.offload and shards) or None,
                 optimizer_offload=self.offload or None,
+                place="world" if self.world else "group" if self.group else None,
+                window=self.window if self.window > 1 else None,
             )
         )
 
@@ -112,7 +120,8 @@ def parse_layout(text: str) -> Layout:
 
     ``dpN`` (FSDP over N ranks), ``hsdpAxB`` (A copies, each over B ranks), ``replicateN``, ``tpN``, ``spN`` (Ulysses),
     ``cpN``, ``epN``, ``ppN`` (pipeline ranks), ``vN`` (pipeline stages per rank), ``gpipe``, ``zbv``, ``paired``
-    (``overlap`` of the schedule), ``accumN`` (micro-batches per step), ``recompute``, ``offload``.
+    (``overlap`` of the schedule), ``accumN`` (micro-batches per step), ``recompute``, ``offload``, ``world`` and
+    ``group`` (``place``), ``windowN`` (micro-batches whose items are encoded together).
 
     Raises:
         UserError: a word is unknown or sets a field twice; lists all such words, and the valid ones.

@@ -25,6 +25,7 @@ _TOGETHER = (("mode", "dp_replicate", "dp_shard"), ("recompute", "saved_ops", "r
 Degree = Annotated[int | None, Field(ge=1)]
 Chunks = Annotated[int, Field(ge=1)] | Literal["auto"] | None
 AUTO_CHUNKS = "auto"
+Window = Annotated[int, Field(ge=1)] | Literal["step"] | None
 RecomputedPart = Literal["attention", "router", "expert_activation"]
 OffloadedTensor = Literal["dispatched_rows", "mlp_input"]
 DType = Literal["float32", "bfloat16"]  # float16 would need loss scaling
@@ -177,8 +178,18 @@ class ComponentPlan(Strict):
     place: Literal["local", "group", "world"] | None = Field(
         None,
         description="Which rank encodes a media item: `local`: the rank that drew it; `group`: one of the ranks that "
-        "share its sequence (`cp` x `ulysses`); `world`: any rank, balanced by cost. Unset: `group` if ranks share a "
-        "sequence, else `local`.",
+        "hold its sample (`cp` x `ulysses` x `tp`); `world`: any rank, balanced by cost; under `pp`, any rank of all "
+        "stages. Unset: `group` if several ranks hold a sample, else `local`.",
+    )
+    window: Window = Field(
+        None,
+        description="Encoders with `place: world` or `group`. Number of micro-batches whose items are divided among "
+        "the ranks together, and encoded before the first of them; `step`: all of the step. Unset: 1; `step` for "
+        "`world` under `pp`.",
+    )
+    features_on: Literal["device", "cpu"] | None = Field(
+        None,
+        description="With `window`, the memory in which features and their gradients wait. Unset: `device`.",
     )
     expert_rows: Degree = Field(
         None,
@@ -386,8 +397,10 @@ class ParallelPlan(Strict):
                 yield f"{path}.freeze: found false, but the component is frozen elsewhere; remove one of the two"
             elif name in frozen and plan.optimizer_offload and plan.lora is None:
                 yield f"{path}.optimizer_offload: found true, but a frozen component has no optimizer state"
-        if FOUNDATION in self.components and self.components[FOUNDATION].place is not None:
-            yield f"components.{FOUNDATION}.place: the foundation encodes no media; set it on an encoder, or remove it"
+        for field in ("place", "window", "features_on") if FOUNDATION in self.components else ():
+            if getattr(self.components[FOUNDATION], field) is not None:
+                path = f"components.{FOUNDATION}.{field}"
+                yield f"{path}: the foundation encodes no media; set it on an encoder, or remove it"
 
     def _degree_problems(self, degrees: Mapping[str, int]) -> Iterator[str]:
         """Compare the foundation's degrees with the state; other components may have different ones."""

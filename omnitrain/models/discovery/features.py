@@ -109,6 +109,10 @@ class MediaFeatures:
         """Return the same layout with other tensors (in the order of ``tensors()``), such as received from ranks."""
         return replace(self, main=tensors[0], side=dict(zip(self.side, tensors[1:], strict=True)), counts=tuple(counts))
 
+    def without_items(self) -> MediaFeatures:
+        """Return the form of these features without any item."""
+        return self.with_tensors([tensor.new_empty(0, *tensor.shape[1:]) for tensor in self.tensors()], ())
+
     def only(self, names: Collection[str]) -> MediaFeatures:
         """Return features in which zeros without memory replace all tensors but these (names of the layout)."""
         kept = [

@@ -42,6 +42,7 @@ class MicroBatchWork:
         sequence_slice: the tokens of the pack over which this rank runs the foundation; None: all of them.
         cut: components whose exchange returns only the features for these tokens.
         together: component -> a context in which all ranks that share the pack make its calls together.
+        encoded: component -> its features for this pack, which were encoded before. It makes no calls.
     """
 
     calls: Mapping[str, int] = field(default_factory=dict)
@@ -51,6 +52,49 @@ class MicroBatchWork:
     sequence_slice: SequenceSlice | None = None
     cut: Collection[str] = ()
     together: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
+    encoded: Mapping[str, ReceivedFeatures] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReceivedFeatures:
+    """The features of a component for a pack, as an exchange returns them.
+
+    Attributes:
+        tensors: ``[n, ...]`` for all items of the pack, name by name.
+        pattern: any features of the component; the others have the same form.
+    """
+
+    tensors: tuple[Tensor, ...]
+    pattern: MediaFeatures
+
+
+@dataclass(frozen=True)
+class ComponentCalls:
+    """The results of this rank's calls of a component in a micro-batch, or in a window of micro-batches.
+
+    Attributes:
+        made: name -> the features of each call.
+        minimal: features of calls without data.
+    """
+
+    made: dict[str, list[MediaFeatures]]
+    minimal: list[MediaFeatures]
+
+    @property
+    def pattern(self) -> MediaFeatures:
+        """Any of the features."""
+        return next((features for calls in self.made.values() for features in calls), None) or self.minimal[0]
+
+    @property
+    def idle(self) -> list[Tensor]:
+        """The tensors of calls without data, whose backward must run, too."""
+        return [tensor for features in self.minimal for tensor in features.tensors() if tensor.is_floating_point()]
+
+    def exchanged(self, exchange: Exchange) -> tuple[Tensor, ...]:
+        """Send the features to the ranks that need them; return those that this rank needs."""
+        own = [features for calls in self.made.values() for features in calls]
+        sent = [torch.cat(tensors) for tensors in zip(*(f.tensors() for f in own or self.minimal[:1]), strict=True)]
+        return exchange(*(sent if own else [tensor[:0] for tensor in sent]))
 
 
 @dataclass(frozen=True)
@@ -115,23 +159,18 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
             continue
         batches = {name: drawn[name] for name in names if name in drawn}
         places = {name: local_positions(work.sequence_slice, batch.positions) for name, batch in batches.items()}
-        made: dict[str, list[MediaFeatures]] = {}
-        minimal: list[MediaFeatures] = []
-        for name in names:  # the same order on all ranks, with or without data
-            calls = work.media_calls[name] if name in work.media_calls else own_calls(model, pack, name)
-            with work.together.get(component, nullcontext)():
-                made[name] = [_encoded(model, name, items) for items in calls]
-            minimal += [_minimal(model, name) for _ in range(work.calls.get(name, 0) - len(calls))]
-        idle += [tensor for features in minimal for tensor in features.tensors() if tensor.is_floating_point()]
-        if component in work.exchanges:
-            own = [features for calls in made.values() for features in calls]
-            sent = [torch.cat(tensors) for tensors in zip(*(f.tensors() for f in own or minimal[:1]), strict=True)]
-            received = work.exchanges[component](*(sent if own else [tensor[:0] for tensor in sent]))
-            idle += [tensor for tensor in received if not len(tensor)]  # their backward is a collective, too
-            counts = {name: batch.num_tokens for name, batch in batches.items()}
-            if component in work.cut:
-                counts = {name: (len(places[name][0]),) for name in batches}
-            made = _cut(received, {name: _with_layout_of(model, name, (own or minimal)[0]) for name in counts}, counts)
+        counts = {name: batch.num_tokens for name, batch in batches.items()}
+        if component in work.encoded:
+            made = _cut(model, work.encoded[component], counts)
+        else:
+            calls = call_component(model, component, work, pack)
+            made, idle = calls.made, [*idle, *calls.idle]
+            if component in work.exchanges:
+                received = calls.exchanged(work.exchanges[component])
+                idle += [tensor for tensor in received if not len(tensor)]  # their backward is a collective, too
+                if component in work.cut:
+                    counts = {name: (len(places[name][0]),) for name in batches}
+                made = _cut(model, ReceivedFeatures(received, calls.pattern), counts)
         for name in batches:
             index, where[name] = places[name]
             features = MediaFeatures.cat(made[name])
@@ -147,6 +186,28 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
             else:
                 inserted.append((where[name], features.main))
     return EncodedPack(pack, work, EncodedMedia(model.runner.joined(native, where), inserted), labels, idle)
+
+
+def call_component(model: Any, component: str, work: MicroBatchWork, pack: Pack | None = None) -> ComponentCalls:
+    """Make this rank's calls of a component.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+        component: name of an encoder or decoder.
+        work: this rank's calls.
+        pack: the pack whose items are encoded where ``work`` does not name them.
+    """
+    made: dict[str, list[MediaFeatures]] = {}
+    minimal: list[MediaFeatures] = []
+    for name in model.media_names[component]:  # the same order on all ranks, with or without data
+        if name in work.media_calls or pack is None:
+            calls = work.media_calls.get(name, ())
+        else:
+            calls = own_calls(model, pack, name)
+        with work.together.get(component, nullcontext)():
+            made[name] = [_encoded(model, name, items) for items in calls]
+        minimal += [_minimal(model, name) for _ in range(work.calls.get(name, 0) - len(calls))]
+    return ComponentCalls(made, minimal)
 
 
 def num_calls(model: Any, pack: Pack) -> dict[str, int]:
@@ -212,13 +273,11 @@ def _with_layout_of(model: Any, name: str, features: MediaFeatures) -> MediaFeat
     return replace(features, side=dict(zip(layout.names[1:], features.side.values(), strict=True)), layout=layout)
 
 
-def _cut(
-    received: Sequence[Tensor], patterns: Mapping[str, MediaFeatures], counts: Mapping[str, Sequence[int]]
-) -> dict[str, list[MediaFeatures]]:
-    """Split received features by name, each in the form of its pattern. ``counts``: name -> features of each item."""
+def _cut(model: Any, received: ReceivedFeatures, counts: Mapping[str, Sequence[int]]) -> dict[str, list[MediaFeatures]]:
+    """Split received features by name. ``counts``: name -> features of each item."""
     sizes = [sum(own) for own in counts.values()]
-    pieces = zip(*(tensor.split(sizes) for tensor in received), strict=True) if sizes else ()
+    pieces = zip(*(tensor.split(sizes) for tensor in received.tensors), strict=True) if sizes else ()
     return {
-        name: [patterns[name].with_tensors(piece, own)]
+        name: [_with_layout_of(model, name, received.pattern).with_tensors(piece, own)]
         for (name, own), piece in zip(counts.items(), pieces, strict=True)
     }

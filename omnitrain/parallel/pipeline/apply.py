@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,6 +25,7 @@ from omnitrain.parallel.pipeline.stages import (
 )
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.actions import Schedule
+from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
 from omnitrain.plan.schedule.generators import generate
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.validate import validate
@@ -54,9 +55,9 @@ class Pipeline:
     def __str__(self) -> str:
         return f"pp {max(self.stages.ranks) + 1}"
 
-    def schedule_of(self, num_micro_batches: int) -> Schedule:
-        """Return the schedule of a step with this number of micro-batches, with all sends, receives and gathers."""
-        return complete_schedule(self.schedule, max(self.stages.ranks) + 1, num_micro_batches)
+    def schedule_of(self, num_micro_batches: int, encoders: tuple[EncoderWindows, ...] = ()) -> Schedule:
+        """Return the schedule of a step; see :func:`complete_schedule`."""
+        return complete_schedule(self.schedule, max(self.stages.ranks) + 1, num_micro_batches, encoders)
 
     def norm_over_stages(self, model: OmniModel) -> Stages:
         """Return what :func:`~omnitrain.optim.gradients.gradient_norm` needs to count each parameter once."""
@@ -71,13 +72,16 @@ class Pipeline:
         return frozenset(name for name, ranks in self.held_by.items() if self.stages.rank not in ranks)
 
 
-def cut_into_stages(model: OmniModel, plan: ComponentPlan, state: ParallelState) -> Pipeline | None:
+def cut_into_stages(
+    model: OmniModel, plan: ComponentPlan, state: ParallelState, on_all: Collection[str] = ()
+) -> Pipeline | None:
     """Cut a model as its plan says, and make the groups of the pipeline. All ranks must call it.
 
     Args:
         model: before tensors are sharded.
         plan: the complete plan of the foundation.
         state: the parallel state.
+        on_all: encoders that run on all pipeline ranks.
 
     Returns:
         The pipeline; None without one.
@@ -87,7 +91,7 @@ def cut_into_stages(model: OmniModel, plan: ComponentPlan, state: ParallelState)
     schedule = plan.schedule or PipelineSchedule()
     stages = stages_of(model, schedule, state)
     ignore_absent_in_device()
-    held_by = holders(model, stages, model.stage_contract.readers)
+    held_by = holders(model, stages, model.stage_contract.readers, on_all)
     group = state.pp_mesh.get_group()
     columns = state.shape.groups("pp")
     directions: list[Direction] = [(kind, is_up) for kind in "FB" for is_up in (True, False)]
@@ -104,29 +108,37 @@ def cut_into_stages(model: OmniModel, plan: ComponentPlan, state: ParallelState)
     return Pipeline(stages, schedule, group, StageChannel(groups, stages.rank), held_by, shared)
 
 
-def complete_schedule(settings: PipelineSchedule, num_ranks: int, num_micro_batches: int) -> Schedule:
+def complete_schedule(
+    settings: PipelineSchedule, num_ranks: int, num_micro_batches: int, encoders: tuple[EncoderWindows, ...] = ()
+) -> Schedule:
     """Return a schedule with all sends, receives and gathers, after it was validated.
 
     Args:
         settings: how a step runs through the stages.
         num_ranks: number of pipeline ranks.
         num_micro_batches: number of micro-batches of the step on each rank.
+        encoders: components that are encoded outside of the forwards.
 
     Raises:
         ScheduleError: it cannot run.
     """
     kind, chunks = settings.resolved_kind, settings.stages_per_rank
     overlap = bool(settings.overlap)
-    return _lowered(kind, num_ranks, chunks, settings.group_size, overlap, num_micro_batches)
+    return _lowered(kind, num_ranks, chunks, settings.group_size, overlap, num_micro_batches, encoders)
 
 
 @lru_cache(maxsize=8)
 def _lowered(
-    kind: str, ranks: int, chunks: int, group_size: int | None, overlap: bool, num_micro_batches: int
+    kind: str,
+    ranks: int,
+    chunks: int,
+    group_size: int | None,
+    overlap: bool,
+    num_micro_batches: int,
+    encoders: tuple[EncoderWindows, ...],
 ) -> Schedule:
-    schedule = lower(
-        generate(kind, ranks, num_micro_batches, num_chunks=chunks, group_size=group_size, overlap=overlap)
-    )
+    passes = generate(kind, ranks, num_micro_batches, num_chunks=chunks, group_size=group_size, overlap=overlap)
+    schedule = lower(with_encoders(passes, encoders))
     validate(schedule)
     return schedule
 
@@ -137,18 +149,25 @@ def _new_group(columns: np.ndarray) -> dist.ProcessGroup:
     return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), made[0])
 
 
-def units_by_stage(model: OmniModel, stages: PipelineStages) -> dict[int, tuple[str, ...]]:
+def units_by_stage(
+    model: OmniModel, stages: PipelineStages, of_encoders: Collection[str] = ()
+) -> dict[int, tuple[str, ...]]:
     """Return stage of this rank -> its FSDP units, in the order of modules.
 
     Units outside of blocks, such as embeddings that several stages read, belong to this rank's first stage: its
     backward is the last one, so all gradients exist when its units are reduced.
+
+    Args:
+        model: sharded.
+        stages: the cut.
+        of_encoders: units that belong to no stage.
     """
     path = path_of_blocks(model)
     stage_of_block = {f"{path}.{block}": stage for stage in stages.local for block in range(*stages.spans[stage])}
     first = stages.local[0]
     units: dict[int, list[str]] = {stage: [] for stage in stages.local}
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and name not in of_encoders:
             inside = next((s for block, s in stage_of_block.items() if f"{name}.".startswith(f"{block}.")), first)
             units[inside].append(name)
     return {stage: tuple(names) for stage, names in units.items()}

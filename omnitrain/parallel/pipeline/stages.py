@@ -111,18 +111,19 @@ def path_of_blocks(model: OmniModel) -> str:
 
 
 def holders(
-    model: OmniModel, stages: PipelineStages, read_by: Mapping[str, Collection[str]]
+    model: OmniModel, stages: PipelineStages, read_by: Mapping[str, Collection[str]], on_all: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """Return parameter -> the pipeline ranks that hold it, ascending.
 
-    A block is on the rank of its stage. Encoders are on the first stage; decoders, which embed targets and predict
-    them, on the first and the last.
+    A block is on the rank of its stage. Encoders are on the first stage, or on all ranks; decoders, which embed targets
+    and predict them, on the first and the last.
 
     Args:
         model: before tensors are sharded.
         stages: the cut.
         read_by: parameter of the foundation outside of blocks -> the stages that read it: ``first``, ``inner``,
             ``last``.
+        on_all: encoders that run on all pipeline ranks.
     """
     at = {"first": {stages.first_rank}, "last": {stages.last_rank}, "inner": set(stages.ranks[1:-1])}
     path = path_of_blocks(model)
@@ -138,7 +139,9 @@ def holders(
     for name, component in components.items():
         base = bases[name].removeprefix(f"{FOUNDATION}.")
         inside = next((rank for prefix, rank in rank_of_block.items() if name.startswith(prefix)), None)
-        if component in model.decoder_names:
+        if component in on_all:
+            held = set(stages.ranks)
+        elif component in model.decoder_names:
             held = at["first"] | at["last"]
         elif component != FOUNDATION:
             held = at["first"]

@@ -11,6 +11,7 @@ from omnitrain.models.contract.checks_tower import attached_tower_contract, nati
 from omnitrain.models.contract.tiny_model import drawn_in_training
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.expert.apply import ExpertLayer, own_plan_problems
+from omnitrain.parallel.fsdp.units import find_units, ignored_params
 from omnitrain.parallel.pipeline.stages import stages_of
 from omnitrain.parallel.sequence.ulysses import head_problem
 from omnitrain.parallel.state import ParallelState
@@ -26,6 +27,7 @@ def model_problems(
     yield from _skipped_module_problems(model, state)
     yield from _tower_problems(model, plan, state)
     yield from _spread_problems(model, layers, plan, state)
+    yield from _window_problems(model, plan, state)
 
 
 def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
@@ -85,6 +87,22 @@ def _spread_problems(
             f"transformers' ExpertsInterface ({type(model.foundation).__name__} is dense, or computes its experts "
             "without it); use 1"
         )
+
+
+def _window_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """An encoder that runs outside of the forwards needs FSDP units with all of its parameters."""
+    for name in (name for name in model.media_names if name not in model.decoder_names):
+        merged = plan.of(name)
+        if (merged.window or 1) == 1 and not (state.size("pp") > 1 and merged.place == "world"):
+            continue
+        inside = {p for unit in find_units(model)[name].all for p in model.get_submodule(unit).parameters()}
+        outside = [path for path, p in model.components[name].items() if p not in inside | ignored_params(model)]
+        if outside:
+            field = "window" if merged.window is not None else "place"
+            yield (
+                f"{plan.path_of(name, field)}.{field}: found {getattr(merged, field)}, but {outside[0]} belongs to "
+                "modules that ranks call unequally often, or that other components use; remove it"
+            )
 
 
 def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:

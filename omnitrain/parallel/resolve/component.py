@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from omnitrain.errors import UserError
 from omnitrain.parallel.resolve.experts import expert_fields
 from omnitrain.parallel.resolve.memory import memory_fields
@@ -29,6 +31,7 @@ def component_plan(request: Request) -> ComponentPlan | None:
         "async_ulysses": _of_foundation(request, "async_ulysses", "sp", "ulysses"),
         "sequence_parallel": _of_foundation(request, "sequence_parallel", "tp", "tp"),
     }
+    media = _media_fields(request)
     if degrees is None or request.problems:
         return None
     mode, dp_replicate, dp_shard = degrees
@@ -41,9 +44,48 @@ def component_plan(request: Request) -> ComponentPlan | None:
         freeze=request.is_frozen,
         lora=request.merged.lora if request.has_adapters else None,
         schedule=request.merged.schedule if request.is_foundation else None,
-        place=request.merged.place or ("group" if request.state.size("data") > 1 else "local"),
         **fields,
+        **media,
     )
+
+
+def _media_fields(request: Request) -> dict[str, Any]:
+    """Where and when the component's media are encoded; ``window`` is None where forwards of micro-batches do it."""
+    place = request.merged.place or ("group" if request.state.size("data") > 1 else "local")
+    window, stages = request.merged.window, request.state.size("pp")
+    if request.is_foundation or request.is_decoder:
+        for field in ("window", "features_on"):
+            if getattr(request.explicit, field) is not None and request.is_decoder:
+                request.problem(field, f"found {getattr(request.explicit, field)}, but it is for encoders; remove it")
+        return {"place": place}
+    if stages > 1 and place == "world":
+        window = window or "step"
+    elif request.explicit.window is not None and stages > 1:
+        request.problem(
+            "window",
+            f"found {window} with `place: {place}` and pp {stages}, where the forwards of the first stage encode; "
+            "set `place: world`, or remove it",
+        )
+    elif window == 1 or stages > 1:
+        window = None
+    elif window is not None and place != "world" and not _divides_items(request, place):
+        if request.explicit.window is not None:
+            request.problem(
+                "window", f"found {window} with `place: {place}`, which divides no items here; set `place: world`"
+            )
+        window = None
+    if request.explicit.features_on is not None and window is None:
+        request.problem(
+            "features_on",
+            f"found {request.explicit.features_on} without `window`: no features wait; set `window`, or remove it",
+        )
+    return {"place": place, "window": window, "features_on": request.merged.features_on if window else None}
+
+
+def _divides_items(request: Request, place: str) -> bool:
+    """Whether ranks that hold a sample have calls of their own, with ``place: group`` or ``local``."""
+    together = ("sequence",) * ((request.explicit.ulysses or 1) > 1) + ("tp",) * (request.tp > 1)
+    return place == "group" and request.state.size("data") > request.state.size(*together)
 
 
 def _degrees(request: Request) -> tuple[str, int, int] | None:

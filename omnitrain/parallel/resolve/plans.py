@@ -64,7 +64,18 @@ def resolve_plans(
     for name in components:
         tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
         sharded = chosen_layers(model, layers[name], plan.ep_plan)
-        request = Request(name, plan, state, flags, name in frozen, bool(blocks[name]), tp, sharded, name in adapters)
+        request = Request(
+            name=name,
+            plans=plan,
+            state=state,
+            flags=flags,
+            is_frozen_already=name in frozen,
+            has_blocks=bool(blocks[name]),
+            tp=tp,
+            expert_layers=sharded,
+            has_adapters=name in adapters,
+            is_decoder=name in model.decoder_names,
+        )
         resolved = component_plan(request)
         problems += request.problems
         if resolved is not None:

@@ -51,6 +51,7 @@ class Request:
         tp: its degree of tensor parallelism.
         expert_layers: its MoE layers that ``ep`` shards.
         has_adapters: whether it trains only LoRA adapters.
+        is_decoder: whether it writes media.
         problems: the problems found so far.
     """
 
@@ -63,6 +64,7 @@ class Request:
     tp: int
     expert_layers: Sequence[ExpertLayer]
     has_adapters: bool
+    is_decoder: bool
     problems: list[str] = field(default_factory=list)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from omnitrain.parallel.pipeline.apply import units_by_stage
 from omnitrain.parallel.pipeline.channel import Arrival
 from omnitrain.parallel.pipeline.messages import StageMessages
 from omnitrain.parallel.resolve import dtype_of
+from omnitrain.parallel.schedule.encoders import SeparateEncoders
 from omnitrain.parallel.schedule.position import stage_action
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import work_of
@@ -115,7 +116,9 @@ class Executor:
         self._backward_out: dict[_Key, tuple[Tensor, ...]] = {}
         self._messages: StageMessages | None = None
         self._held: HeldUnits | None = None
-        self._units: dict[int, tuple[str, ...]] = {}
+        self._units: dict[int | str, tuple[str, ...]] = {}  # stage, or encoder that has its own actions
+        is_first_stage = self._pipeline is None or self._pipeline.stages.rank == self._pipeline.stages.first_rank
+        self._encoders = SeparateEncoders(model, batch, self._draws, is_first_stage=is_first_stage)
 
     def run(self, schedule: Schedule) -> Tensor:
         """Run the actions of this rank.
@@ -134,11 +137,9 @@ class Executor:
             if any(action.kind in WEIGHTS for action in actions):
                 self._held = HeldUnits(self._model)
                 stack.enter_context(self._held.held())
+                self._units = self._units_of_actions(self._held)
                 if self._pipeline is None:
-                    self._units = {0: self._held.names}
                     reduce_all_replicas(self._model)
-                else:
-                    self._units = units_by_stage(self._model, self._pipeline.stages)
             for number, action in enumerate(actions):
                 self._note(schedule, number, action)
                 self._RUN[action.kind](self, action)
@@ -159,6 +160,19 @@ class Executor:
         assert not left, f"(stage, micro-batch) without all their actions: {sorted(left)}"
         return self._total
 
+    def _units_of_actions(self, held: HeldUnits) -> dict[int | str, tuple[str, ...]]:
+        layout = layout_of(self._model)
+        assert layout is not None
+        encoders = layout.encoders(self._batch.plan.num_micro_batches)
+        of_encoders = {encoder.component: layout.components[encoder.component].units for encoder in encoders}
+        apart = {name for names in of_encoders.values() for name in names}
+        units: dict[int | str, tuple[str, ...]] = dict(of_encoders.items())
+        if self._pipeline is None:
+            units[0] = tuple(name for name in held.names if name not in apart)
+        else:
+            units.update(units_by_stage(self._model, self._pipeline.stages, apart).items())
+        return units
+
     def _open_messages(self) -> StageMessages:
         layout = layout_of(self._model)
         assert layout is not None and self._pipeline is not None
@@ -171,6 +185,8 @@ class Executor:
         stage, micro_batch = _key(action)
         pack = self._batch.packs[micro_batch].to(self._model.device)
         work = work_of(self._model, self._batch, micro_batch)
+        if stage == 0:
+            work = replace(work, encoded=self._encoders.features_of(micro_batch))
         arrived = self._arrived(self._forward_in, (stage, micro_batch), requires_grad=True)
         delayed = WeightGradients() if self._splits_backward else None
         with ExitStack() as stack:
@@ -221,6 +237,8 @@ class Executor:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         if self._held is not None:
             self._held.add_up()  # of units whose input has no gradient, such as embeddings
+        if key[0] == 0:
+            self._encoders.take_gradients(key[1])
         if live.arrived:
             back = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived)
             self._hand_over(back, self._backward_out, key, self._backward_in, key[0] - 1)
@@ -246,6 +264,22 @@ class Executor:
             draws=self._draws is not None,
         )
 
+    def _encode(self, action: Action) -> None:
+        self._encoders.encode(action)
+
+    def _exchange(self, action: Action) -> None:
+        self._encoders.exchange(action)
+
+    def _backward_of_encoder(self, action: Action) -> None:
+        if not self._trains:
+            return
+        if self._held is None and layout_of(self._model) is not None:
+            last = self._batch.plan.last_active(action.component)
+            reduce_replicas(self._model, {action.component: last == action.micro_batch})
+        self._encoders.backward(action)
+        if self._held is not None:
+            self._held.add_up()
+
     def _send(self, action: Action) -> None:
         assert self._messages is not None and action.peer is not None
         is_forward = action.kind is Kind.SEND_F
@@ -260,16 +294,16 @@ class Executor:
             (self._forward_in if is_forward else self._backward_in)[_key(action)] = self._messages.receive(action)
 
     def _unshard(self, action: Action) -> None:
-        assert self._held is not None and action.stage is not None
-        self._held.unshard(self._units[action.stage])
+        assert self._held is not None
+        self._held.unshard(self._units[_owner(action)])
 
     def _reshard(self, action: Action) -> None:
-        assert self._held is not None and action.stage is not None
-        self._held.reshard(self._units[action.stage])
+        assert self._held is not None
+        self._held.reshard(self._units[_owner(action)])
 
     def _reduce(self, action: Action) -> None:
-        assert self._held is not None and action.stage is not None
-        self._held.reduce(self._units[action.stage])
+        assert self._held is not None
+        self._held.reduce(self._units[_owner(action)])
 
     _RUN: Mapping[Kind, Callable[[Executor, Action], None]] = {
         Kind.F: _forward,
@@ -277,6 +311,9 @@ class Executor:
         Kind.I: _backward_of_inputs,
         Kind.W: _backward_of_weights,
         Kind.OVERLAP_F_B: _forward_and_backward,
+        Kind.ENCODE: _encode,
+        Kind.EXCHANGE: _exchange,
+        Kind.ENCODE_B: _backward_of_encoder,
         Kind.SEND_F: _send,
         Kind.SEND_B: _send,
         Kind.RECV_F: _receive,
@@ -323,6 +360,11 @@ class Executor:
 def _key(action: Action) -> _Key:
     assert action.stage is not None and action.micro_batch is not None
     return action.stage, action.micro_batch
+
+
+def _owner(action: Action) -> int | str:
+    """The stage or the encoder whose weights an action gathers, frees or reduces."""
+    return action.component if action.stage is None else action.stage
 
 
 def reduce_on_last(model: OmniModel, batch: StepBatch, micro_batch: int) -> None:

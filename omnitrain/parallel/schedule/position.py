@@ -15,6 +15,9 @@ _WORDS = {
     Kind.W: "weight gradients",
     Kind.UNSHARD: "gather of the weights",
     Kind.REDUCE: "reduction of the gradients",
+    Kind.ENCODE: "encoding",
+    Kind.EXCHANGE: "exchange of the features",
+    Kind.ENCODE_B: "backward",
 }
 _NEEDS = {Kind.F: (Kind.RECV_F, -1), Kind.B: (Kind.RECV_B, 1), Kind.I: (Kind.RECV_B, 1)}  # and from which stage
 
@@ -29,8 +32,11 @@ def stage_action(schedule: Schedule, pipeline: Pipeline, number: int) -> StageAc
     """
     action = schedule.actions[pipeline.stages.rank][number]
     parts = action.passes[::-1] or (action,)  # a pair begins with its backward
-    if any(part.kind not in _WORDS or part.stage is None for part in parts):
+    if any(part.kind not in _WORDS for part in parts):
         return None
+    if action.stage is None and not action.passes:
+        first = "" if action.micro_batch is None else f" from micro-batch {action.micro_batch}"
+        return StageAction(f"{_WORDS[action.kind]} of {action.component}{first}", number)
     text = " and ".join(f"{_WORDS[part.kind]} of stage {part.stage}" for part in parts)
     for part in parts:
         kind, step = _NEEDS.get(part.kind, (Kind.RECV_F, 0))

@@ -6,6 +6,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.pipeline.apply import complete_schedule
 from omnitrain.plan.schedule.actions import Schedule
+from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.generators import accumulate
 from omnitrain.recipe.parallel import FOUNDATION
 
@@ -18,11 +19,12 @@ def schedule_of(model: OmniModel, num_micro_batches: int) -> Schedule:
         num_micro_batches: number of micro-batches of the step.
     """
     layout = layout_of(model)
+    encoders = () if layout is None else layout.encoders(num_micro_batches)
     if layout is not None and layout.pipeline is not None:
-        return layout.pipeline.schedule_of(num_micro_batches)
+        return layout.pipeline.schedule_of(num_micro_batches, encoders)
     if not num_micro_batches:
         return Schedule(((),), (0,), 0)
     settings = None if layout is None else layout.components[FOUNDATION].plan.schedule
     if settings is not None and settings.overlap:
-        return complete_schedule(settings, 1, num_micro_batches)
-    return accumulate(num_micro_batches)
+        return complete_schedule(settings, 1, num_micro_batches, encoders)
+    return with_encoders(accumulate(num_micro_batches), encoders)

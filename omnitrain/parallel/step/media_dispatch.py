@@ -52,13 +52,16 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
     parcels: list[dict[int, MediaGroup]] = [{} for _ in range(topology.world_size)]
     items: dict[int, MediaGroup] = {}
     for index, name, item in _drawn_items(plan, rank, packs):
-        makers = topology.call_group_of(component_of[name])[plan.producer[index]] if name in component_of else ()
-        if rank in makers:
+        if name not in component_of:
+            continue
+        acts_as = topology.acts_as(rank, component_of[name])
+        makers = topology.call_group_of(component_of[name])[plan.producer[index]]
+        if acts_as in makers:
             items[index] = item
-        elif topology.is_owner(rank):
+        elif topology.is_owner(acts_as):
             for maker in makers:
-                if topology.group_of[maker] != topology.group_of[rank]:  # the others hold the sample, too
-                    parcels[maker][index] = item
+                if topology.owner_of(maker) != topology.owner_of(rank):  # the others hold the sample, too
+                    parcels[maker + rank - acts_as][index] = item
     for parcel in swap([as_bytes(parcel) for parcel in parcels]):
         items |= pickle.loads(parcel)
     names = set(component_of)
@@ -70,8 +73,7 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
 
 def _drawn_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[tuple[int, str, MediaGroup]]:
     """Index, media name, and a group with only this item, for all items of the samples that the rank holds."""
-    owner = plan.topology.data_groups[plan.topology.group_of[rank]][0]
-    indices = iter(np.flatnonzero(plan.owner == owner).tolist())
+    indices = iter(np.flatnonzero(plan.owner == plan.topology.owner_of(rank)).tolist())
     for pack in packs:
         batches = {**pack.inputs, **pack.targets}
         for name in plan.topology.media:
@@ -84,7 +86,7 @@ def _calls(
 ) -> dict[str, tuple[MediaGroup, ...]]:
     calls: dict[str, list[MediaGroup]] = {}
     for component in components:
-        for call in plan.calls_of(rank, component, micro_batch):
+        for call in plan.calls_of(plan.topology.acts_as(rank, component), component, micro_batch):
             if call.items:
                 name = plan.topology.call_sites[call.call_site].name
                 calls.setdefault(name, []).append(_one_group([items[index] for index in call.items]))

@@ -13,7 +13,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.components.media_calls import Apart
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import call_axes, layout_of
+from omnitrain.parallel.layout import call_axes, is_separate, layout_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.step.media_dispatch import StepBatch, dispatch_media
 from omnitrain.parallel.step.rendezvous import DataProcessGroup, Rendezvous, open_rendezvous
@@ -38,7 +38,7 @@ Groups = tuple[tuple[int, ...], ...]
 def topology_of(model: OmniModel) -> Topology:
     """Return the description of a model and its ranks that planning needs.
 
-    Ranks are numbered within their pipeline stage (:attr:`ParallelState.stage_ranks`).
+    Ranks are numbered among those that plan together (:attr:`ModelLayout.planned_ranks`).
 
     Args:
         model: parallelized by :func:`omnitrain.parallel.parallelize.build_parallelize_model`; otherwise every rank has
@@ -54,9 +54,12 @@ def topology_of(model: OmniModel) -> Topology:
         )
     layout = layout_of(model)
     planned = _planned_ranks(model)
-    ranks = tuple(range(len(planned)))
+    everyone = tuple(range(len(planned)))
+    ranks = dict.fromkeys((*model.media_names, FOUNDATION), everyone)
     trained = {name: any(p.requires_grad for p in weights.values()) for name, weights in model.components.items()}
-    copies = {name: len(ranks) for name in trained}
+    copies = {name: len(everyone) for name in trained}
+    windows: dict[str, int | None] = {}
+    first_stage = everyone
     places: dict[str, Place] = {}
     data_groups: Groups = ()
     call_groups: dict[str, Groups] = {}
@@ -64,14 +67,21 @@ def topology_of(model: OmniModel) -> Topology:
     if layout is not None:
         state, plans = layout.state, {name: component.plan for name, component in layout.components.items()}
         data_groups = _groups(state, planned, "data")
-        copies = {n: len(ranks) // (layout.components[n].num_shards * (p.tp or 1)) for n, p in plans.items()}
+        first_stage = tuple(rank % state.size("stage") for rank in everyone)
+        for name, plan in plans.items():
+            ranks[name] = everyone if is_separate(plan) else everyone[: state.size("stage")]
+            windows[name] = 1 if plan.window is None else None if plan.window == "step" else plan.window
+        copies = {n: len(ranks[n]) // (layout.components[n].num_shards * (p.tp or 1)) for n, p in plans.items()}
         places = {name: plan.place or "local" for name, plan in plans.items()}
-        call_groups = {name: _groups(state, planned, *call_axes(plan)) for name, plan in plans.items()}
+        call_groups = {
+            name: tuple(group for group in _groups(state, planned, *call_axes(plan)) if group[0] in ranks[name])
+            for name, plan in plans.items()
+        }
         shared = {name for name, plan in plans.items() if (plan.ulysses or 1) > 1 or (plan.tp or 1) > 1}
     components = [
         PlannedComponent(
             name=name,
-            ranks=ranks,
+            ranks=ranks[name],
             media=model.media_names.get(name, ()),
             reads_packs=name == FOUNDATION,
             head=name if name in model.decoder_names else None,
@@ -80,10 +90,12 @@ def topology_of(model: OmniModel) -> Topology:
             is_trained=trained[name],
             call_groups=call_groups.get(name, ()),
             is_shared=name in shared,
+            window=windows.get(name, 1),
         )
         for name in (*model.media_names, FOUNDATION)
     ]
-    return Topology(len(ranks), tuple(components), ("text", *model.decoder_names), data_groups)
+    losses = ("text", *model.decoder_names)
+    return Topology(len(everyone), tuple(components), losses, data_groups, first_stage)
 
 
 def _groups(state: ParallelState, ranks: Sequence[int], *axes: str) -> Groups:
@@ -96,7 +108,7 @@ def _planned_ranks(model: OmniModel) -> tuple[int, ...]:
     """The global ranks that plan a step together with this rank."""
     layout = layout_of(model)
     if layout is not None:
-        return layout.state.stage_ranks
+        return layout.planned_ranks
     return tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
 
 
@@ -178,7 +190,8 @@ class StepPlanner:
         rank = self.ranks.index(self.peers.rendezvous.rank)
         tables = self._tables(rank, packs)
         most = len(tables.counts)
-        if any(tables.num_micro_batches[group[0]] < most for group in self.topology.data_groups):
+        owners = {self.topology.owner_of(other) for other in range(self.topology.world_size)}
+        if any(tables.num_micro_batches[owner] < most for owner in owners):
             packs = [*packs, *[Pack.from_samples([self.idle])] * (most - len(packs))]
             tables = self._tables(rank, packs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +10,8 @@ import torch.distributed as dist
 
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import ModelLayout, call_axes, layout_of
-from omnitrain.parallel.sequence.apply import slice_of
+from omnitrain.parallel.layout import ModelLayout, call_axes, is_separate, layout_of
+from omnitrain.parallel.sequence.apply import RankSlice, slice_of
 from omnitrain.parallel.step.feature_exchange import Exchange
 from omnitrain.parallel.step.feature_routing import positions_of, routes_to_slices
 from omnitrain.parallel.step.media_dispatch import StepBatch
@@ -18,38 +19,66 @@ from omnitrain.plan import PlannedComponent
 
 
 def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchWork:
-    """Return this rank's work in a micro-batch, from the step plan."""
-    plan = batch.plan
+    """Return this rank's work in the forward of a micro-batch, from the step plan."""
     layout = layout_of(model)
-    ranks = np.array(layout.state.stage_ranks if layout is not None else range(plan.topology.world_size))
-    rank = int(np.searchsorted(ranks, dist.get_rank() if dist.is_initialized() else 0))
-    calls, heads, exchanges, cut = {}, set(), {}, set()
     sequence_slice = (
         None if layout is None else slice_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
     )
+    inside = [name for name in model.media_names if layout is None or not is_separate(layout.components[name].plan)]
+    return _work(model, batch, micro_batch, inside, sequence_slice)
+
+
+def work_of_window(model: OmniModel, batch: StepBatch, component: str, window: int) -> MicroBatchWork:
+    """Return this rank's calls and exchange for the items of an encoder in a window of micro-batches.
+
+    Args:
+        model: parallelized.
+        batch: the step.
+        component: an encoder that is encoded outside of the forwards.
+        window: the first micro-batch of the window.
+    """
+    return _work(model, batch, window, [component], None)
+
+
+def _work(
+    model: OmniModel, batch: StepBatch, micro_batch: int, names: Sequence[str], sequence_slice: RankSlice | None
+) -> MicroBatchWork:
+    plan, layout = batch.plan, layout_of(model)
+    topology = plan.topology
+    ranks = np.array(layout.planned_ranks if layout is not None else range(topology.world_size))
+    rank = int(np.searchsorted(ranks, dist.get_rank() if dist.is_initialized() else 0))
+    calls, heads, exchanges, cut = {}, set(), {}, set()
     towers = {} if layout is None else {name: found.tower for name, found in layout.components.items()}
     together = {name: tower.sharing for name, tower in towers.items() if tower is not None}
-    for call_site, number in zip(plan.topology.call_sites, plan.calls[micro_batch].tolist(), strict=True):
-        if call_site.kind == "encode":
+    media = {name for component in names for name in model.media_names[component]}
+    for call_site, number in zip(topology.call_sites, plan.calls[micro_batch].tolist(), strict=True):
+        if call_site.kind == "encode" and call_site.name in media:
             calls[call_site.name] = number
         elif call_site.kind == "head" and number:
             heads.add(call_site.name)
-    for component in plan.topology.components:
-        if plan.topology.moves(component.name) and plan.is_active(component.name, micro_batch):
-            made = [item for call in plan.calls_of(rank, component.name, micro_batch) for item in call.items]
+    for component in (topology.component(name) for name in names):
+        if topology.moves(component.name) and plan.is_active(component.name, micro_batch):
+            acts_as = topology.acts_as(rank, component.name)
+            made = [item for call in plan.calls_of(acts_as, component.name, micro_batch) for item in call.items]
             routes = plan.routes(component.name, micro_batch)
             is_whole = component.place == "world" or component.head is not None or component.name in together
             if sequence_slice is not None and not is_whole:
                 cut.add(component.name)
                 positions = positions_of(batch.packs[micro_batch], component)
-                group = plan.topology.data_groups[plan.topology.group_of[rank]]
+                group = topology.data_groups[topology.group_of[acts_as]]
                 routes, made = routes_to_slices(routes, group, positions, sequence_slice.split, made)
-            routes = replace(routes, producer=ranks[routes.producer], consumer=ranks[routes.consumer])
+            to_stage = rank - acts_as
+            producer, consumer = ranks[routes.producer + to_stage], ranks[routes.consumer + to_stage]
             exchanges[component.name] = Exchange(
-                routes, _group_of(layout, component), made=made, is_differentiable=component.is_trained
+                replace(routes, producer=producer, consumer=consumer),
+                _group_of(layout, component),
+                made=made,
+                is_differentiable=component.is_trained,
             )
     media_calls = {
-        name: [items.to(model.device) for items in drawn] for name, drawn in batch.media_calls[micro_batch].items()
+        name: [items.to(model.device) for items in drawn]
+        for name, drawn in batch.media_calls[micro_batch].items()
+        if name in media
     }
     return MicroBatchWork(
         calls=calls,
@@ -66,7 +95,10 @@ def _group_of(layout: ModelLayout | None, component: PlannedComponent) -> dist.P
     """Return the ranks that exchange the component's features; of ranks that make a call together, one."""
     if layout is None:
         return None
-    state, together = layout.state, call_axes(layout.components[component.name].plan)
+    plan = layout.components[component.name].plan
+    state, together = layout.state, call_axes(plan)
+    if is_separate(plan) and component.place == "world":
+        return state.pp_loss_group if "tp" in together else None
     if "sequence" in together:
         return state.tp_group
     if "tp" in together:

@@ -39,7 +39,8 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 WEIGHTS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE})
-COLLECTIVES = frozenset({Kind.ENCODE, Kind.EXCHANGE, Kind.ENCODE_B, Kind.OPTIMIZER})  # over all pipeline ranks
+ENCODES = frozenset({Kind.ENCODE, Kind.EXCHANGE, Kind.ENCODE_B})
+COLLECTIVES = ENCODES | {Kind.OPTIMIZER}  # over all pipeline ranks
 
 SEND_OF = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
@@ -56,9 +57,10 @@ class Action(NamedTuple):
         kind: what it does.
         stage: index of the stage. A ``SEND`` has the stage that sends, a ``RECV`` the stage that receives. None: the
             action belongs to no stage (``ENCODE``, ``EXCHANGE``, ``ENCODE_B``, ``OPTIMIZER``, ``OVERLAP_F_B``).
-        micro_batch: index of the micro-batch. None: the action is done once in the step.
+        micro_batch: index of the micro-batch; of encoders: the first one of the window. None: the action is done once
+            in the step.
         peer: pipeline rank at the other end of a ``SEND`` or ``RECV``, else None.
-        component: the component whose stage it is.
+        component: the component whose stage it is, or that it encodes.
         parts: of ``OVERLAP_F_B``, its forward and its backward, in this order; else empty.
     """
 

@@ -49,6 +49,7 @@ def lower(
         after: dict[int, list[Action]] = {i: list(_sends(schedule, rank, action)) for i, action in enumerate(row)}
         if hold_weights:
             _add_weights(row, before, after, max_gathered or len(schedule.stages_of(rank)))
+            _add_weights_of_encoders(row, before, after)
         rows.append([step for i, action in enumerate(row) for step in (*before[i], action, *after[i])])
     return schedule.with_actions(rows)
 
@@ -122,6 +123,19 @@ def _add_weights(
         after[index] += [Action(Kind.REDUCE, s) for s in dict.fromkeys(stages[index]) if last_backward.get(s) == index]
     if row:
         after[len(row) - 1] += [Action(Kind.RESHARD, stage) for stage in gathered]
+
+
+def _add_weights_of_encoders(
+    row: tuple[Action, ...], before: dict[int, list[Action]], after: dict[int, list[Action]]
+) -> None:
+    """Gather the weights of an encoder for each of its actions, and reduce its gradients after its last backward."""
+    last = {action.component: index for index, action in enumerate(row) if action.kind is Kind.ENCODE_B}
+    for index, action in enumerate(row):
+        if action.kind in (Kind.ENCODE, Kind.ENCODE_B):
+            before[index].append(Action(Kind.UNSHARD, component=action.component))
+            if action.kind is Kind.ENCODE_B and last[action.component] == index:
+                after[index].append(Action(Kind.REDUCE, component=action.component))
+            after[index].append(Action(Kind.RESHARD, component=action.component))
 
 
 def _next_stages(stages: Iterable[list[int | None]], count: int) -> list[int | None]:

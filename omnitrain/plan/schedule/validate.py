@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from omnitrain.errors import ScheduleError
-from omnitrain.plan.schedule.actions import COLLECTIVES, RECEIVES, SEND_OF, SENDS, WEIGHTS, Action, Kind, Schedule
+from omnitrain.plan.schedule.actions import (
+    COLLECTIVES,
+    ENCODES,
+    FOUNDATION,
+    RECEIVES,
+    SEND_OF,
+    SENDS,
+    WEIGHTS,
+    Action,
+    Kind,
+    Schedule,
+)
 from omnitrain.plan.schedule.simulate import DeadlockError, simulate
 
 _Place = tuple[int, int]  # rank, index in its list
@@ -50,9 +61,10 @@ def problems_in(schedule: Schedule, *, lowered: bool = True, max_live: int | Non
     A schedule without a problem: each stage runs each micro-batch once, forward and backward (``B``, or ``I`` and
     ``W``), on the stage's rank. Each result that another rank needs is sent and received once, in the same order at
     both ends. It runs to its end even if a send ends only when its receive is posted, so it does with buffers of any
-    size, too. Collectives over all pipeline ranks come in the same order on all of them. If it says when weights are
-    gathered, each action finds its stage's weights gathered, all are freed at the end, and the gradients of a stage
-    are reduced once, after its last backward.
+    size, too. Collectives over all pipeline ranks come in the same order on all of them. Features of encoders are there
+    before the forwards that need them, and the encoders' backward comes after these forwards' backwards. If it says
+    when weights are gathered, each action finds its stage's weights gathered, all are freed at the end, and the
+    gradients of a stage are reduced once, after its last backward.
 
     Args:
         schedule: the schedule to check.
@@ -67,6 +79,7 @@ def problems_in(schedule: Schedule, *, lowered: bool = True, max_live: int | Non
         *_message_orders(schedule),
         *_collectives(schedule),
         *_weights(schedule),
+        *_encoders(schedule),
     ]
     problems = problems or [*_deadlock(schedule)]
     if not problems and max_live is not None:
@@ -192,45 +205,82 @@ def _weights(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _gathered(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterator[Problem]:
-    gathered: set[int | None] = set()
+    gathered: set[Action] = set()
     for index, action in enumerate(row):
         where = f"rank {rank}, action {index}, {action}"
         unshard, reshard = (action._replace(kind=kind) for kind in (Kind.UNSHARD, Kind.RESHARD))
-        if action.kind in WEIGHTS and action.stage not in schedule.stages_of(rank):
+        is_of_stage = action.component == FOUNDATION
+        if action.kind in WEIGHTS and is_of_stage and action.stage not in schedule.stages_of(rank):
             yield Problem(rank, f"{where}: the stages of this rank are {schedule.stages_of(rank)}", (action,))
         elif action.kind is Kind.UNSHARD:
-            if action.stage in gathered:
-                yield Problem(rank, f"{where}: the weights of this stage are gathered already", (action, reshard))
-            gathered.add(action.stage)
+            if unshard in gathered:
+                yield Problem(rank, f"{where}: these weights are gathered already", (action, reshard))
+            gathered.add(unshard)
         elif action.kind is Kind.RESHARD:
-            if action.stage not in gathered:
-                yield Problem(rank, f"{where}: the weights of this stage are not gathered", (action, unshard))
-            gathered.discard(action.stage)
-        for stage in dict.fromkeys(part.stage for part in action.passes):
-            if stage not in gathered:
-                unshard, reshard = Action(Kind.UNSHARD, stage), Action(Kind.RESHARD, stage)
-                message = f"{where}: the weights of stage {stage} are not gathered; {unshard} must come before"
+            if unshard not in gathered:
+                yield Problem(rank, f"{where}: these weights are not gathered", (action, unshard))
+            gathered.discard(unshard)
+        for unshard in dict.fromkeys(_needed_weights(action)):
+            if unshard not in gathered:
+                reshard = unshard._replace(kind=Kind.RESHARD)
+                whose = f"stage {unshard.stage}" if is_of_stage else unshard.component
+                message = f"{where}: the weights of {whose} are not gathered; {unshard} must come before"
                 yield Problem(rank, message, (action, unshard, reshard))
-                gathered.add(stage)
-    for stage in gathered:
-        reshard = Action(Kind.RESHARD, stage)
-        message = f"rank {rank}: {reshard} is missing; stage {stage} stays gathered after the step"
-        yield Problem(rank, message, (reshard, reshard._replace(kind=Kind.UNSHARD)))
+                gathered.add(unshard)
+    for unshard in gathered:
+        reshard = unshard._replace(kind=Kind.RESHARD)
+        whose = f"stage {unshard.stage}" if unshard.component == FOUNDATION else unshard.component
+        message = f"rank {rank}: {reshard} is missing; {whose} stays gathered after the step"
+        yield Problem(rank, message, (reshard, unshard))
+
+
+def _needed_weights(action: Action) -> Iterator[Action]:
+    if action.kind in (Kind.ENCODE, Kind.ENCODE_B):
+        yield Action(Kind.UNSHARD, component=action.component)
+    for part in action.passes:
+        yield Action(Kind.UNSHARD, part.stage)
 
 
 def _reduced(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterator[Problem]:
-    last: dict[int | None, int] = {
-        part.stage: index for index, action in enumerate(row) for part in action.passes if part.kind is not Kind.F
-    }
-    for stage in schedule.stages_of(rank):
-        action = Action(Kind.REDUCE, stage)
+    last = {Action(Kind.REDUCE, stage): -1 for stage in schedule.stages_of(rank)}
+    for index, action in enumerate(row):
+        last |= {Action(Kind.REDUCE, part.stage): index for part in action.passes if part.kind is not Kind.F}
+        if action.kind is Kind.ENCODE_B:
+            last[Action(Kind.REDUCE, component=action.component)] = index
+    for action, backward in last.items():
         found = [index for index, other in enumerate(row) if other == action]
         if len(found) != 1:
             message = f"rank {rank}: {action} is there {len(found)} times; it must be there once"
             yield Problem(rank, message, (action,))
-        elif found[0] < last[stage]:
-            message = f"rank {rank}, action {found[0]}, {action}: comes before {row[last[stage]]}, its last backward"
-            yield Problem(rank, message, (action, row[last[stage]]))
+        elif found[0] < backward:
+            message = f"rank {rank}, action {found[0]}, {action}: comes before {row[backward]}, its last backward"
+            yield Problem(rank, message, (action, row[backward]))
+
+
+def _encoders(schedule: Schedule) -> Iterator[Problem]:
+    """The first stage has the features of a window when it needs them, and their gradients when they are used."""
+    rank = schedule.stage_ranks[0]
+    row = schedule.actions[rank]
+    at = {part: index for index, action in enumerate(row) for part in action.passes or (action,)}
+    for component in dict.fromkeys(action.component for action in row if action.kind in ENCODES):
+        starts = sorted({a.micro_batch or 0 for a in row if a.kind in ENCODES and a.component == component} | {0})
+        is_trained = any(a.kind in (Kind.ENCODE_B, Kind.REDUCE) and a.component == component for a in row)
+        for start, stop in pairwise([*starts, schedule.num_micro_batches]):
+            kinds = (Kind.ENCODE, Kind.EXCHANGE, *((Kind.ENCODE_B,) if is_trained else ()))
+            of_window = [Action(kind, micro_batch=start, component=component) for kind in kinds]
+            if missing := [action for action in of_window if action not in at]:
+                yield Problem(rank, f"rank {rank}: {missing[0]} is missing", tuple(missing))
+                continue
+            encode, exchange, *backward = of_window
+            forwards = [at[Action(Kind.F, 0, k)] for k in range(start, stop)]
+            ends = [at[a] for k in range(start, stop) for a in (Action(Kind.B, 0, k), Action(Kind.I, 0, k)) if a in at]
+            order = [at[encode], at[exchange], min(forwards), *([max(ends), at[backward[0]]] if backward else [])]
+            if order != sorted(order):
+                message = (
+                    f"rank {rank}, action {at[encode]}, {encode}: expected the exchange, the forwards of micro-batches "
+                    f"{start} to {stop - 1}, their backwards and the encoder's backward to follow in this order"
+                )
+                yield Problem(rank, message, tuple(of_window))
 
 
 def _deadlock(schedule: Schedule) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.layout import encoder_windows, is_separate
 from omnitrain.parallel.pipeline.apply import complete_schedule
 from omnitrain.parallel.pipeline.stages import PipelineStages, holders, path_of_blocks, stages_of
 from omnitrain.parallel.resolve import resolve_without_ranks
@@ -51,7 +52,7 @@ def show_schedule(
     """Print the stages of a recipe's pipeline and its simulated step.
 
     The time of a stage follows from its cost, the number of parameters that a token meets in it. A backward takes twice
-    as long as a forward, unless both are given. Messages take no time.
+    as long as a forward, unless both are given. Messages take no time, nor do encoders that run on all pipeline ranks.
 
     Args:
         recipe: the recipe; neither its data nor its tokenizer is read.
@@ -81,8 +82,10 @@ def show_schedule(
     settings = plans[FOUNDATION].schedule or PipelineSchedule()
     advice = require_enough_micro_batches(recipe, state)
     stages = stages_of(model, settings, state)
-    schedule = complete_schedule(settings, state.size("pp"), micro_batches_of_rank(recipe, state))
-    rows = _stage_rows(model, stages)
+    number, separate = micro_batches_of_rank(recipe, state), [n for n, plan in plans.items() if is_separate(plan)]
+    trained = [name for name in separate if not plans[name].freeze]
+    schedule = complete_schedule(settings, state.size("pp"), number, encoder_windows(plans, trained, number))
+    rows = _stage_rows(model, stages, separate)
     is_in_seconds = forward is not None or backward is not None
     forward = forward or (backward / 2 if backward is not None else float(stages.num_stages))
     backward = backward or 2 * forward
@@ -105,9 +108,9 @@ def show_schedule(
     }
 
 
-def _stage_rows(model: OmniModel, stages: PipelineStages) -> list[StageRow]:
+def _stage_rows(model: OmniModel, stages: PipelineStages, separate: Sequence[str]) -> list[StageRow]:
     by_stage = replace(stages, ranks=tuple(range(stages.num_stages)))  # as if each stage had a rank of its own
-    held = holders(model, by_stage, model.stage_contract.readers)
+    held = holders(model, by_stage, model.stage_contract.readers, separate)
     parameters, component_of = (
         dict(model.named_parameters()),
         {n: c for c, names in model.components.items() for n in names},

@@ -2,6 +2,7 @@
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 
@@ -18,6 +19,8 @@ from omnitrain.plan.schedule import (
     validate,
     zbv,
 )
+from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
+from omnitrain.plan.schedule.generators import generate
 
 
 def random_schedule(rng: random.Random) -> Schedule:
@@ -180,21 +183,52 @@ def test_more_live_activations_than_allowed_are_named_where_they_arise() -> None
 
 
 def test_collectives_of_all_pipeline_ranks_come_in_one_order() -> None:
-    schedule = lower(one_f_one_b(2, 2))
-    encode, exchange, update = (Action.parse(text) for text in ("ENCODE0@vision", "EXCHANGE0@vision", "OPTIMIZER"))
-    good = schedule.with_actions((encode, exchange, *row, update) for row in schedule.actions)
+    schedule = lower(with_encoders(one_f_one_b(2, 2), [EncoderWindows("vision", 1, is_trained=True)]))
+    update = Action.parse("OPTIMIZER")
+    good = schedule.with_actions((*row, update) for row in schedule.actions)
     assert problems_in(good) == ()
     first, second = good.actions
     (problem,) = problems_in(good.with_actions([first, second[:-1]]))
     assert problem.message == (
-        "collective 2 of all pipeline ranks is missing on rank 1 and OPTIMIZER on rank 0; "
+        "collective 6 of all pipeline ranks is missing on rank 1 and OPTIMIZER on rank 0; "
         "all ranks must have the same ones in the same order"
     )
-    swapped = good.with_actions([first, (exchange, encode, *second[2:])])
+    exchange, encode = Action.parse("EXCHANGE0@vision"), Action.parse("ENCODE0@vision")
+    others = [action for action in second if action != exchange]
+    swapped = good.with_actions([first, (exchange, *others)])
     assert [problem.actions for problem in problems_in(swapped)] == [(exchange, encode)]
-    late = good.with_actions([first, (encode, *second[2:-1], exchange, update)])  # after forwards that rank 0 waits for
-    (problem,) = problems_in(late)
-    assert "the schedule stops" in problem.message
+    late = good.with_actions([first, (*others[:-1], exchange, update)])  # after forwards that rank 0 waits for
+    assert problems_in(late)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("window", [1, 2, 3, 8])
+def test_encoders_run_when_the_first_stage_has_what_they_need(kind: str, window: int) -> None:
+    chunks = {"interleaved": 3, "zbv": 2}.get(kind, 1)
+    encoders = [EncoderWindows("vision", window, is_trained=True), EncoderWindows("audio", 8, is_trained=False)]
+    schedule = lower(with_encoders(generate(kind, 4, 8, num_chunks=chunks), encoders))
+    assert problems_in(schedule) == ()
+    texts = [str(action) for action in schedule.actions[0]]
+    windows = -(-8 // window)
+    assert len(problems_in(schedule.with_actions(map(without("ENCODE_B0@vision"), schedule.actions))))
+    assert sum(text.startswith("ENCODE_B") for text in texts) == windows
+    assert texts.count("REDUCE_GRAD@vision") == 1 and texts.count("REDUCE_GRAD@audio") == 0
+    assert texts.count("UNSHARD@vision") == 2 * windows and texts.count("UNSHARD@audio") == 1
+
+
+def without(text: str) -> Callable[[tuple[Action, ...]], list[Action]]:
+    return lambda row: [action for action in row if str(action) != text]
+
+
+def test_a_forward_before_its_features_is_named() -> None:
+    schedule = lower(with_encoders(one_f_one_b(2, 2), [EncoderWindows("vision", 1, is_trained=True)]))
+    rows = []
+    for row in schedule.actions:
+        exchange = row.index(Action.parse("EXCHANGE1@vision"))
+        last = max(index for index, action in enumerate(row) if action.kind is Kind.F)
+        rows.append([*row[:exchange], *row[exchange + 1 : last + 1], row[exchange], *row[last + 1 :]])
+    messages = [problem.message for problem in problems_in(schedule.with_actions(rows))]
+    assert "ENCODE1@vision: expected the exchange, the forwards of micro-batches 1 to 1" in " ".join(messages)
 
 
 def test_a_schedule_without_sends_is_not_one_that_ranks_can_run() -> None:

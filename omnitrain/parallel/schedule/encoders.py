@@ -1,0 +1,170 @@
+"""Run encoders outside of the forwards of micro-batches: ``ENCODE``, ``EXCHANGE`` and ``ENCODE_B`` of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from omnitrain.models.discovery import MediaFeatures
+from omnitrain.models.omni.encode import ComponentCalls, MicroBatchWork, ReceivedFeatures, call_component
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.draws import StepDraws
+from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.step.media_dispatch import StepBatch
+from omnitrain.parallel.step.work import work_of_window
+from omnitrain.plan.schedule.actions import Action
+
+
+@dataclass
+class _Window:
+    """A window of a component, from its exchange to its backward.
+
+    Attributes:
+        pattern: the form of the features, without any.
+        roots: the results whose backward runs: the features that this rank received, then those of calls without data.
+            Only their nodes in the graph are kept.
+        held: micro-batch -> its part of the received features, in the memory where it waits.
+        leaves: micro-batch -> the same on the device, while its forward and backward need it.
+        gradients: micro-batch -> gradients of ``leaves``, in the memory where they wait.
+    """
+
+    pattern: MediaFeatures
+    roots: list[_Root]
+    held: dict[int, list[Tensor]]
+    leaves: dict[int, tuple[Tensor, ...]]
+    gradients: dict[int, list[Tensor]]
+
+
+class _Root(NamedTuple):
+    """A result in the graph of an encoder, without its data. ``edge`` is None for a constant."""
+
+    edge: GradientEdge | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class SeparateEncoders:
+    """The encoders of a model that have actions of their own in a step.
+
+    The graph is cut between encoders and foundation: the forward of a micro-batch reads leaves, and the backward of a
+    window starts from their gradients when all of them are there.
+
+    Args:
+        model: parallelized, or on one process.
+        batch: the step.
+        draws: random numbers of the step, if the model draws any.
+        is_first_stage: whether this rank runs the first stage, which reads the features.
+    """
+
+    def __init__(self, model: OmniModel, batch: StepBatch, draws: StepDraws | None, *, is_first_stage: bool) -> None:
+        self._model, self._batch, self._draws = model, batch, draws
+        self._is_first_stage = is_first_stage
+        layout = layout_of(model)
+        windows = () if layout is None else layout.encoders(batch.plan.num_micro_batches)
+        self._sizes = {window.component: window.size for window in windows}
+        self._is_on_host = {}
+        if layout is not None:
+            self._is_on_host = {name: layout.components[name].plan.features_on == "cpu" for name in self._sizes}
+        self._encoded: dict[tuple[str, int], tuple[MicroBatchWork, ComponentCalls]] = {}
+        self._live: dict[tuple[str, int], _Window] = {}
+
+    def encode(self, action: Action) -> None:
+        """Make this rank's calls for the items of a window."""
+        component, window = _key(action)
+        if not self._batch.plan.is_active(component, window):
+            return
+        work = work_of_window(self._model, self._batch, component, window)
+        draws = nullcontext() if self._draws is None else self._draws.forward(len(self._batch.packs) + window)
+        with draws:
+            self._encoded[component, window] = work, call_component(self._model, component, work)
+
+    def exchange(self, action: Action) -> None:
+        """Send the features of a window to the first stage's ranks, and cut the graph there."""
+        component, start = _key(action)
+        if (component, start) not in self._encoded:
+            return
+        work, calls = self._encoded.pop((component, start))
+        received = calls.exchanged(work.exchanges[component])
+        micro_batches = range(start, min(start + self._sizes[component], len(self._batch.packs)))
+        numbers = [self._num_features(component, k) for k in micro_batches]
+        pieces = zip(*(tensor.detach().split(numbers) for tensor in received), strict=True)
+        self._live[component, start] = _Window(
+            pattern=calls.pattern.without_items(),
+            roots=[_root(tensor) for tensor in (*received, *calls.idle)],
+            held={k: self._waiting(component, piece) for k, piece in zip(micro_batches, pieces, strict=True)},
+            leaves={},
+            gradients={},
+        )
+
+    def features_of(self, micro_batch: int) -> dict[str, ReceivedFeatures]:
+        """Return component -> its features for a micro-batch: leaves of its graph, or constants of frozen encoders."""
+        found = {}
+        for component, window in self._windows_of(micro_batch):
+            leaves = tuple(
+                tensor.to(self._model.device, non_blocking=True).requires_grad_(root.edge is not None)
+                for tensor, root in zip(window.held.pop(micro_batch), window.roots, strict=False)
+            )
+            window.leaves[micro_batch] = leaves
+            found[component] = ReceivedFeatures(leaves, window.pattern)
+        return found
+
+    def take_gradients(self, micro_batch: int) -> None:
+        """Keep the gradients of a micro-batch's features, after its backward on the first stage."""
+        for component, window in self._windows_of(micro_batch):
+            leaves = window.leaves.pop(micro_batch)
+            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            window.gradients[micro_batch] = self._waiting(component, gradients)
+
+    def backward(self, action: Action) -> None:
+        """Run the backward of a window: gradients of features return to the ranks that encoded them."""
+        if (window := self._live.pop(_key(action), None)) is None:
+            return
+        device = self._model.device
+        in_order = [window.gradients[k] for k in sorted(window.gradients)]
+        of_features = [torch.cat([g.to(device) for g in gradients]) for gradients in zip(*in_order, strict=True)]
+        edges, gradients = [], []
+        for index, root in enumerate(window.roots):
+            if root.edge is not None:
+                edges.append(root.edge)
+                is_feature = index < len(of_features)
+                zeros = torch.zeros((), dtype=root.dtype, device=device).expand(root.shape)
+                gradients.append(of_features[index] if is_feature else zeros)
+        if edges:
+            torch.autograd.backward(edges, gradients)
+
+    def _waiting(self, component: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors in the memory where they wait."""
+        return [*map(_to_host, tensors)] if self._is_on_host[component] else [*tensors]
+
+    def _windows_of(self, micro_batch: int) -> list[tuple[str, _Window]]:
+        starts = {name: micro_batch - micro_batch % size for name, size in self._sizes.items()}
+        return [(name, self._live[name, start]) for name, start in starts.items() if (name, start) in self._live]
+
+    def _num_features(self, component: str, micro_batch: int) -> int:
+        """The number of features that this rank needs for a micro-batch."""
+        if not self._is_first_stage:
+            return 0
+        inputs = self._batch.packs[micro_batch].inputs
+        return sum(sum(inputs[name].num_tokens) for name in self._model.media_names[component] if name in inputs)
+
+
+def _key(action: Action) -> tuple[str, int]:
+    assert action.micro_batch is not None
+    return action.component, action.micro_batch
+
+
+def _root(tensor: Tensor) -> _Root:
+    return _Root(get_gradient_edge(tensor) if tensor.requires_grad else None, tensor.shape, tensor.dtype)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return held.copy_(tensor, non_blocking=True)

@@ -1,0 +1,93 @@
+"""Encoders on all pipeline ranks: losses, gradients and weights of one process, and each item encoded once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import omnitrain as ot
+from omnitrain.data.packing.pack import Pack
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.step.plan import step_planner
+from omnitrain.recipe.layout import parse_layout
+from tests.parallel.laid_out import PLAIN, gradients
+from tests.parallel.schedule.pipelines import build
+from tests.parallel.schedule.test_layouts import require_equal, samples_of
+
+
+def test_encoders_on_all_pipeline_ranks_train_as_one_process(ranks: RankPool) -> None:
+    require_equal(ranks, "qwen3_vl_moe", ["pp2.dp2.ep2.world", "pp2.v2.dp2.accum4.window2.world", "pp4.world"])
+
+
+def test_items_of_several_micro_batches_are_divided_without_a_pipeline(ranks: RankPool) -> None:
+    require_equal(ranks, "qwen3_vl", ["dp2.accum4.window2.world", "sp2.accum2.window2.group"])
+
+
+def parallelized(layout: str, encoder: Mapping[str, Any]) -> ot.OmniModel:
+    """Qwen3-VL with experts under a layout, whose image encoder has the fields of ``encoder``."""
+    plan = parse_layout(layout).plan()
+    degrees = {"pp": "pp", "dp_shard": "dp_shard", "ulysses": "ulysses", "ep": "ep"}
+    ot.init_parallel_state(**{f"{key}_size": getattr(plan.default, field) for key, field in degrees.items()})
+    plan = plan.model_copy(update={"components": {"image_encoder": ot.ComponentPlan(**encoder)}})
+    model = build("qwen3_vl_moe")
+    return ot.build_parallelize_model(model.train(), parallel_plan=plan, **PLAIN)
+
+
+def encoded_patches(layout: str, drawn: list[list[int]]) -> tuple[int, int]:
+    """Patches that this rank's tower encoded, and those of minimal inputs among them; ``drawn``: samples of packs."""
+    model = parallelized(layout, {})
+    rows: list[int] = []
+    tower = model.foundation.model.visual.blocks[0]
+    tower.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    samples = samples_of("qwen3_vl_moe")
+    batch = step_planner(model)([Pack.from_samples([samples[index] for index in pack]) for pack in drawn])
+    accumulate_gradients(model, batch)
+    state = ot.get_parallel_state()
+    plan, names = batch.plan, batch.plan.topology.media
+    calls = [c for k in range(plan.num_micro_batches) for c in plan.calls_of(state.rank, "image_encoder", k)]
+    minimal = [names[call.call_site] for call in calls if not call.items]
+    return sum(rows), sum(len(model.minimal_input(name)[0][KEYS[name]]) for name in minimal)
+
+
+KEYS = {"foundation.image": "pixel_values", "foundation.video": "pixel_values_videos"}
+
+
+def test_each_item_is_encoded_once_and_all_stages_take_part(ranks: RankPool) -> None:
+    samples = samples_of("qwen3_vl_moe")
+    drawn = [[index for index, sample in enumerate(samples) if sample.spans], [0], list(range(len(samples)))]
+    held = sum(
+        len(span.item.features[KEYS[span.component]])
+        for pack in drawn
+        for index in pack
+        for span in samples[index].spans
+    )
+    found = ranks.run(encoded_patches, "pp2.world", drawn, timeout_s=60, world=2)
+    assert held > 0 and sum(rows - minimal for rows, minimal in found) == held
+    assert all(rows - minimal > held / 4 for rows, minimal in found)
+
+
+def gradients_of(layout: str, encoder: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    model = parallelized(layout, encoder)
+    samples = samples_of("qwen3_vl_moe")
+    batch = step_planner(model)([Pack.from_samples(samples[k:]) for k in range(4)])
+    accumulate_gradients(model, batch)
+    return gradients(model)
+
+
+def require_same_bits(ranks: list[dict[str, torch.Tensor]], others: list[dict[str, torch.Tensor]]) -> None:
+    for before, after in zip(ranks, others, strict=True):
+        assert before.keys() == after.keys() and any("visual" in name for name in before)
+        assert all(before[name].equal(after[name]) for name in before)
+
+
+def test_pairs_change_no_bit_of_separate_encoders(ranks: RankPool) -> None:
+    layouts = ("pp2.v2.dp2.ep2.world", "pp2.v2.dp2.ep2.paired.world")
+    require_same_bits(*(ranks.run(gradients_of, layout, {}, timeout_s=60, world=4) for layout in layouts))
+
+
+def test_features_that_wait_in_host_memory_have_the_same_bits(ranks: RankPool) -> None:
+    settings = [{"place": "world", "window": 2, "features_on": memory} for memory in ("device", "cpu")]
+    require_same_bits(*(ranks.run(gradients_of, "pp2", encoder, timeout_s=60, world=2) for encoder in settings))
