@@ -137,6 +137,14 @@ def test_stages_of_a_pipeline_train_interleaved(ranks: RankPool, tiny: dict[str,
     assert ranks.run(steps_on_a_rank, "pipeline", overrides, timeout_s=120, world=2) == [2] * 2
 
 
+def test_all_pipeline_ranks_encode_the_images_of_a_step(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
+    parts = [f"model.foundation={tiny['deep']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
+    parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
+    layout = ["parallel.components.foundation.pp=2", "train.micro_batches=3"]
+    overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
+    assert ranks.run(steps_on_a_rank, "separate_encoder", overrides, timeout_s=120, world=2) == [2] * 2
+
+
 def test_forwards_and_backwards_of_stages_with_experts_run_in_turn(
     ranks: RankPool, tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -150,5 +158,5 @@ def test_forwards_and_backwards_of_stages_with_experts_run_in_turn(
 
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
-    run_here.add("overlapped_experts")
+    run_here |= {"overlapped_experts", "separate_encoder"}
     assert set(list_recipes()) == run_here | {"quickstart"}

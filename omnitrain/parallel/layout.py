@@ -79,23 +79,6 @@ def call_axes(plan: ComponentPlan) -> tuple[str, ...]:
     return ("sequence",) * shares_rows + ("tp",) * (shares_matrices or plan.place == "local")
 
 
-def encoder_windows(
-    plans: Mapping[str, ComponentPlan], trained: Collection[str], num_micro_batches: int
-) -> tuple[EncoderWindows, ...]:
-    """Return the windows of each component that is encoded outside of forwards, in the order of components.
-
-    Args:
-        plans: component -> its complete plan.
-        trained: components with a backward.
-        num_micro_batches: of the step.
-    """
-    windows = {name: plan.window for name, plan in plans.items() if plan.window is not None}
-    return tuple(
-        EncoderWindows(name, num_micro_batches if window == "step" else window, name in trained)
-        for name, window in windows.items()
-    )
-
-
 def is_separate(plan: ComponentPlan) -> bool:
     """Whether a component's media are encoded outside of the forwards of micro-batches, by actions of the schedule.
 
@@ -129,10 +112,13 @@ class ModelLayout:
         return tuple(range(self.state.world_size)) if is_world else self.state.stage_ranks
 
     def encoders(self, num_micro_batches: int) -> tuple[EncoderWindows, ...]:
-        """Return the windows of this model's components; see :func:`encoder_windows`."""
-        plans = {name: component.plan for name, component in self.components.items()}
-        trained = [name for name, component in self.components.items() if component.is_trained]
-        return encoder_windows(plans, trained, num_micro_batches)
+        """Return the windows of each component that is encoded outside of forwards, in the order of components."""
+        windows = {name: component.plan.window for name, component in self.components.items()}
+        return tuple(
+            EncoderWindows(name, num_micro_batches if window == "step" else window, self.components[name].is_trained)
+            for name, window in windows.items()
+            if window is not None
+        )
 
     def table(self, model: OmniModel) -> LayoutTable:
         """Return a printable table with one row per component."""

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import encoder_windows, is_separate
+from omnitrain.parallel.layout import is_separate
 from omnitrain.parallel.pipeline.apply import complete_schedule
 from omnitrain.parallel.pipeline.stages import PipelineStages, holders, path_of_blocks, stages_of
 from omnitrain.parallel.resolve import resolve_without_ranks
@@ -52,7 +52,8 @@ def show_schedule(
     """Print the stages of a recipe's pipeline and its simulated step.
 
     The time of a stage follows from its cost, the number of parameters that a token meets in it. A backward takes twice
-    as long as a forward, unless both are given. Messages take no time, nor do encoders that run on all pipeline ranks.
+    as long as a forward, unless both are given. Messages take no time, and encoders that run on all pipeline ranks are
+    not part of the table.
 
     Args:
         recipe: the recipe; neither its data nor its tokenizer is read.
@@ -83,8 +84,7 @@ def show_schedule(
     advice = require_enough_micro_batches(recipe, state)
     stages = stages_of(model, settings, state)
     number, separate = micro_batches_of_rank(recipe, state), [n for n, plan in plans.items() if is_separate(plan)]
-    trained = [name for name in separate if not plans[name].freeze]
-    schedule = complete_schedule(settings, state.size("pp"), number, encoder_windows(plans, trained, number))
+    schedule = complete_schedule(settings, state.size("pp"), number)
     rows = _stage_rows(model, stages, separate)
     is_in_seconds = forward is not None or backward is not None
     forward = forward or (backward / 2 if backward is not None else float(stages.num_stages))
@@ -97,6 +97,14 @@ def show_schedule(
     console.print(grid(schedule, width=console.width), soft_wrap=True, markup=False)
     console.print(gantt(timeline, width=max(20, console.width - _GANTT_MARGIN)), soft_wrap=True, markup=False)
     _show_times(timeline, equal.bubble, is_in_seconds)
+    for name in separate:
+        window = plans[name].window
+        of = (
+            "all micro-batches of a step"
+            if window == "step"
+            else f"{window} micro-batch{'es' * (window != 1)} at a time"
+        )
+        console.print(f"{name}: all pipeline ranks encode the items of {of} (not in these times)", soft_wrap=True)
     if advice is not None:
         console.print(f"advice: {advice}", soft_wrap=True)
     return {
