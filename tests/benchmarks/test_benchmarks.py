@@ -19,6 +19,7 @@ SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "expert_loopback"
 SHARED |= {f"gpu_{part}" for part in ("harness", "sizes", "operations", "batches", "sides")}
 SIZES = {
     "pipeline": ["--rounds=1", "--ranks", "2", "--width=64", "--tokens=64"],
+    "encoders": ["--rounds=1", "--width=64", "--text=32", "--grid=4", "--bits=0"],
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
