@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +46,25 @@ class RowRoutes:
     producer: np.ndarray
     consumer: np.ndarray
     rows: np.ndarray
+
+
+class Balance(NamedTuple):
+    """How the cost of an encoder is divided among its ranks in a step.
+
+    An imbalance is the cost on the busiest rank divided by the mean, where each item is encoded once. The busiest rank
+    of each window counts, because the others wait for it.
+
+    Attributes:
+        items: number of items.
+        moved: number of items that a rank encodes which did not draw them.
+        imbalance_drawn: if each rank encoded the items that it drew.
+        imbalance: with this plan.
+    """
+
+    items: int
+    moved: int
+    imbalance_drawn: float
+    imbalance: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +171,18 @@ class StepPlan:
         planned, groups = self.topology.component(component), self.topology.call_group_of(component)
         loads = -(-loads[:, groups[:, 0]] // (groups.shape[1] if planned.is_shared else 1))
         return loads[:, list(planned.ranks)]
+
+    def balance(self, component: str) -> Balance | None:
+        """Return how the cost of an encoder is divided in this step; None: it has no items."""
+        medium, media = self.slot % max(1, len(self.topology.media)), self.topology.media_of(component)
+        selected = (medium >= media.start) & (medium < media.stop)
+        if not selected.any():
+            return None
+        mean = self.cost[selected].sum() / len(self.topology.component(component).ranks)
+        as_drawn = replace(self, producer=self.owner)
+        drawn, planned = (plan.loads(component).max(axis=1).sum() for plan in (as_drawn, self))
+        is_moved = selected & (self.producer != self.owner)
+        return Balance(int(selected.sum()), int(is_moved.sum()), float(drawn / mean), float(planned / mean))
 
     def digest(self) -> str:
         """Return a hash of the plan, which ranks compare to check that they agree."""

@@ -39,6 +39,7 @@ from omnitrain.train.metrics.display import (
     show_kept_memory,
     show_unused,
 )
+from omnitrain.train.metrics.encoders import encoder_metrics
 from omnitrain.train.metrics.memory_estimate import kept_by_source
 from omnitrain.train.metrics.meter import LossMeter, MeanLoss, MetricsFile, PackLosses, Stopwatch, peak_memory_mb
 from omnitrain.train.metrics.progress import Activity, StepProgress
@@ -122,6 +123,7 @@ class Trainer:
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
         traces = self.folder.path / "trace"
+        self.encoder_metrics: dict[str, Any] = {}
         self.experts = ExpertsOfRun(self.model, recipe, self.ranks, self.device, traces, state)
         self.recipe = self.folder.recipe = self._with_what_was_measured()
         self.loader, heldout = open_data(recipe, self.model, self.processor, self.ranks, state.data)
@@ -257,6 +259,8 @@ class Trainer:
 
     def _measured_step(self, batch: StepBatch) -> tuple[float, float]:
         chunks = self.experts.chunks.settled
+        if self.recipe.writes_metrics(self.step + 1):
+            self.encoder_metrics = encoder_metrics(batch.plan)
         try:
             with self.experts.measured(self.step + 1, int(batch.plan.tokens.sum())):
                 loss, norm = self.train_step(batch)
@@ -372,6 +376,7 @@ class Trainer:
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
             **self.experts.metrics(),
+            **self.encoder_metrics,
         }
 
     def _heldout_losses(self, interrupt: Interrupt) -> dict[str, Any] | None:

@@ -275,6 +275,19 @@ def test_work_shared_with_the_world_is_balanced_where_one_rank_drew_it_all() -> 
     assert loads.max() / loads.mean() < 1.01
 
 
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [("local", (4, 0, 1.625, 1.625)), ("world", (4, 1, 1.625, 1.125))],
+)
+def test_the_balance_of_a_step_is_that_of_the_busiest_rank_of_each_micro_batch(
+    place: str, expected: tuple[int, int, float, float]
+) -> None:
+    facts = [RankFacts((drew(4, 4), drew(3))), RankFacts((drew(), drew(5)))]
+    plan = plan_of(two_ranks(place), facts)
+    assert plan.balance("encoder") == expected
+    assert plan.balance("foundation") is None
+
+
 def test_the_dump_tells_what_each_component_does() -> None:
     text = str(plan_of(two_ranks("world"), [RankFacts((drew(6, 4, 2), drew())), RankFacts((drew(),))]))
     assert "2 ranks, 2 micro-batches" in text
