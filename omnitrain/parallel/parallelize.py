@@ -320,14 +320,16 @@ def _apply_recompute_and_offload(
 def _meshes(plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, DeviceMesh]:
     """Component -> mesh; components with the same degrees share one, and the foundation uses the state's.
 
-    ``tp`` is an axis of every mesh's root, so each tensor parallel rank shards its parameters over the same ranks.
+    ``pp`` and ``tp`` are axes of every mesh's root, so each pipeline stage, and each tensor parallel rank in it, shards
+    its parameters over ranks of its own.
     """
     meshes = {(state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh}
     for plan in plans.values():
         degrees = (plan.dp_replicate or 1, plan.dp_shard or 1)
         if degrees not in meshes:
             shape, names = (degrees, ("dp_replicate", "fsdp")) if degrees[0] > 1 else (degrees[1:], ("fsdp",))
-            root = init_device_mesh(state.device_type, (*shape, state.size("tp")), mesh_dim_names=(*names, "tp"))
+            sizes = (state.size("pp"), *shape, state.size("tp"))
+            root = init_device_mesh(state.device_type, sizes, mesh_dim_names=("pp", *names, "tp"))
             meshes[degrees] = root[names]
     return {name: meshes[plan.dp_replicate or 1, plan.dp_shard or 1] for name, plan in plans.items()}
 

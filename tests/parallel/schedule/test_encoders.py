@@ -77,6 +77,18 @@ def gradients_of(layout: str, encoder: Mapping[str, Any]) -> dict[str, torch.Ten
     return gradients(model)
 
 
+def test_each_stage_has_copies_of_an_encoder_with_degrees_of_its_own(ranks: RankPool) -> None:
+    of_first, of_last = [[], []]
+    for encoder in ({"place": "world"}, {"place": "world", "mode": "replicate"}):
+        first, _, _, last = ranks.run(gradients_of, "pp2.dp2", encoder, timeout_s=60, world=4)
+        of_first.append(first)
+        of_last.append(last)
+    for sharded, copied in (of_first, of_last):
+        assert sharded.keys() == copied.keys() and any("visual" in name for name in copied)
+        for name, gradient in sharded.items():
+            torch.testing.assert_close(copied[name], gradient, rtol=1e-5, atol=1e-6)
+
+
 def require_same_bits(ranks: list[dict[str, torch.Tensor]], others: list[dict[str, torch.Tensor]]) -> None:
     for before, after in zip(ranks, others, strict=True):
         assert before.keys() == after.keys() and any("visual" in name for name in before)
