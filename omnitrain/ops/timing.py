@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["compute", "link", "wait"]
+Kind = Literal["action", "compute", "link", "wait"]
 Phase = Literal["forward", "recompute", "backward"]
 Mark = Any  # a moment: seconds of the host's clock, or an event of the device
 
@@ -18,17 +18,17 @@ class What:
     """The activity of a span.
 
     Attributes:
-        kind: ``compute``; ``link``: communication; ``wait``: waiting for communication.
-        name: name of the activity, such as ``experts`` or ``dispatch``.
-        phase: phase of the step.
-        layer: name of the layer's module.
+        kind: ``action``: of the step's schedule; ``compute``; ``link``: communication; ``wait``: for communication.
+        name: name of the activity, such as ``experts`` or ``dispatch``, or the action.
+        phase: phase of the step; None: an action, whose name says it.
+        layer: name of the layer's module; None: an action.
         chunk: chunk of the layer's experts; None: all experts.
     """
 
     kind: Kind
     name: str
-    phase: Phase
-    layer: str
+    phase: Phase | None = None
+    layer: str | None = None
     chunk: int | None = None
 
 

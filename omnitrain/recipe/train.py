@@ -101,8 +101,9 @@ class Trace(Strict):
 
     steps: list[Annotated[int, Field(ge=1)]] = Field(
         default_factory=list,
-        description="Optimizer steps, from 1, in which every rank writes a Chrome trace to `trace/`: when its "
-        "experts computed, which exchanges were in transit, and when ranks waited for them.",
+        description="Optimizer steps, from 1, in which every rank writes a Chrome trace to `trace/`: when it ran "
+        "each action of the schedule, when its experts computed, which exchanges were in transit, and when it waited "
+        "for them.",
     )
 
 

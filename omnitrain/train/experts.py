@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.expert.chunk_tuning import ExpertChunks
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.expert.routing_record import RoutingOfRun
 from omnitrain.recipe import Recipe
-from omnitrain.train.metrics.expert_timing import ExpertSpans
+from omnitrain.train.metrics.step_timing import StepSpans
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.run_state.state import TrainingState
 
@@ -26,8 +23,7 @@ class ExpertsOfRun:
         model: the model, sharded or in one process.
         recipe: recipe of the run.
         ranks: ranks of the run.
-        device: device of this rank.
-        traces: folder for traces.
+        spans: times of the step.
         state: state of the run.
 
     Attributes:
@@ -39,22 +35,19 @@ class ExpertsOfRun:
         UserError: the recipe has settings for experts, but the model has none.
     """
 
-    def __init__(
-        self, model: OmniModel, recipe: Recipe, ranks: Ranks, device: torch.device, traces: Path, state: TrainingState
-    ) -> None:
+    def __init__(self, model: OmniModel, recipe: Recipe, ranks: Ranks, spans: StepSpans, state: TrainingState) -> None:
         settings = recipe.train.experts
         self._ranks, self._replays = ranks, settings.replay is not None
         self.routers = RouterMonitor(model, settings)
         self.routers.continue_from(state.expert_shares)
         self.routing = RoutingOfRun(model, settings.record, settings.replay, ranks.peers.rank)
         self.chunks = ExpertChunks(model, state.expert_chunks)
-        self._spans = ExpertSpans(model, device, recipe, traces)
+        self._spans = spans
 
     @contextmanager
-    def measured(self, step: int, tokens: int) -> Iterator[None]:
-        """Measure optimizer step ``step`` (from 1), which has ``tokens`` tokens over all ranks."""
-        peers = self._ranks.peers
-        with self._spans.step(step, peers.rank), self.chunks.measured(tokens, peers):
+    def measured(self, tokens: int) -> Iterator[None]:
+        """Measure an optimizer step, which has ``tokens`` tokens over all ranks."""
+        with self.chunks.measured(tokens, self._ranks.peers):
             yield
 
     def metrics(self) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from omnitrain.train.metrics.encoders import encoder_metrics
 from omnitrain.train.metrics.memory_estimate import kept_by_source
 from omnitrain.train.metrics.meter import LossMeter, MeanLoss, MetricsFile, PackLosses, Stopwatch, peak_memory_mb
 from omnitrain.train.metrics.progress import Activity, StepProgress
+from omnitrain.train.metrics.step_timing import StepSpans
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
 from omnitrain.train.micro_batches import require_enough_micro_batches
 from omnitrain.train.nonfinite import NonFiniteError, not_finite_error, unsound_parameters
@@ -122,9 +123,9 @@ class Trainer:
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
-        traces = self.folder.path / "trace"
+        self.spans = StepSpans(self.model, self.device, recipe, self.folder.path / "trace")
         self.encoder_metrics: dict[str, Any] = {}
-        self.experts = ExpertsOfRun(self.model, recipe, self.ranks, self.device, traces, state)
+        self.experts = ExpertsOfRun(self.model, recipe, self.ranks, self.spans, state)
         self.recipe = self.folder.recipe = self._with_what_was_measured()
         self.loader, heldout = open_data(recipe, self.model, self.processor, self.ranks, state.data)
         if self.resumed:
@@ -262,7 +263,10 @@ class Trainer:
         if self.recipe.writes_metrics(self.step + 1):
             self.encoder_metrics = encoder_metrics(batch.plan)
         try:
-            with self.experts.measured(self.step + 1, int(batch.plan.tokens.sum())):
+            with (
+                self.spans.step(self.step + 1, self.ranks.peers.rank),
+                self.experts.measured(int(batch.plan.tokens.sum())),
+            ):
                 loss, norm = self.train_step(batch)
         except NonFiniteError as error:
             raise NonFiniteError(f"{error}\n  {self._save_before_failure()}") from None
@@ -332,6 +336,7 @@ class Trainer:
             on_phase=self.watch.at,
             forward_context=self.experts.routing.forward_context,
             routers=self.experts.routers,
+            recorder=self.spans.recorder,
         )
         if self.compiled is not None:
             self.compiled.check()

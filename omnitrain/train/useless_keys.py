@@ -88,4 +88,4 @@ def _of_experts(model: OmniModel) -> Iterator[Idle]:
     if next(iter(experts_in(model)), None) is None:
         why = f"but {type(model.foundation).__name__} has no experts; remove it"
         balance = ("loss", "z_weight", "bias_rate", "record", "replay")
-        yield from (Idle(f"train.{key}", why) for key in (*(f"experts.{one}" for one in balance), "trace.steps"))
+        yield from (Idle(f"train.experts.{key}", why) for key in balance)

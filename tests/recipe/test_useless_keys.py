@@ -169,7 +169,7 @@ STANDS: dict[str, Always | Idle] = {
     "Track.to": Always("these programs get what is measured"),
     "Track.project": idle("only wandb and trackio use it", "train.track.to=[tensorboard]", "train.track.project=mine"),
     "Track.name": idle("only wandb and trackio use it", "train.track.name=mine"),
-    "Trace.steps": idle("has no experts", "train.trace.steps=[1]", base="text"),
+    "Trace.steps": Always("every model has actions"),
     "Compile.enabled": idle("torch compiles nothing", "parallel.default.recompute=full", "train.compile.enabled=true"),
     "Compile.max_recompiles": idle("nothing is compiled", "train.compile={enabled: false, max_recompiles: 2}"),
     "ParallelPlan.tp_plan": idle(

@@ -8,6 +8,7 @@ import torch
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.timing import SpanRecorder
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.pipeline.apply import add_up_over_stages
@@ -27,6 +28,7 @@ def accumulate_gradients(
     on_phase: OnPhase | None = None,
     forward_context: ForwardContext | None = None,
     routers: RouterMonitor | None = None,
+    recorder: SpanRecorder | None = None,
 ) -> torch.Tensor:
     """Run forward and backward of this rank's micro-batches, in the order of its schedule.
 
@@ -41,6 +43,7 @@ def accumulate_gradients(
         on_phase: called when a micro-batch begins its forward or its backward.
         forward_context: a context for every forward, such as a record of the experts' routing.
         routers: the model's routers; their losses are part of the total.
+        recorder: records this rank's actions while it is on.
 
     Returns:
         This rank's part of the total loss, a scalar without gradient; the parts of all ranks add up to it.
@@ -66,6 +69,7 @@ def accumulate_gradients(
         on_phase=on_phase,
         forward_context=forward_context,
         routers=routers,
+        recorder=recorder,
     )
     total = executor.run(schedule_of(model, batch.plan.num_micro_batches))
     layout = layout_of(model)

@@ -17,6 +17,7 @@ from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delaying
 from omnitrain.ops.draws import StepDraws
+from omnitrain.ops.timing import SpanRecorder, What
 from omnitrain.ops.turns import run_in_turns
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.fsdp.hold import HeldUnits
@@ -82,6 +83,7 @@ class Executor:
         on_phase: see :func:`~omnitrain.parallel.schedule.accumulate.accumulate_gradients`.
         forward_context: a context around each forward.
         routers: the model's routers.
+        recorder: records the actions while it is on.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class Executor:
         on_phase: OnPhase | None = None,
         forward_context: ForwardContext | None = None,
         routers: RouterMonitor | None = None,
+        recorder: SpanRecorder | None = None,
     ) -> None:
+        self._recorder = recorder if recorder is not None and recorder.is_on else None
         self._model, self._batch, self._weights = model, batch, weights
         self._on_output, self._on_phase = on_output, on_phase
         self._contexts = [c for c in (forward_context, routers.watched if routers is not None else None) if c]
@@ -142,7 +146,10 @@ class Executor:
                     reduce_all_replicas(self._model)
             for number, action in enumerate(actions):
                 self._note(schedule, number, action)
+                began = None if self._recorder is None else self._recorder.mark()
                 self._RUN[action.kind](self, action)
+                if self._recorder is not None:
+                    self._recorder.add(What("action", str(action)), began, self._recorder.mark())
             if self._pipeline is not None and self._on_phase is not None:
                 self._on_phase(phase="optimizer")  # what is left waits for other ranks
             if self._held is not None:

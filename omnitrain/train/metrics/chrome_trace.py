@@ -8,7 +8,12 @@ from typing import Any
 
 from omnitrain.ops.timing import Recorded, Span, What
 
-_COMPUTE = 0  # the track of compute and waiting; exchanges of chunk n overlap others and are on track n + 1
+# Tracks: actions of the schedule; compute and waiting of layers, within them; and one for each chunk's exchanges, which
+# overlap others.
+_ACTIONS, _COMPUTE, _FIRST_LINK = range(3)
+
+
+_TITLES = {_ACTIONS: "actions", _COMPUTE: "compute"}
 
 
 def write_chrome_trace(recorded: Recorded, file: Path, rank: int) -> None:
@@ -27,14 +32,16 @@ def trace_events(recorded: Recorded, rank: int) -> list[dict[str, Any]]:
     """Return track names and spans in Chrome's Trace Event Format, with times in microseconds since 1970."""
     names = [_named("process_name", rank, _COMPUTE, f"rank {rank}")]
     names += [
-        _named("thread_name", rank, track, "compute" if track == _COMPUTE else f"link, chunk {track - 1}")
+        _named("thread_name", rank, track, _TITLES.get(track) or f"link, chunk {track - _FIRST_LINK}")
         for track in sorted({_track(span.what) for span in recorded.spans})
     ]
     return [*names, *(_event(span, recorded.began, rank) for span in recorded.spans)]
 
 
 def _track(what: What) -> int:
-    return _COMPUTE if what.kind != "link" or what.chunk is None else what.chunk + 1
+    if what.kind == "action":
+        return _ACTIONS
+    return _COMPUTE if what.kind != "link" or what.chunk is None else what.chunk + _FIRST_LINK
 
 
 def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
@@ -47,7 +54,7 @@ def _event(span: Span, began: float, rank: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": " ".join(filter(None, words)),
-        "cat": f"{what.kind},{what.phase}",
+        "cat": ",".join(filter(None, (what.kind, what.phase))),
         "ts": 1e6 * (began + span.start),
         "dur": 1e6 * span.seconds,
         "pid": rank,

@@ -1,4 +1,4 @@
-"""What a run shows of its experts and their exchanges."""
+"""What a run shows of the time of its actions, experts and exchanges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
-from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_moe_recipe, tiny_recipe
 from tests.train.test_ranks import fit, metrics
 
@@ -48,7 +47,7 @@ def test_a_trace_shows_rows_of_the_next_chunk_on_their_way_while_experts_compute
     for file in files:
         for layer in LAYERS:
             events = Events(file, layer)
-            assert events.tracks == {"compute", *(f"link, chunk {chunk}" for chunk in range(4))}
+            assert events.tracks == {"actions", "compute", *(f"link, chunk {chunk}" for chunk in range(4))}
             for chunk in range(3):
                 assert events.is_under_way_during(f"dispatch {chunk + 1}", f"experts {chunk}", "forward")
                 assert events.is_under_way_during(f"combine {chunk}", f"experts {chunk + 1}", "forward")
@@ -71,7 +70,7 @@ def test_nothing_is_exposed_where_no_row_travels(tmp_path: Path) -> None:
     fit(tiny_moe_recipe(tmp_path), ["train.trace.steps=[1]"])
     assert {line["exposed_communication"]["seconds"] for line in metrics(tmp_path / "run")} == {0.0}
     events = Events(tmp_path / "run" / "trace" / "step-00000001-rank-0.json", LAYERS[0])
-    assert events.tracks == {"compute"}
+    assert events.tracks == {"actions", "compute"}
     assert [span["args"]["phase"] for span in events.spans] == 2 * ["forward", "backward"]
 
 
@@ -81,7 +80,9 @@ def test_a_trace_of_a_step_beyond_the_last_is_refused(tmp_path: Path) -> None:
         Recipe.load(str(tiny_moe_recipe(tmp_path)), ["train.steps=4", "train.trace.steps=[4, 5, 9]"])
 
 
-def test_a_trace_of_a_dense_model_is_refused(tmp_path: Path) -> None:
-    recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.trace.steps=[1]"])
-    with pytest.raises(UserError, match=r"train.trace.steps: found \[1\], but Qwen3ForCausalLM has no experts"):
-        Trainer(recipe)
+def test_a_trace_shows_the_actions_of_the_schedule_in_order(tmp_path: Path) -> None:
+    fit(tiny_recipe(tmp_path), ["train.trace.steps=[1]"])
+    every = json.loads((tmp_path / "run" / "trace" / "step-00000001-rank-0.json").read_text())["traceEvents"]
+    spans = [event for event in every if event["ph"] == "X"]
+    assert [span["name"] for span in spans] == ["0F0", "0B0"]
+    assert spans[0]["ts"] + spans[0]["dur"] <= spans[1]["ts"]

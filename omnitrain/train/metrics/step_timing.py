@@ -1,4 +1,4 @@
-"""Time the experts and their exchanges in steps with metrics or traces: exposed communication, and traces."""
+"""Time the actions of a step, its experts and their exchanges: exposed communication, and traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import LayerSpans, experts_in, set_experts
 from omnitrain.ops.timing import Recorded, SpanRecorder
@@ -34,8 +33,8 @@ class Exposed:
     layers: dict[str, float]
 
 
-class ExpertSpans:
-    """Records only steps for which a line of metrics or a trace is written.
+class StepSpans:
+    """Records steps that are traced and, if the model has experts, steps for which a line of metrics is written.
 
     Args:
         model: the model, sharded or in one process.
@@ -43,33 +42,28 @@ class ExpertSpans:
         recipe: recipe with the steps to record.
         folder: folder for traces.
 
-    Raises:
-        UserError: the recipe sets traces, but the model has no experts.
+    Attributes:
+        recorder: is on during these steps.
     """
 
     def __init__(self, model: OmniModel, device: torch.device, recipe: Recipe, folder: Path) -> None:
         self._recipe, self._folder = recipe, folder
-        self._recorder, self._last = SpanRecorder(device), Recorded(0.0, 0.0, ())
+        self.recorder, self._last = SpanRecorder(device), Recorded(0.0, 0.0, ())
         layers = list(experts_in(model))
-        if (traced := recipe.train.trace.steps) and not layers:
-            raise UserError(
-                f"train.trace.steps: found {traced}, but {type(model.foundation).__name__} has no experts to trace; "
-                "remove it"
-            )
         self._has_experts = bool(layers)
         for name, module in layers:
-            set_experts(module, spans=LayerSpans(self._recorder, name))
+            set_experts(module, spans=LayerSpans(self.recorder, name))
 
     @contextmanager
     def step(self, number: int, rank: int) -> Iterator[None]:
         """Record optimizer step ``number`` (from 1) on ``rank``, if its metrics or trace are written."""
         is_traced = number in self._recipe.train.trace.steps
-        if not self._has_experts or not (is_traced or self._recipe.writes_metrics(number)):
+        if not (is_traced or (self._has_experts and self._recipe.writes_metrics(number))):
             yield
             return
-        self._recorder.begin()
+        self.recorder.begin()
         yield
-        self._last = self._recorder.end()
+        self._last = self.recorder.end()
         if is_traced:
             write_chrome_trace(self._last, self._folder / f"step-{number:08d}-rank-{rank}.json", rank)
 
@@ -77,7 +71,7 @@ class ExpertSpans:
         """Return the exposed communication of the last recorded step. Every rank calls this."""
         waits: defaultdict[str, float] = defaultdict(float)
         for span in self._last.spans:
-            if span.what.kind == "wait":
+            if span.what.kind == "wait" and span.what.layer is not None:
                 waits[span.what.layer] += span.seconds
         of_ranks = peers.gather((dict(waits), self._last.seconds))
         names = {name for of_rank, _ in of_ranks for name in of_rank}
