@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -12,7 +13,9 @@ from transformers import PreTrainedConfig
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.discovery.text_run import text_blocks
+from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.stage import BlockSpan
+from omnitrain.models.omni.encode import EncodedPack
 from omnitrain.models.omni.model import OmniModel
 
 
@@ -28,6 +31,30 @@ def with_layers(config: PreTrainedConfig, number: int = 4) -> PreTrainedConfig:
     return config
 
 
+def detached(encoded: EncodedPack) -> tuple[EncodedPack, list[tuple[Tensor, Tensor]]]:
+    """Cut the graph between the encoders and the foundation, so that each has its own backward.
+
+    Returns:
+        The pack with leaves in place of the encoders' results; and each result that has a graph with its leaf. The
+        backward of the encoders starts from these results, with the gradients of the leaves.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        pairs.append((tensor, tensor.detach().requires_grad_()))
+        return pairs[-1][1]
+
+    native = {
+        name: features.with_tensors([leaf(tensor) for tensor in features.tensors()], features.counts)
+        for name, features in encoded.media.native.items()
+    }
+    inserted = [(positions, leaf(embeddings)) for positions, embeddings in encoded.media.inserted]
+    idle = [leaf(tensor) for tensor in encoded.idle]
+    return replace(encoded, media=EncodedMedia(native, inserted), idle=idle), pairs
+
+
 class InFlight:
     """A micro-batch in the stages of a model: forwards in order, then backwards in reverse order.
 
@@ -39,7 +66,7 @@ class InFlight:
         blocks = len(text_blocks(model.foundation))
         self.model, self.count = model, count
         self.spans = [BlockSpan(start, stop, blocks) for start, stop in pairwise((0, *cuts, blocks))]
-        self.encoded, self.features = model.encode_media(pack).detached()
+        self.encoded, self.features = detached(model.encode_media(pack))
         self.arrived: list[Tensor | None] = []
         self.left: list[Tensor] = []
         self.gradient: Tensor | None = None

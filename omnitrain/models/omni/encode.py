@@ -115,29 +115,6 @@ class EncodedPack:
     labels: dict[str, Tensor]
     idle: list[Tensor]
 
-    def detached(self) -> tuple[EncodedPack, list[tuple[Tensor, Tensor]]]:
-        """Cut the graph between the encoders and the foundation, so that each has its own backward.
-
-        Returns:
-            The pack with leaves in place of the encoders' results; and each result that has a graph with its leaf. The
-            backward of the encoders starts from these results, with the gradients of the leaves.
-        """
-        pairs: list[tuple[Tensor, Tensor]] = []
-
-        def leaf(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            pairs.append((tensor, tensor.detach().requires_grad_()))
-            return pairs[-1][1]
-
-        native = {
-            name: features.with_tensors([leaf(tensor) for tensor in features.tensors()], features.counts)
-            for name, features in self.media.native.items()
-        }
-        inserted = [(positions, leaf(embeddings)) for positions, embeddings in self.media.inserted]
-        idle = [leaf(tensor) for tensor in self.idle]
-        return replace(self, media=EncodedMedia(native, inserted), idle=idle), pairs
-
 
 def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[str] | None = None) -> EncodedPack:
     """Encode all media of a pack, and make the exchanges and the calls without data of ``work``.

@@ -16,7 +16,7 @@ from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.foundation.stage import BlockSpan
 from tests.families import FAMILIES
 from tests.models.plain import Pair, pair_of
-from tests.models.staged import staged_step, unequal, whole_step, with_layers
+from tests.models.staged import detached, staged_step, unequal, whole_step, with_layers
 from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
 QUICK = ("qwen3_moe", "qwen3_vl_moe")
@@ -54,7 +54,7 @@ def test_deepstack_levels_are_read_by_the_stage_that_has_their_block() -> None:
     assert not contract.needs_embeddings
     reads = [contract.reads(level, *span) for span in ((0, 1), (1, 4)) for level in contract.levels]
     assert reads == [True, False, False, True]
-    encoded, results = model.encode_media(pack).detached()
+    encoded, results = detached(model.encode_media(pack))
     first = model.run_stage(encoded, BlockSpan(0, 1, 4), None)
     assert isinstance(first, Tensor) and first.shape == (1, pack.num_tokens, 64)
     first.sum().backward()
@@ -72,7 +72,7 @@ def test_a_later_stage_has_the_same_gradients_with_images_as_without() -> None:
         pack = Pack.from_samples(samples)
         hidden = torch.randn(1, pack.num_tokens, 64, requires_grad=True)
         model.zero_grad(set_to_none=True)
-        model.run_stage(model.encode_media(pack).detached()[0], BlockSpan(2, 4, 4), hidden).text.sum.backward()
+        model.run_stage(detached(model.encode_media(pack))[0], BlockSpan(2, 4, 4), hidden).text.sum.backward()
         reached.append({name for name, parameter in model.named_parameters() if parameter.grad is not None})
     assert reached[0] == reached[1] and "foundation.multi_modal_projector.linear_1.weight" in reached[0]
 
