@@ -75,11 +75,15 @@ class StepDraws:
         self._seed = int(torch.randint(2**63 - 1, ()))
 
     @contextmanager
-    def forward(self, micro_batch: int) -> Iterator[None]:
-        """Draw the numbers of a micro-batch; the generators stay as they are."""
+    def forward(self, *position: int | str) -> Iterator[None]:
+        """Draw the numbers of a part of the step; the generators stay as they are.
+
+        Args:
+            position: index of the micro-batch; for a part that belongs to none, numbers and names that it alone has.
+        """
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            draws = Draws(mixed_seed(self._seed, micro_batch), self._device)
+            draws = Draws(mixed_seed(self._seed, *position), self._device)
             draws.begin()
             token = _draws.set(draws)
             try:

@@ -68,20 +68,21 @@ class SeparateEncoders:
         layout = layout_of(model)
         windows = () if layout is None else layout.encoders(batch.plan.num_micro_batches)
         self._sizes = {window.component: window.size for window in windows}
-        self._is_on_host = {}
+        self._is_on_host, self._rank = {}, 0
         if layout is not None:
+            self._rank = layout.state.rank  # all ranks plan together
             self._is_on_host = {name: layout.components[name].plan.features_on == "cpu" for name in self._sizes}
         self._encoded: dict[tuple[str, int], tuple[MicroBatchWork, ComponentCalls]] = {}
         self._live: dict[tuple[str, int], _Window] = {}
 
     def encode(self, action: Action) -> None:
-        """Make this rank's calls for the items of a window."""
+        """Make this rank's calls for the items of a window. Ranks with other items draw other random numbers."""
         component, window = _key(action)
         if not self._batch.plan.is_active(component, window):
             return
         work = work_of_window(self._model, self._batch, component, window)
-        draws = nullcontext() if self._draws is None else self._draws.forward(len(self._batch.packs) + window)
-        with draws:
+        caller = int(self._batch.plan.topology.call_group_of(component)[self._rank, 0])
+        with nullcontext() if self._draws is None else self._draws.forward(component, window, caller):
             self._encoded[component, window] = work, call_component(self._model, component, work)
 
     def exchange(self, action: Action) -> None:
@@ -118,6 +119,8 @@ class SeparateEncoders:
         """Keep the gradients of a micro-batch's features, after its backward on the first stage."""
         for component, window in self._windows_of(micro_batch):
             leaves = window.leaves.pop(micro_batch)
+            if all(root.edge is None for root in window.roots):
+                continue  # a frozen encoder has no backward
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             window.gradients[micro_batch] = self._waiting(component, gradients)
 

@@ -120,6 +120,27 @@ def test_dropout_of_encoders_is_that_of_one_process(ranks: RankPool, of_foundati
                 torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
 
 
+def seeds_of_encoders() -> list[tuple[str, int]]:
+    """The seed with which each encoder begins on this rank; all ranks draw the same seed of the step."""
+    model, of_step = model_with_towers(0.2, 0.2)
+    encoders = ("image_encoder", "audio_encoder")
+    plan = ParallelPlan(components={name: ComponentPlan(place="world") for name in encoders})
+    state = init_parallel_state(pp_size=2)
+    model = build_parallelize_model(model, parallel_state=state, parallel_plan=plan, enable_mixed_precision=False)
+    found: dict[str, int] = {}
+    for name in encoders:
+        tower = model.get_submodule(name).tower
+        tower.register_forward_pre_hook(lambda *_, name=name: found.setdefault(name, torch.initial_seed()) and None)
+    torch.manual_seed(0)
+    accumulate_gradients(model, step_planner(model)(of_step))
+    return sorted(found.items())
+
+
+def test_encoders_on_all_stages_draw_other_numbers_on_each_rank_and_the_same_again(ranks: RankPool) -> None:
+    first, again = (ranks.run(seeds_of_encoders, timeout_s=60, world=2) for _ in range(2))
+    assert first == again and len({seed for of_rank in first for _, seed in of_rank}) == 4
+
+
 def test_every_block_of_every_micro_batch_and_step_draws_numbers_of_its_own() -> None:
     blocks = [nn.Identity() for _ in range(3)]
     seed_blocks(blocks)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.schedule.encoders import SeparateEncoders
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe.layout import parse_layout
@@ -103,3 +105,17 @@ def test_pairs_change_no_bit_of_separate_encoders(ranks: RankPool) -> None:
 def test_features_that_wait_in_host_memory_have_the_same_bits(ranks: RankPool) -> None:
     settings = [{"place": "world", "window": 2, "features_on": memory} for memory in ("device", "cpu")]
     require_same_bits(*(ranks.run(gradients_of, "pp2", encoder, timeout_s=60, world=2) for encoder in settings))
+
+
+def waiting_tensors(freeze: bool) -> int:
+    """Features and gradients that wait in a step of one rank."""
+    model = parallelized("dp1", {"place": "world", "window": 2, "freeze": freeze})
+    batch = step_planner(model)([Pack.from_samples(samples_of("qwen3_vl_moe")) for _ in range(2)])
+    with patch.object(SeparateEncoders, "_waiting", autospec=True, side_effect=SeparateEncoders._waiting) as waiting:
+        accumulate_gradients(model, batch)
+    return sum(len(call.args[2]) for call in waiting.call_args_list)
+
+
+def test_no_gradients_wait_for_a_frozen_encoder(ranks: RankPool) -> None:
+    (trained,), (frozen,) = (ranks.run(waiting_tensors, freeze, timeout_s=60, world=1) for freeze in (False, True))
+    assert trained == 2 * frozen > 0
