@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.distributed as dist
 
 from omnitrain.parallel.pipeline.apply import Pipeline
 from omnitrain.parallel.watch.report import StageAction
-from omnitrain.plan.schedule.actions import Kind, Schedule
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 
 _WORDS = {
     Kind.F: "forward",
@@ -20,6 +22,8 @@ _WORDS = {
     Kind.ENCODE_B: "backward",
 }
 _NEEDS = {Kind.F: (Kind.RECV_F, -1), Kind.B: (Kind.RECV_B, 1), Kind.I: (Kind.RECV_B, 1)}  # and from which stage
+
+_TOGETHER = (Kind.EXCHANGE, Kind.ENCODE_B)  # they exchange features or gradients with the other stages
 
 
 def stage_action(schedule: Schedule, pipeline: Pipeline, number: int) -> StageAction | None:
@@ -36,7 +40,8 @@ def stage_action(schedule: Schedule, pipeline: Pipeline, number: int) -> StageAc
         return None
     if action.stage is None and not action.passes:
         first = "" if action.micro_batch is None else f" from micro-batch {action.micro_batch}"
-        return StageAction(f"{_WORDS[action.kind]} of {action.component}{first}", number)
+        meets = tuple(_others(schedule, pipeline, action)) if action.kind in _TOGETHER else ()
+        return StageAction(f"{_WORDS[action.kind]} of {action.component}{first}", number, meets=meets)
     text = " and ".join(f"{_WORDS[part.kind]} of stage {part.stage}" for part in parts)
     for part in parts:
         kind, step = _NEEDS.get(part.kind, (Kind.RECV_F, 0))
@@ -48,3 +53,10 @@ def stage_action(schedule: Schedule, pipeline: Pipeline, number: int) -> StageAc
                 sender, sent_by = schedule.senders[receive]
                 return StageAction(text, number, dist.get_global_rank(pipeline.group, sender), sent_by)
     return StageAction(text, number)
+
+
+def _others(schedule: Schedule, pipeline: Pipeline, action: Action) -> Iterator[tuple[int, int]]:
+    """Yield the global rank of each other stage that runs a collective action, and its index there."""
+    for rank, row in enumerate(schedule.actions):
+        if rank != pipeline.stages.rank:
+            yield dist.get_global_rank(pipeline.group, rank), row.index(action)

@@ -24,12 +24,14 @@ class StageAction(NamedTuple):
         number: its index in the rank's list of actions.
         sender: the rank that sends its input; None: no other rank does.
         sent_by: index of that send in the sender's list.
+        meets: (rank, index in its list) of the other ranks that run it together with this one.
     """
 
     text: str
     number: int
     sender: int | None = None
     sent_by: int = -1
+    meets: tuple[tuple[int, int], ...] = ()
 
 
 class Place(NamedTuple):
@@ -111,18 +113,23 @@ def awaited_ranks(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> 
 
 
 def _awaited(rank: int, answers: Mapping[int, Answer]) -> int | None:
-    """The rank whose message the action of ``rank`` needs, if it has not been sent."""
+    """A rank that has not sent the message, or not begun the collective, that the action of ``rank`` needs."""
     place = answers[rank].place
-    if place.action is None or place.action.sender is None or place.action.sender not in answers:
+    if place.action is None:
         return None
-    sender = answers[place.action.sender].place
-    if sender.step != place.step:
-        has_sent = (sender.step or 0) > (place.step or 0)
-    elif sender.action is not None:
-        has_sent = sender.action.number > place.action.sent_by
-    else:
-        has_sent = _ORDER[sender.phase] > _ORDER["backward"]  # the sender is done with its schedule
-    return None if has_sent else place.action.sender
+    needed = [(other, index - 1) for other, index in place.action.meets]
+    if place.action.sender is not None:
+        needed.append((place.action.sender, place.action.sent_by))
+    return next((n for n, index in needed if n in answers and not _is_past(answers[n].place, index, place.step)), None)
+
+
+def _is_past(place: Place, index: int, step: int | None) -> bool:
+    """Whether a rank is past an action of its list in a step."""
+    if place.step != step:
+        return (place.step or 0) > (step or 0)
+    if place.action is not None:
+        return place.action.number > index
+    return _ORDER[place.phase] > _ORDER["backward"]  # it is done with its schedule
 
 
 def _progress(place: Place) -> tuple[int, float, int]:

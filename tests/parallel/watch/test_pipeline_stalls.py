@@ -117,3 +117,16 @@ def test_a_stage_that_has_sent_everything_is_not_behind_and_one_in_its_data_is()
     assert awaited_ranks({0: at(9, 1, 7), 1: after("optimizer")}) == [0]  # its input is there: it computes
     assert awaited_ranks({0: at(9, 1, 7), 1: after("data")}) == [1]
     assert awaited_ranks({0: at(9, 1, 7), 1: after("optimizer", step=2)}) == [1]
+
+
+def test_stages_wait_for_the_one_that_has_not_begun_their_exchange() -> None:
+    def exchanges(number: int, *meets: tuple[int, int]) -> Answer:
+        return Answer(
+            Place(3, action=StageAction("exchange of the features of tower", number, meets=meets)), 9.0, {}, ""
+        )
+
+    answers = {0: exchanges(4, (1, 5), (2, 7)), 1: exchanges(5, (0, 4), (2, 7)), 2: at(6)}
+    assert awaited_ranks(answers) == [2]
+    text = report(answers, {}, (), 9.0)
+    assert "  waiting: ranks 0, 1 in exchange of the features of tower, step 3, for rank 2" in text
+    assert awaited_ranks(answers | {2: exchanges(7, (0, 4), (1, 5))}) == [0, 1, 2]  # all of them are in it
