@@ -290,6 +290,28 @@ def test_stages_that_do_not_fit_are_refused(
         resolve(model, parallel_plan, pp=pp)
 
 
+@pytest.mark.parametrize(
+    ("degrees", "refused", "message"),
+    [
+        ({}, plan(place="local", window=2), r"window: found 2 with `place: local`, which divides no items here; set"),
+        ({}, plan(place="group", window="step"), r"window: found step with `place: group`, which divides no items"),
+        ({"pp": 2}, plan(place="local", window=1), r"window: found 1 with `place: local` and pp 2, where the forwards"),
+        ({"pp": 2, "cp": 2}, plan(window=2), r"window: found 2 with `place: group` and pp 2, where the forwards"),
+        ({}, plan(place="world", features_on="cpu"), r"features_on: found cpu without `window`: no features wait"),
+        ({}, plan(place="world", window=1, features_on="cpu"), r"features_on: found cpu without `window`"),
+        ({"pp": 2}, plan(place="local", features_on="device"), r"features_on: found device without `window`"),
+        ({"pp": 2}, plan("image_decoder", window=2), r"image_decoder.window: found 2, but it is for encoders; remove"),
+        ({}, plan("image_decoder", features_on="cpu"), r"image_decoder.features_on: found cpu, but it is for encoders"),
+        ({}, plan("foundation", place="world"), r"foundation.place: the foundation encodes no media; set it on an"),
+    ],
+)
+def test_encoders_that_cannot_wait_or_be_divided_so_are_refused_with_what_could(
+    model: ot.OmniModel, degrees: dict[str, int], refused: ot.ParallelPlan, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(model, refused, **degrees)
+
+
 def test_all_problems_are_listed_at_once(model: ot.OmniModel) -> None:
     both = ot.ParallelPlan(components={"x": ot.ComponentPlan(), "image_encoder": ot.ComponentPlan(tp=2, compile=True)})
     with pytest.raises(UserError, match="3 problems"):
