@@ -1,0 +1,149 @@
+"""Encoders that run outside of the forwards, under every other parallelism and training: a covering array.
+
+``python -m tests.parallel.schedule.separate`` writes the table ``separate.tsv`` again: every possible pair of values
+stands in it at least once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+
+from omnitrain.models.adapters.lora import add_lora, find_in_all
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.recipe import ComponentPlan, ParallelPlan
+from omnitrain.recipe.layout import Layout, parse_layout
+from omnitrain.recipe.lora import Lora
+from tests.parallel.schedule.pipelines import build as build_pipeline
+from tests.parallel.schedule.pipelines import covering
+from tests.tiny import FOUNDATION, tiny_model
+
+TABLE = Path(__file__).with_name("separate.tsv")
+MODELS = {
+    "qwen3_vl": ("image_encoder",),
+    "qwen3_vl_moe": ("image_encoder",),
+    "qwen2_5_omni_thinker": ("image_encoder", "audio_encoder"),
+    "internvl": ("image_encoder",),
+    "any_to_any": ("image_encoder", "audio_encoder"),
+}
+PLACES = ("local", "group", "world")
+WINDOWS = ("", "1", "2", "step")
+STAGES = ("", "pp2", "pp2.v2")
+AXES = ("", "dp2", "sp2", "cp2", "tp2", "dp2.ep2")
+TRAINED = ("all", "frozen", "lora", "projector", "encoder")
+MEMORY = ("", "cpu")
+MICRO_BATCHES = 3  # a window of two is followed by a smaller one
+ENCODERS = re.compile(r"visual|audio_tower|vision_tower|multi_modal_projector|image_encoder|audio_encoder")
+PROJECTORS = re.compile(r"merger|projector|audio_tower\.proj\.")
+
+
+class Case(NamedTuple):
+    """A model whose encoders have a place, a window and a memory; the empty word leaves a field unset.
+
+    Attributes:
+        model: name of the family.
+        place: the rank that encodes an item.
+        window: number of micro-batches of a window.
+        stages: the pipeline.
+        axis: another parallelism.
+        trained: the parameters that are trained: all, all but the encoders, adapters of all components, projectors
+            alone, or encoders alone.
+        memory: where features wait.
+    """
+
+    model: str
+    place: str
+    window: str
+    stages: str
+    axis: str
+    trained: str
+    memory: str
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether the encoders run outside of the forwards of micro-batches."""
+        return self.window in ("2", "step") or (self.stages != "" and self.place == "world")
+
+    @property
+    def layout(self) -> Separate:
+        words = (self.stages, self.axis, f"accum{MICRO_BATCHES}")
+        return Separate(**vars(parse_layout(".".join(filter(None, words)))), case=self)
+
+
+@dataclass(frozen=True)
+class Separate(Layout):
+    """A layout whose encoders have fields of their own."""
+
+    case: Case = field(kw_only=True)
+
+    def plan(self) -> ParallelPlan:
+        window = int(self.case.window) if self.case.window.isdecimal() else self.case.window or None
+        encoder = ComponentPlan(place=self.case.place, window=window, features_on=self.case.memory or None)
+        return super().plan().model_copy(update={"components": dict.fromkeys(MODELS[self.case.model], encoder)})
+
+    def __str__(self) -> str:
+        return " ".join(word or "-" for word in self.case)
+
+
+def why_impossible(case: Case) -> str:
+    """Why no model trains so, or nothing."""
+    if case.axis == "tp2" and case.model in ("qwen3_vl", "qwen3_vl_moe"):
+        return "transformers has no tensor parallel plan for its layers"
+    if case.axis == "dp2.ep2" and case.model != "qwen3_vl_moe":
+        return "it has no experts"
+    if case.window and case.stages and case.place != "world":
+        return "the forwards of the first stage encode"
+    if case.window in ("2", "step") and case.place == "local":
+        return "place: local divides no items"
+    if case.window in ("2", "step") and case.place == "group" and case.axis not in ("sp2", "cp2", "tp2"):
+        return "no other rank has the sample"
+    return "no features wait" if case.memory and not case.is_separate else ""
+
+
+def possible() -> list[Case]:
+    cases = (Case(*values) for values in product(MODELS, PLACES, WINDOWS, STAGES, AXES, TRAINED, MEMORY))
+    return [case for case in cases if not why_impossible(case)]
+
+
+def table() -> list[Case]:
+    return [Case(*line.split("\t")) for line in TABLE.read_text().splitlines()]
+
+
+def each_value(cases: Sequence[Case]) -> Iterator[Case]:
+    """Take the case with the most values that no earlier case has, until every value has one."""
+    missing = {value for case in cases for value in enumerate(case)}
+    while missing:
+        best = max(cases, key=lambda case: len(missing.intersection(enumerate(case))))
+        missing -= set(enumerate(best))
+        yield best
+
+
+def build(name: str, trained: str) -> PreTrainedModel | OmniModel:
+    """The family with four blocks, of which some parameters are trained."""
+    is_native = name != "any_to_any"
+    model = build_pipeline(name) if is_native else tiny_model(foundation=FOUNDATION | {"num_hidden_layers": 4})
+    if trained == "lora":
+        omni = build_omni_model(foundation=model) if is_native else model
+        add_lora(omni, find_in_all(omni, ("foundation", *MODELS[name]), Lora(targets=["*"], rank=3)))
+        return omni
+    for path, parameter in model.named_parameters():
+        of_encoder, of_projector = bool(ENCODERS.search(path)), bool(PROJECTORS.search(path))
+        if not {"all": True, "frozen": not of_encoder, "encoder": of_encoder, "projector": of_projector}[trained]:
+            parameter.requires_grad_(False)
+    return model
+
+
+def factory(name: str, trained: str) -> partial[PreTrainedModel | OmniModel]:
+    return partial(build, name, trained)
+
+
+if __name__ == "__main__":
+    TABLE.write_text("".join("\t".join(case) + "\n" for case in covering(possible())))
