@@ -1,7 +1,7 @@
 """Random numbers, such as those of dropout, by micro-batch and block: the order of forwards does not change them.
 
-A forward seeds the generators at its start and before each block. A pipeline stage, a recomputation and one process
-then draw the same numbers, whatever ran before.
+A forward seeds the generators at its start, after the encoders and before each block. A pipeline stage, a recomputation
+and one process then draw the same numbers, whatever ran before.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Draws:
     seed: int
     device: torch.device
 
-    def begin(self, block: int | None = None) -> None:
-        """Seed the generators for a block; None: for the code before the first block."""
-        seed_device(mixed_seed(self.seed, "" if block is None else block), self.device)
+    def begin(self, part: int | str = "") -> None:
+        """Seed the generators for a part of the forward: a block, or code before the first block."""
+        seed_device(mixed_seed(self.seed, part), self.device)
 
 
 _draws: ContextVar[Draws | None] = ContextVar("draws", default=None)
@@ -51,6 +51,15 @@ def seed_blocks(blocks: Iterable[nn.Module]) -> None:
     for index, block in enumerate(blocks):
         setattr(block, _INDEX, index)
         block.register_forward_pre_hook(_seed)
+
+
+def seed_foundation() -> None:
+    """Seed the generators for the embeddings, inside :meth:`StepDraws.forward`, after the encoders.
+
+    Tensor parallel ranks encode other items each, but must draw the same numbers from then on.
+    """
+    if (draws := _draws.get()) is not None:
+        draws.begin("foundation")
 
 
 @torch.compiler.disable

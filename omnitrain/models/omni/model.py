@@ -44,7 +44,7 @@ from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
 from omnitrain.ops.device import to_device
-from omnitrain.ops.draws import seed_blocks
+from omnitrain.ops.draws import seed_blocks, seed_foundation
 from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import AudioEncoderConfig, OmniConfig, TokenDecoderConfig, VisionEncoderConfig
 
@@ -326,7 +326,9 @@ class OmniModel(ComponentModel):
             work: see :meth:`forward`.
         """
         work = work or MicroBatchWork()
-        return encode(self, self._filled_up(pack, work.sequence_slice), work)
+        encoded = encode(self, self._filled_up(pack, work.sequence_slice), work)
+        seed_foundation()
+        return encoded
 
     def run_foundation(self, encoded: EncodedPack) -> FoundationOutput:
         """Second step of :meth:`forward`: run the foundation over text and media.

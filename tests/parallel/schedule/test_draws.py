@@ -141,6 +141,21 @@ def test_encoders_on_all_stages_draw_other_numbers_on_each_rank_and_the_same_aga
     assert first == again and len({seed for of_rank in first for _, seed in of_rank}) == 4
 
 
+def test_what_encoders_draw_does_not_change_the_numbers_of_the_embeddings() -> None:
+    """Tensor parallel ranks encode different items, but must drop the same embeddings."""
+    states = []
+    for of_towers in (0.0, 0.2):
+        model, of_step = model_with_towers(of_towers, 0.2)
+        found: list[Tensor] = []
+        block = model.foundation.model.layers[0]
+        block._forward_pre_hooks.clear()  # without its own seed, it sees the state after the embeddings
+        block.register_forward_pre_hook(lambda *_, found=found: found.append(torch.get_rng_state()))
+        torch.manual_seed(0)
+        accumulate_gradients(model, step_planner(model)(of_step))
+        states.append(torch.stack(found))
+    assert torch.equal(*states)
+
+
 def test_every_block_of_every_micro_batch_and_step_draws_numbers_of_its_own() -> None:
     blocks = [nn.Identity() for _ in range(3)]
     seed_blocks(blocks)
