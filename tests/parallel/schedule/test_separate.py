@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.schedule.executor import Executor
+from omnitrain.parallel.schedule.table import schedule_of
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import init_state_of
+from omnitrain.parallel.step.plan import step_planner
+from omnitrain.parallel.verify.run import micro_batches
 from omnitrain.parallel.verify.verify import verify
+from tests.parallel.laid_out import gradients
+from tests.parallel.schedule.paired import one_by_one
 from tests.parallel.schedule.pipelines import pairs
-from tests.parallel.schedule.separate import Case, each_value, factory, possible, table
+from tests.parallel.schedule.separate import MICRO_BATCHES, Case, build, each_value, factory, possible, table
 from tests.parallel.schedule.test_layouts import samples_of
 
 SEPARATE = [case for case in table() if case.is_separate]
 DEFAULT = [*each_value(SEPARATE)]
+WITH_EXPERTS = [case for case in table() if case.axis == "dp2.ep2"]
 
 
 def require_equal(ranks: RankPool, cases: list[Case], timeout_s: float) -> None:
@@ -41,3 +55,31 @@ def test_each_value_of_separate_encoders_trains_as_one_process(ranks: RankPool, 
 @pytest.mark.parametrize(("model", "trained"), sorted({(case.model, case.trained) for case in table()}))
 def test_every_pair_of_the_table_trains_as_one_process(ranks: RankPool, model: str, trained: str) -> None:
     require_equal(ranks, [case for case in table() if (case.model, case.trained) == (model, trained)], timeout_s=120)
+
+
+def paired_and_one_by_one(case: Case) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Loss and gradients of the same step with pairs, and with each pair as a forward and then a backward."""
+    plan = replace(case.layout, paired=True).plan()
+    state = init_state_of(plan)
+    model = build(case.model, case.trained)
+    if not isinstance(model, OmniModel):
+        model = build_omni_model(foundation=model)
+    model = build_parallelize_model(model.train(), parallel_plan=plan, enable_mixed_precision=False)
+    packs = micro_batches(model, samples_of(case.model), state.dp_size, MICRO_BATCHES)[state.dp_rank]
+    batch, with_pairs, found = step_planner(model)(packs), schedule_of(model, len(packs)), []
+    assert any(action.parts for row in with_pairs.actions for action in row)
+    for schedule in (with_pairs, one_by_one(with_pairs)):
+        model.zero_grad(set_to_none=True)
+        loss = Executor(model, batch, {}).run(schedule)
+        found.append((loss, gradients(model)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WITH_EXPERTS, ids=lambda case: str(case.layout))
+def test_pairs_of_micro_batches_change_no_bit(ranks: RankPool, case: Case) -> None:
+    of_ranks = ranks.run(paired_and_one_by_one, case, timeout_s=120, world=case.layout.num_ranks)
+    assert any(expected for _, (_, expected) in of_ranks)
+    for (paired_loss, found), (loss, expected) in of_ranks:
+        assert paired_loss.equal(loss) and found.keys() == expected.keys()
+        assert [name for name, gradient in expected.items() if not found[name].equal(gradient)] == []
