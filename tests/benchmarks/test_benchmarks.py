@@ -21,6 +21,7 @@ SIZES = {
     "pipeline": ["--rounds=1", "--ranks", "2", "--width=64", "--tokens=64"],
     "encoders": ["--rounds=1", "--width=64", "--text=32", "--grid=4", "--bits=0"],
     "published_gains": [],
+    "overlap_tables": [],
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
@@ -48,14 +49,8 @@ SIZES = {
     "moe_dispatch": ["--rounds=1", "--tokens=64", "--hidden=16", "--inner=16"],
     "two_commits": [str(BENCHMARKS.parent), "--rounds=1", "--names=padding", "--arguments=--steps=1 --samples=200"],
 }
-FAST = {
-    "published_gains",
-    "step_plan",
-    "step_overhead",
-    "loss",
-    "attention",
-    "moe_dispatch",
-}  # CI runs most others, too
+SIMULATED = {"published_gains", "overlap_tables"}  # without rounds
+FAST = SIMULATED | {"step_plan", "step_overhead", "loss", "attention", "moe_dispatch"}  # CI runs most others, too
 
 
 def test_every_benchmark_is_tested():
@@ -74,7 +69,7 @@ def test_a_benchmark_prints_its_formula_and_writes_its_figures(name, tmp_path, m
     assert set(result) - {"gpu"} == {"name", "formula", "figures", "rounds", "versions", "cpu"}
     assert result["name"] == name
     assert result["formula"] in capsys.readouterr().out
-    assert {len(values) for values in result["rounds"].values()} == (set() if name == "published_gains" else {1})
+    assert {len(values) for values in result["rounds"].values()} == (set() if name in SIMULATED else {1})
     assert all(isinstance(value, float) and math.isfinite(value) for value in result["figures"].values())
     assert all(value > 0 for values in result["rounds"].values() for value in values)
 

@@ -67,8 +67,9 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int, *, extra_warm_up: int = 
         num_ranks: number of pipeline ranks.
         num_micro_batches: number of micro-batches.
         extra_warm_up: forwards that each rank does more than needed before its first backward.
-        overlap: whether a forward and the backward that follows it are one ``OVERLAP_F_B``. Since the two must not need
-            each other, each rank does one more forward before its first backward.
+        overlap: whether a forward and the backward that follows it are one ``OVERLAP_F_B``. The two must not need each
+            other, and a result leaves at the end of its pair. So each rank does ``2 (p - r - 1) + 1`` forwards before
+            its first pair, as in interleaved 1F1B, and rank r keeps at most 2 (p - r) activations.
     """
     _require_positive(num_ranks, 1, num_micro_batches)
     micro_batches = range(num_micro_batches)
@@ -76,7 +77,7 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int, *, extra_warm_up: int = 
         _warm_up_then_alternate(
             [_pass("F", rank, k) for k in micro_batches],
             [_pass("B", rank, k) for k in micro_batches],
-            num_ranks - rank - 1 + extra_warm_up,
+            (1 + overlap) * (num_ranks - rank - 1) + extra_warm_up,
             overlap,
         )
         for rank in range(num_ranks)

@@ -97,6 +97,14 @@ def test_makespan_of_overlapped_forwards_and_backwards_is_the_closed_form(p: int
     assert schedule.peak_live()[0] == v * p + p
 
 
+@pytest.mark.parametrize(("p", "v"), itertools.product((2, 4, 8, 16), (1, 2, 3, 4, 8)))
+def test_pairs_have_the_bubble_of_interleaved_1f1b_and_keep_one_chunk_more(p: int, v: int) -> None:
+    m = 4 * p
+    paired = one_f_one_b(p, m, overlap=True) if v == 1 else interleaved(p, v, m, overlap=True)
+    check_idle(paired, p, v)
+    assert paired.peak_live()[0] == p * v + p == interleaved(p, v, m).peak_live()[0] + 1
+
+
 def test_gpipe_and_accumulation_take_their_closed_forms() -> None:
     for p, m in itertools.product((1, 2, 5), (1, 4, 7)):
         assert simulate(lower(gpipe(p, m)), {Kind.F: F, Kind.B: B}).makespan == (m + p - 1) * (F + B)
