@@ -97,7 +97,7 @@ def test_makespan_of_overlapped_forwards_and_backwards_is_the_closed_form(p: int
     assert schedule.peak_live()[0] == v * p + p
 
 
-@pytest.mark.parametrize(("p", "v"), itertools.product((2, 4, 8, 16), (1, 2, 3, 4, 8)))
+@pytest.mark.parametrize(("p", "v"), [*itertools.product((2, 4, 8, 16), (1, 2, 3, 4, 8))])
 def test_pairs_have_the_bubble_of_interleaved_1f1b_and_keep_one_chunk_more(p: int, v: int) -> None:
     m = 4 * p
     paired = one_f_one_b(p, m, overlap=True) if v == 1 else interleaved(p, v, m, overlap=True)
