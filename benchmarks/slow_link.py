@@ -22,6 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from omnitrain.parallel.state import leave_process_groups
+
 BUCKET_BYTES = 100_000  # pass at once: small messages take their time, too. A packet must fit.
 
 
@@ -71,14 +73,14 @@ def seconds(run: Callable[[], Any], steps: int) -> float:
 def joined_ranks() -> Iterator[None]:
     """The process group of these ranks.
 
-    All leave it together: gloo's threads end a process with an error if it goes while another one is still talking.
+    All leave it together, because an exchange fails if the other rank is gone.
     """
     dist.init_process_group("gloo")
     try:
         yield
         dist.barrier()
     finally:
-        dist.destroy_process_group()
+        leave_process_groups()
 
 
 def run_ranks(script: str, arguments: list[str], *, ranks: int, is_limited: bool) -> dict[str, Any]:

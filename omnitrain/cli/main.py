@@ -228,14 +228,15 @@ def run(
         command = ["-m", "omnitrain", "run", recipe, *(overrides or []), *["--resume"] * resume]
         raise typer.Exit(launch(command, nproc, stop_seconds=resolved.train.stop_seconds))
 
+    from omnitrain.parallel.state import leave_process_groups
     from omnitrain.train import Trainer
-    from omnitrain.train.process_groups import leave_ranks
 
     # A run that has begun may continue, whatever else a check finds in its recipe.
     with contextlib.nullcontext() if resume else _all_problems(resolved, recipe, world_size()):
         trainer = Trainer(resolved, resume=resume)
     summary = trainer.fit()
-    leave_ranks()
+    del trainer  # it holds process groups
+    leave_process_groups()
     if summary.interrupted:
         if global_rank() == 0:
             typer.echo(resume_hint(recipe, overrides or []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Mapping
@@ -11,6 +12,9 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from omnitrain.errors import UserError
 from omnitrain.parallel.meshes import device_meshes
@@ -462,6 +466,23 @@ def forget_parallel_state() -> None:
     """Clear the default state; call this when the process groups are destroyed."""
     global _default
     _default = None
+
+
+def leave_process_groups() -> None:
+    """Destroy all process groups and what keeps them alive: the default state, and the meshes in torch's caches.
+
+    The threads of a gloo group run as long as it exists. A thread that releases a tensor while the interpreter ends
+    aborts the process, so leave the groups before.
+    """
+    forget_parallel_state()
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
 
 
 def _ensure_process_group() -> None:

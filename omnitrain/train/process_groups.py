@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from omnitrain.parallel.state import ParallelState, forget_parallel_state, init_state_of
+from omnitrain.parallel.state import ParallelState, init_state_of
 from omnitrain.parallel.step.rendezvous import Rendezvous, open_rendezvous
 from omnitrain.parallel.watch.monitor import StallMonitor
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers, all_or_raise
@@ -99,10 +99,3 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
         if state.size("tp") > 1:
             meter_peers = GlooGroup(state.shape.groups("pp", "loss")) if state.size("pp") > 1 else loss_peers
     return Ranks(state, peers, loss_peers, meter_peers, open_rendezvous())
-
-
-def leave_ranks() -> None:
-    """Leave the run that :func:`join_ranks` joined, and destroy its process groups."""
-    forget_parallel_state()
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -1,15 +1,17 @@
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import omnitrain as ot
 from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.pool import RankError, RankPool
-from omnitrain.parallel.state import forget_parallel_state
+from omnitrain.parallel.state import forget_parallel_state, leave_process_groups
 from omnitrain.plan.mesh import MeshShape
 
 MESHES = ("dp", "fsdp", "ep_fsdp", "ep", "tp", "pp")
@@ -135,6 +137,24 @@ def test_groups_take_cpu_tensors_where_the_users_own_does_not() -> None:
     finally:
         forget_parallel_state()
         dist.destroy_process_group()
+
+
+def gloo_threads() -> int:
+    return sum("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+
+
+def gloo_threads_after_leaving() -> int:
+    placement = [Shard(0)]
+    tensor = distribute_tensor(torch.ones(4), ot.init_parallel_state(tp_size=2).tp_mesh, placement)
+    assert tensor.sum().full_tensor() == 4 and gloo_threads() > 0
+    del tensor
+    leave_process_groups()
+    return gloo_threads()
+
+
+def test_no_thread_of_a_process_group_is_left_to_abort_the_end_of_a_process(ranks: RankPool) -> None:
+    """Such a thread, if it lets go of a tensor while the interpreter ends, aborts the process."""
+    assert ranks.run(gloo_threads_after_leaving, world=2, timeout_s=30) == [0, 0]
 
 
 def test_the_default_is_asked_for_too_early() -> None:

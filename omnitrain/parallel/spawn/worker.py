@@ -21,12 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from omnitrain.data.loading.data_process import follow_main_process
-from omnitrain.parallel.state import forget_parallel_state
+from omnitrain.parallel.state import leave_process_groups
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,8 @@ class _Rank:
             if isinstance(message, Case):
                 self._run(message)
             else:
-                _clean_up()
+                leave_process_groups()
+                gc.freeze()  # what outlives a case, as modules that it imported; later collections skip it
                 self._send(Clean(message.number))
 
     def _listen(self) -> None:
@@ -216,25 +214,3 @@ def _pickled_or_none(error: BaseException) -> bytes | None:
     except Exception:  # pickling can raise any type
         return None
     return pickled
-
-
-def _clean_up() -> None:
-    """Remove the process groups of a case with their threads and sockets, and torch's caches of its meshes."""
-    forget_parallel_state()
-    _clear_mesh_caches()
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()
-    gc.freeze()  # what outlives a case, as modules that it imported; it is not looked at again after the next ones
-
-
-def _clear_mesh_caches() -> None:
-    """Empty the caches in which torch keeps meshes. Those of the next case are equal, but have other groups.
-
-    The threads of a group run as long as it exists; the loop of each gloo group wakes up a hundred times per second.
-    """
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
-    _gen_transform_infos.cache_clear()
-    MeshTopoInfo.build_from_mesh.cache_clear()
