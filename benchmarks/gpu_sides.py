@@ -26,9 +26,9 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.state import leave_process_groups
 from omnitrain.recipe import Optimizer, ParallelPlan, Precision
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
-from omnitrain.train.process_groups import leave_ranks
 
 SETTINGS = Optimizer(learning_rate=1e-5, warmup_steps=0, schedule="constant")
 
@@ -69,7 +69,7 @@ def run_omnitrain(
     model = fresh(config, given.device)
     counted = [operations(config, model, batch) for batch in batches]
     with ExitStack() as stack:
-        stack.callback(leave_ranks)
+        stack.callback(leave_process_groups)
         # HF keeps its bf16 copies of the weights from forward to backward, too.
         step = OmniStep(model, plan, SETTINGS, given.device, full_shard=False)
         stack.callback(step.close)

@@ -27,8 +27,7 @@ import omnitrain as ot
 from omnitrain.cli.main import app, names_a_model
 from omnitrain.errors import UserError
 from omnitrain.models.omni.build import build_foundation_model, build_omni_model
-from omnitrain.parallel.state import forget_parallel_state
-from omnitrain.train.process_groups import leave_ranks
+from omnitrain.parallel.state import forget_parallel_state, leave_process_groups
 from tests.parallel.factories import any_to_any
 from tests.test_docs import PAGES, ROOT, command_lines
 from tests.tiny import FOUNDATION, SIGLIP, TASKS, png, tiny_model, tiny_processor, tiny_recipe, tiny_row, tiny_tokenizer
@@ -292,7 +291,7 @@ def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, m
         for old, new in tiny.items():
             words = [word.replace(old, new) for word in words]
         done = CliRunner().invoke(app, [*words, *limit])
-        leave_ranks()
+        leave_process_groups()
         assert done.exit_code == 0, (words, done.output, done.exception)
     assert {file.name for file in (here / "runs" / "mine").iterdir()} >= {"recipe.yaml", "metrics.jsonl", "checkpoints"}
 

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from omnitrain.cli.main import app
-from omnitrain.train.process_groups import leave_ranks
+from omnitrain.parallel.state import leave_process_groups
 from tests.tiny import FOUNDATION, tiny_recipe, tiny_row, write_parquet
 
 ROOT = Path(__file__).parents[2]
@@ -213,7 +213,7 @@ def arguments(command: str) -> list[str]:
 @pytest.mark.parametrize(("command", "code", "words"), mistakes(MISTAKES) + mistakes(TOLD))
 def test_a_mistake_ends_with_its_code_and_says_what_to_do(folder: Path, command: str, code: int, words: str) -> None:
     done = CliRunner().invoke(app, arguments(command))
-    leave_ranks()
+    leave_process_groups()
     assert done.exit_code == code, done.output
     assert re.search(words, done.stderr, re.DOTALL), done.stderr
     assert "Traceback" not in done.output

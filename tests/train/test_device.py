@@ -8,11 +8,11 @@ import torch
 
 from omnitrain.errors import UserError
 from omnitrain.parallel.resolve import resolve_without_ranks
+from omnitrain.parallel.state import leave_process_groups
 from omnitrain.recipe import ComponentPlan, ParallelPlan, Precision, Recipe, Train
 from omnitrain.train.device import use_device
 from omnitrain.train.metrics.console import console
 from omnitrain.train.precision import compute_dtype, mixed_precision
-from omnitrain.train.process_groups import leave_ranks
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.check import check_recipe
 from tests.parallel.factories import any_to_any
@@ -134,7 +134,7 @@ def test_a_process_alone_computes_in_bf16_where_it_is_told_to_and_says_so(tmp_pa
         trainer = Trainer(Recipe.load(str(tiny_recipe(tmp_path)), overrides))
         with console.capture() as printed:
             trainer.fit()
-        leave_ranks()
+        leave_process_groups()
         lines = (tmp_path / precision / "metrics.jsonl").read_text().splitlines()
         losses[precision] = [json.loads(line)["loss"] for line in lines]
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}

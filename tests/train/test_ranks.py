@@ -17,9 +17,9 @@ import torch.distributed as dist
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.errors import RankError
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import leave_process_groups
 from omnitrain.recipe import Recipe
 from omnitrain.train.nonfinite import NonFiniteError
-from omnitrain.train.process_groups import leave_ranks
 from omnitrain.train.run_state import save_times
 from omnitrain.train.trainer import RunSummary, Trainer
 from tests.tiny import TASKS, tiny_moe_recipe, tiny_recipe, tiny_row, write_parquet
@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Pat
     summaries = ranks.run(fit, recipe, arguments, False, 2, timeout_s=120, world=2)
     assert [(s.interrupted, s.step) for s in summaries] == [(True, 2), (True, 2)]
     fit(recipe, [*arguments, "parallel.default.recompute=full"], resume=True)
-    leave_ranks()
+    leave_process_groups()
     assert_same_run(tmp_path / "run", recipe.parent / "one")
 
 
@@ -170,7 +170,7 @@ def test_a_run_goes_on_with_any_other_stages(ranks: RankPool, recipe: Path, tmp_
     ranks.run(fit, recipe, [*arguments, "parallel.components.foundation.pp=2"], False, 1, timeout_s=120, world=2)
     ranks.run(fit, recipe, arguments, True, 2, timeout_s=120, world=2)
     fit(recipe, arguments, resume=True)
-    leave_ranks()
+    leave_process_groups()
     assert_same_run(tmp_path / "run", recipe.parent / "one")
 
 
@@ -209,7 +209,7 @@ def test_weights_of_a_run_that_leaves_its_pipeline_are_those_of_one_process(
         arguments = [f"output_dir={tmp_path / name}", *settings, *overrides]
         if number == 1:
             fit(path, arguments, resume=True)
-            leave_ranks()
+            leave_process_groups()
         else:
             ranks.run(fit, path, arguments, True, timeout_s=120, world=number)
         for key, weight in weights(name).items():
@@ -235,13 +235,13 @@ def test_a_run_of_adapters_goes_on_without_the_ranks_that_cut_its_matrices_or_it
     """The adapters of all stages are in one folder, from which a pipeline goes on, and then one process."""
     lora = "parallel.components.foundation.lora={targets: ['*_proj'], rank: 4}"
     fit(recipe, [f"output_dir={tmp_path / 'one'}", *TWO_SLOTS, lora])
-    leave_ranks()
+    leave_process_groups()
     arguments = [f"output_dir={tmp_path / axis}", *TWO_SLOTS, lora]
     for stop in stops:
         cut = [*arguments, f"parallel.components.foundation.{axis}=2"]
         ranks.run(fit, recipe, cut, stop > stops[0], stop, timeout_s=120, world=2)
     fit(recipe, arguments, resume=True)
-    leave_ranks()
+    leave_process_groups()
     assert_same_run(tmp_path / axis, tmp_path / "one")
 
 

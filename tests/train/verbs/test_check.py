@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from omnitrain.errors import UserError
+from omnitrain.parallel.state import leave_process_groups
 from omnitrain.recipe import Recipe
 from omnitrain.train.build_from_recipe import build_from_recipe
-from omnitrain.train.process_groups import leave_ranks
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.check import check_recipe, check_without_tokenizer
 from tests.tiny import FOUNDATION, tiny_recipe, tiny_row, write_parquet
@@ -71,7 +71,7 @@ def test_a_plan_is_compared_with_the_model_under_its_key_in_the_recipe(tmp_path:
     assert [found.startswith(problem) for found in check_recipe(recipe)] == [True]
     with pytest.raises(UserError, match=re.escape(f"1 problem in the parallel plan:\n  {problem}")):
         Trainer(recipe)
-    leave_ranks()
+    leave_process_groups()
     assert not (tmp_path / "run").exists()
 
 
