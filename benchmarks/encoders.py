@@ -169,7 +169,7 @@ class Side:
     def step(self) -> tuple[float, dict[tuple[Kind, int], float]]:
         """Run a step; return its seconds on the slowest rank, and those of the actions of this rank's stages."""
         executor = Timed(self.model, self.batch, {})
-        schedule = schedule_of(self.model, len(self.batch.packs))
+        schedule = schedule_of(self.model, self.batch.plan)
         dist.barrier()
         began = time.perf_counter()
         executor.run(schedule)
@@ -214,7 +214,7 @@ def ideal_of(case: Case, shared: Side, measured: dict[str, float], encoder: dict
     dist.all_gather_object(everyone, durations)
     of_stage = {key: seconds for one in everyone for key, seconds in one.items()}
     of_stage |= {kind: seconds / 2 for kind, seconds in of_step.items()}
-    return float(simulate(schedule_of(shared.model, len(shared.batch.packs)), of_stage).makespan)
+    return float(simulate(schedule_of(shared.model, shared.batch.plan), of_stage).makespan)
 
 
 def run_rank(given: argparse.Namespace) -> dict[str, list[float]]:

@@ -18,6 +18,7 @@ from omnitrain.parallel.pipeline.apply import Pipeline
 from omnitrain.parallel.sequence.async_ulysses.apply import AsyncUlyssesModules
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
+from omnitrain.plan import StepPlan
 from omnitrain.plan.schedule.encoders import EncoderWindows
 from omnitrain.recipe.parallel import ComponentPlan
 
@@ -111,13 +112,12 @@ class ModelLayout:
         is_world = any(is_separate(component.plan) for component in self.components.values())
         return tuple(range(self.state.world_size)) if is_world else self.state.stage_ranks
 
-    def encoders(self, num_micro_batches: int) -> tuple[EncoderWindows, ...]:
-        """Return the windows of each component that is encoded outside of forwards, in the order of components."""
-        windows = {name: component.plan.window for name, component in self.components.items()}
+    def encoders(self, plan: StepPlan) -> tuple[EncoderWindows, ...]:
+        """Return the windows of a step, for each component that is encoded outside of forwards."""
+        planned = {name: plan.topology.component(name) for name, c in self.components.items() if is_separate(c.plan)}
         return tuple(
-            EncoderWindows(name, num_micro_batches if window == "step" else window, self.components[name].is_trained)
-            for name, window in windows.items()
-            if window is not None
+            EncoderWindows(name, component.window or plan.num_micro_batches, self.components[name].is_trained)
+            for name, component in planned.items()
         )
 
     def table(self, model: OmniModel) -> LayoutTable:

@@ -25,7 +25,7 @@ _TOGETHER = (("mode", "dp_replicate", "dp_shard"), ("recompute", "saved_ops", "r
 Degree = Annotated[int | None, Field(ge=1)]
 Chunks = Annotated[int, Field(ge=1)] | Literal["auto"] | None
 AUTO_CHUNKS = "auto"
-Window = Annotated[int, Field(ge=1)] | Literal["step"] | None
+Window = Annotated[int, Field(ge=1)] | Literal["step", "auto"] | None
 RecomputedPart = Literal["attention", "router", "expert_activation"]
 OffloadedTensor = Literal["dispatched_rows", "mlp_input"]
 DType = Literal["float32", "bfloat16"]  # float16 would need loss scaling
@@ -184,12 +184,17 @@ class ComponentPlan(Strict):
     window: Window = Field(
         None,
         description="Encoders with `place: world` or `group`. Number of micro-batches whose items are divided among "
-        "the ranks together, and encoded before the first of them; `step`: all of the step. Unset: 1; `step` for "
-        "`world` under `pp`.",
+        "the ranks together, and encoded before the first of them; `step`: all of the step; `auto`: as many as give "
+        "the shortest simulated step. Unset: 1; `step` for `world` under `pp`.",
     )
     features_on: Literal["device", "cpu"] | None = Field(
         None,
         description="With `window`, the memory in which features and their gradients wait. Unset: `device`.",
+    )
+    feature_bytes: Degree = Field(
+        None,
+        description="With `window`, the most bytes of features and their gradients that wait on a rank at a time. A "
+        "step has smaller windows where that is necessary. Unset: no limit.",
     )
     expert_rows: Degree = Field(
         None,
@@ -397,7 +402,7 @@ class ParallelPlan(Strict):
                 yield f"{path}.freeze: found false, but the component is frozen elsewhere; remove one of the two"
             elif name in frozen and plan.optimizer_offload and plan.lora is None:
                 yield f"{path}.optimizer_offload: found true, but a frozen component has no optimizer state"
-        for field in ("place", "window", "features_on") if FOUNDATION in self.components else ():
+        for field in ("place", "window", "features_on", "feature_bytes") if FOUNDATION in self.components else ():
             if getattr(self.components[FOUNDATION], field) is not None:
                 path = f"components.{FOUNDATION}.{field}"
                 yield f"{path}: the foundation encodes no media; set it on an encoder, or remove it"

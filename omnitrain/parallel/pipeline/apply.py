@@ -26,7 +26,7 @@ from omnitrain.parallel.pipeline.stages import (
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
-from omnitrain.plan.schedule.generators import generate
+from omnitrain.plan.schedule.generators import accumulate, generate
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe.parallel import ComponentPlan, PipelineSchedule
@@ -127,7 +127,34 @@ def complete_schedule(
     return _lowered(kind, num_ranks, chunks, settings.group_size, overlap, num_micro_batches, encoders)
 
 
-@lru_cache(maxsize=8)
+def passes_of(settings: PipelineSchedule | None, num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Return only the forwards and backwards of a step, also without a pipeline.
+
+    Args:
+        settings: how a step runs through the stages; None: one micro-batch after the other, on one pipeline rank.
+        num_ranks: number of pipeline ranks.
+        num_micro_batches: number of micro-batches of the step on each rank.
+    """
+    if settings is None or (num_ranks == 1 and not settings.overlap):
+        return accumulate(num_micro_batches)
+    return _generated(
+        settings.resolved_kind,
+        num_ranks,
+        settings.stages_per_rank,
+        settings.group_size,
+        bool(settings.overlap),
+        num_micro_batches,
+    )
+
+
+@lru_cache(maxsize=32)
+def _generated(
+    kind: str, ranks: int, chunks: int, group_size: int | None, overlap: bool, num_micro_batches: int
+) -> Schedule:
+    return generate(kind, ranks, num_micro_batches, num_chunks=chunks, group_size=group_size, overlap=overlap)
+
+
+@lru_cache(maxsize=32)
 def _lowered(
     kind: str,
     ranks: int,
@@ -137,7 +164,7 @@ def _lowered(
     num_micro_batches: int,
     encoders: tuple[EncoderWindows, ...],
 ) -> Schedule:
-    passes = generate(kind, ranks, num_micro_batches, num_chunks=chunks, group_size=group_size, overlap=overlap)
+    passes = _generated(kind, ranks, chunks, group_size, overlap, num_micro_batches)
     schedule = lower(with_encoders(passes, encoders))
     validate(schedule)
     return schedule

@@ -11,6 +11,7 @@ from omnitrain.parallel.resolve.sources import STATE_AXIS, Request
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, Precision
 
+_OF_WINDOWS = ("features_on", "feature_bytes")
 _MODEL_AXES = ("pp", "cp", "ulysses")  # axes of the foundation; other components have degree 1 by default
 
 
@@ -54,7 +55,7 @@ def _media_fields(request: Request) -> dict[str, Any]:
     place = request.merged.place or ("group" if request.state.size("data") > 1 else "local")
     window, stages = request.merged.window, request.state.size("pp")
     if request.is_foundation or request.is_decoder:
-        for field in ("window", "features_on"):
+        for field in ("window", *_OF_WINDOWS):
             if getattr(request.explicit, field) is not None and request.is_decoder:
                 request.problem(field, f"found {getattr(request.explicit, field)}, but it is for encoders; remove it")
         return {"place": place}
@@ -74,12 +75,11 @@ def _media_fields(request: Request) -> dict[str, Any]:
                 "window", f"found {window} with `place: {place}`, which divides no items here; set `place: world`"
             )
         window = None
-    if request.explicit.features_on is not None and window is None:
-        request.problem(
-            "features_on",
-            f"found {request.explicit.features_on} without `window`: no features wait; set `window`, or remove it",
-        )
-    return {"place": place, "window": window, "features_on": request.merged.features_on if window else None}
+    for field in _OF_WINDOWS:
+        if (found := getattr(request.explicit, field)) is not None and window is None:
+            request.problem(field, f"found {found} without `window`: no features wait; set `window`, or remove it")
+    waiting = {field: getattr(request.merged, field) if window else None for field in _OF_WINDOWS}
+    return {"place": place, "window": window, **waiting}
 
 
 def _divides_items(request: Request, place: str) -> bool:

@@ -71,7 +71,7 @@ def accumulate_gradients(
         routers=routers,
         recorder=recorder,
     )
-    total = executor.run(schedule_of(model, batch.plan.num_micro_batches))
+    total = executor.run(schedule_of(model, batch.plan))
     layout = layout_of(model)
     if layout is not None:
         add_up_over_tp(model.parameters(), layout.state)

@@ -66,12 +66,12 @@ class SeparateEncoders:
         self._model, self._batch, self._draws = model, batch, draws
         self._is_first_stage = is_first_stage
         layout = layout_of(model)
-        windows = () if layout is None else layout.encoders(batch.plan.num_micro_batches)
+        windows = () if layout is None else layout.encoders(batch.plan)
         self._sizes = {window.component: window.size for window in windows}
-        self._is_on_host, self._rank = {}, 0
+        self._plans, self._rank = {}, 0
         if layout is not None:
             self._rank = layout.state.rank  # all ranks plan together
-            self._is_on_host = {name: layout.components[name].plan.features_on == "cpu" for name in self._sizes}
+            self._plans = {name: layout.components[name].plan for name in self._sizes}
         self._encoded: dict[tuple[str, int], tuple[MicroBatchWork, ComponentCalls]] = {}
         self._live: dict[tuple[str, int], _Window] = {}
 
@@ -102,6 +102,15 @@ class SeparateEncoders:
             leaves={},
             gradients={},
         )
+        limit, waiting = self._plans[component].feature_bytes, self.waiting_bytes(component)
+        if limit is not None and waiting > limit:
+            raise RuntimeError(f"{waiting:,} bytes of features of {component} wait, more than feature_bytes {limit:,}")
+
+    def waiting_bytes(self, component: str) -> int:
+        """Return the bytes of features and gradients of a component that wait on this rank now."""
+        windows = [window for (name, _), window in self._live.items() if name == component]
+        kinds = [kind for window in windows for kind in (window.held, window.leaves, window.gradients)]
+        return sum(tensor.nbytes for kind in kinds for tensors in kind.values() for tensor in tensors)
 
     def features_of(self, micro_batch: int) -> dict[str, ReceivedFeatures]:
         """Return component -> its features for a micro-batch: leaves of its graph, or constants of frozen encoders."""
@@ -143,7 +152,7 @@ class SeparateEncoders:
 
     def _waiting(self, component: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors in the memory where they wait."""
-        return [*map(_to_host, tensors)] if self._is_on_host[component] else [*tensors]
+        return [*map(_to_host, tensors)] if self._plans[component].features_on == "cpu" else [*tensors]
 
     def _windows_of(self, micro_batch: int) -> list[tuple[str, _Window]]:
         starts = {name: micro_batch - micro_batch % size for name, size in self._sizes.items()}

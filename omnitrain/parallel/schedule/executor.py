@@ -170,7 +170,7 @@ class Executor:
     def _units_of_actions(self, held: HeldUnits) -> dict[int | str, tuple[str, ...]]:
         layout = layout_of(self._model)
         assert layout is not None
-        encoders = layout.encoders(self._batch.plan.num_micro_batches)
+        encoders = layout.encoders(self._batch.plan)
         of_encoders = {encoder.component: layout.components[encoder.component].units for encoder in encoders}
         apart = {name for names in of_encoders.values() for name in names}
         units: dict[int | str, tuple[str, ...]] = dict(of_encoders.items())

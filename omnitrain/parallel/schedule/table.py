@@ -5,21 +5,22 @@ from __future__ import annotations
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.pipeline.apply import complete_schedule
+from omnitrain.plan import StepPlan
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.generators import accumulate
 from omnitrain.recipe.parallel import FOUNDATION
 
 
-def schedule_of(model: OmniModel, num_micro_batches: int) -> Schedule:
+def schedule_of(model: OmniModel, plan: StepPlan) -> Schedule:
     """Return the schedule of a step: gradient accumulation, or that of the model's pipeline.
 
     Args:
         model: parallelized, or on one process.
-        num_micro_batches: number of micro-batches of the step.
+        plan: of the step.
     """
-    layout = layout_of(model)
-    encoders = () if layout is None else layout.encoders(num_micro_batches)
+    layout, num_micro_batches = layout_of(model), plan.num_micro_batches
+    encoders = () if layout is None else layout.encoders(plan)
     if layout is not None and layout.pipeline is not None:
         return layout.pipeline.schedule_of(num_micro_batches, encoders)
     if not num_micro_batches:

@@ -17,6 +17,7 @@ from omnitrain.parallel.layout import call_axes, is_separate, layout_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.step.media_dispatch import StepBatch, dispatch_media
 from omnitrain.parallel.step.rendezvous import DataProcessGroup, Rendezvous, open_rendezvous
+from omnitrain.parallel.step.windows import window_chooser
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
@@ -30,6 +31,7 @@ from omnitrain.plan import (
     shape_key,
 )
 from omnitrain.plan.topology import Place
+from omnitrain.plan.windows import WindowChooser
 from omnitrain.recipe.parallel import FOUNDATION
 
 Groups = tuple[tuple[int, ...], ...]
@@ -70,7 +72,7 @@ def topology_of(model: OmniModel) -> Topology:
         first_stage = tuple(rank % state.size("stage") for rank in everyone)
         for name, plan in plans.items():
             ranks[name] = everyone if is_separate(plan) else everyone[: state.size("stage")]
-            windows[name] = 1 if plan.window is None else None if plan.window == "step" else plan.window
+            windows[name] = 1 if plan.window is None else None if isinstance(plan.window, str) else plan.window
         copies = {n: len(ranks[n]) // (layout.components[n].num_shards * (p.tp or 1)) for n, p in plans.items()}
         places = {name: plan.place or "local" for name, plan in plans.items()}
         call_groups = {
@@ -158,6 +160,7 @@ class StepPlanner:
         apart: see :func:`facts_of`.
         ranks: global ranks, in the numbering of the topology.
         idle: a sample without supervised tokens, for ranks that have fewer packs than others.
+        windows: chooses the windows of each step; None: all steps have those of the topology.
     """
 
     def __init__(
@@ -167,9 +170,10 @@ class StepPlanner:
         apart: Mapping[str, Apart] | None,
         ranks: tuple[int, ...],
         idle: Sample,
+        windows: WindowChooser | None = None,
     ) -> None:
         self.topology, self.peers, self.apart, self.ranks = topology, peers, dict(apart or {}), ranks
-        self.idle = idle
+        self.idle, self.windows = idle, windows
 
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
         """Plan a step, and send media to the ranks that encode them; all ranks must call it.
@@ -181,7 +185,7 @@ class StepPlanner:
             The step. If no rank has a pack, ``plan.num_micro_batches`` is 0.
 
         Raises:
-            UserError: ``packs`` is not a list of packs.
+            UserError: ``packs`` is not a list of packs, or has more features than the plan's ``feature_bytes`` allow.
         """
         if not isinstance(packs, Sequence) or not all(isinstance(pack, Pack) for pack in packs):
             raise UserError(
@@ -200,7 +204,8 @@ class StepPlanner:
             received = self.peers.swap([sent.get(other, b"") for other in range(self.peers.rendezvous.world_size)])
             return [received[other] for other in self.ranks]
 
-        return dispatch_media(plan_step(self.topology, tables), rank, packs, swap)
+        topology = self.topology if self.windows is None else self.windows(self.topology, tables)
+        return dispatch_media(plan_step(topology, tables), rank, packs, swap)
 
     def _tables(self, rank: int, packs: Sequence[Pack]) -> StepTables:
         drawn = packs if self.topology.is_owner(rank) else ()
@@ -235,4 +240,5 @@ def step_planner(model: OmniModel, rendezvous: Rendezvous | None = None) -> Step
         UserError: not an omni model.
     """
     peers = DataProcessGroup(rendezvous if rendezvous is not None else open_rendezvous())
-    return StepPlanner(topology_of(model), peers, model.runner.apart, _planned_ranks(model), idle_prompt(model))
+    ranks, idle = _planned_ranks(model), idle_prompt(model)
+    return StepPlanner(topology_of(model), peers, model.runner.apart, ranks, idle, window_chooser(model))

@@ -99,11 +99,8 @@ def show_schedule(
     _show_times(timeline, equal.bubble, is_in_seconds)
     for name in separate:
         window = plans[name].window
-        of = (
-            "all micro-batches of a step"
-            if window == "step"
-            else f"{window} micro-batch{'es' * (window != 1)} at a time"
-        )
+        several = {"step": "all micro-batches of a step", "auto": "as many micro-batches as are fastest in simulation"}
+        of = several.get(str(window), f"{window} micro-batch{'es' * (window != 1)} at a time")
         console.print(f"{name}: all pipeline ranks encode the items of {of} (not in these times)", soft_wrap=True)
     if advice is not None:
         console.print(f"advice: {advice}", soft_wrap=True)

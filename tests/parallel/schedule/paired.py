@@ -126,7 +126,7 @@ def paired_and_one_by_one(case: Case) -> list[Step]:
     batch = step_planner(model)([pack(samples, index, rank) for index in range(number)])
     balance = ExpertsBalance(loss="sample", weight=0.01, z_weight=0.001)
     routers = RouterMonitor(model, balance) if case.extra == "balance" else None
-    with_pairs, found = schedule_of(model, number), []
+    with_pairs, found = schedule_of(model, batch.plan), []
     for schedule in (with_pairs, one_by_one(with_pairs)):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(5)

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.encoders import SeparateEncoders
-from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.step.plan import step_planner
+from omnitrain.plan.schedule.actions import Action
 from omnitrain.recipe.layout import parse_layout
 from tests.parallel.laid_out import PLAIN, gradients
 from tests.parallel.schedule.pipelines import build
@@ -105,6 +107,38 @@ def test_pairs_change_no_bit_of_separate_encoders(ranks: RankPool) -> None:
 def test_features_that_wait_in_host_memory_have_the_same_bits(ranks: RankPool) -> None:
     settings = [{"place": "world", "window": 2, "features_on": memory} for memory in ("device", "cpu")]
     require_same_bits(*(ranks.run(gradients_of, "pp2", encoder, timeout_s=60, world=2) for encoder in settings))
+
+
+def limited_gradients(limit: int | None, window: int | str) -> tuple[dict[str, torch.Tensor], int, int | None]:
+    """Gradients, the most bytes of features that waited on this rank, and the window of the step."""
+    model = parallelized("pp2", {"place": "world", "window": window, "feature_bytes": limit})
+    samples, most = samples_of("qwen3_vl_moe"), 0
+    batch = step_planner(model)([Pack.from_samples(samples[k % 4 :]) for k in range(6)])
+    exchange = SeparateEncoders.exchange
+
+    def noted(self: SeparateEncoders, action: Action) -> None:
+        nonlocal most
+        exchange(self, action)
+        most = max(most, self.waiting_bytes("image_encoder"))
+
+    with patch.object(SeparateEncoders, "exchange", noted):
+        accumulate_gradients(model, batch)
+    return gradients(model), most, batch.plan.topology.component("image_encoder").window
+
+
+def test_features_that_wait_stay_within_their_limit_of_bytes(ranks: RankPool) -> None:
+    """A step has the largest windows that fit; the gradients are the same but for the order of their sums."""
+    free = ranks.run(limited_gradients, None, "step", timeout_s=60, world=2)
+    most, limit = free[0][1], free[0][1] * 3 // 4
+    limited = ranks.run(limited_gradients, limit, "auto", timeout_s=60, world=2)
+    assert [window for *_, window in free] == [None, None] and free[1][1] == 0
+    assert limited[0][2] in (1, 2, 3) and limited[0][2] == limited[1][2] and 0 < limited[0][1] <= limit < most
+    for (found, *_), (expected, *_) in zip(limited, free, strict=True):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    with pytest.raises(RankError, match=r"image_encoder.feature_bytes: found 100, but one item has \d+ features of"):
+        ranks.run(limited_gradients, 100, 2, timeout_s=60, world=2)
 
 
 def waiting_tensors(freeze: bool) -> int:

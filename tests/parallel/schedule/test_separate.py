@@ -66,7 +66,8 @@ def paired_and_one_by_one(case: Case) -> list[tuple[torch.Tensor, dict[str, torc
         model = build_omni_model(foundation=model)
     model = build_parallelize_model(model.train(), parallel_plan=plan, enable_mixed_precision=False)
     packs = micro_batches(model, samples_of(case.model), state.dp_size, MICRO_BATCHES)[state.dp_rank]
-    batch, with_pairs, found = step_planner(model)(packs), schedule_of(model, len(packs)), []
+    batch = step_planner(model)(packs)
+    with_pairs, found = schedule_of(model, batch.plan), []
     assert any(action.parts for row in with_pairs.actions for action in row)
     for schedule in (with_pairs, one_by_one(with_pairs)):
         model.zero_grad(set_to_none=True)

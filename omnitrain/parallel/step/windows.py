@@ -1,0 +1,41 @@
+"""What decides the windows of a model's encoders."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from omnitrain.data.packing.sample import NATIVE_PREFIX
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.pipeline.apply import passes_of
+from omnitrain.parallel.resolve import dtype_of
+from omnitrain.plan.windows import WindowChoice, WindowChooser
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
+
+
+def window_chooser(model: OmniModel) -> WindowChooser | None:
+    """Return what chooses the windows of each step; None: all steps have the same ones."""
+    layout = layout_of(model)
+    if layout is None:
+        return None
+    choices = [
+        WindowChoice(name, component.plan.window, _bytes_per_feature(model, name, component.plan), most)
+        for name, component in layout.components.items()
+        if component.plan.window is not None
+        for most in (component.plan.feature_bytes,)
+    ]
+    if all(choice.is_fixed for choice in choices):
+        return None
+    passes = partial(passes_of, layout.components[FOUNDATION].plan.schedule, layout.state.size("pp"))
+    num_parameters = {name: sum(p.numel() for p in weights.values()) for name, weights in model.components.items()}
+    return WindowChooser([choice for choice in choices if not choice.is_fixed], passes, num_parameters)
+
+
+def _bytes_per_feature(model: OmniModel, component: str, plan: ComponentPlan) -> int:
+    """Of all tensors of a feature, each as wide as the foundation's embeddings."""
+    assert plan.precision is not None
+    dtype = dtype_of(plan.precision.compute) or model.dtype
+    native, names = model.runner.native.interfaces, model.media_names[component]
+    layouts = [native[name.removeprefix(NATIVE_PREFIX)].layout for name in names if name.startswith(NATIVE_PREFIX)]
+    num_tensors = max((len(layout.names) for layout in layouts), default=1)
+    return num_tensors * model.foundation.get_input_embeddings().weight.size(1) * dtype.itemsize

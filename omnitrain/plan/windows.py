@@ -1,0 +1,181 @@
+"""Choose how many micro-batches an encoder encodes together: within a limit of bytes, in the shortest time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from omnitrain.errors import UserError
+from omnitrain.plan.schedule.actions import ENCODES, Action, Kind, Schedule
+from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
+from omnitrain.plan.schedule.simulate import simulate
+from omnitrain.plan.step import plan_step
+from omnitrain.plan.tables import StepTables
+from omnitrain.plan.topology import PlannedComponent, Topology
+
+Passes = Callable[[int], Schedule]
+
+
+@dataclass(frozen=True)
+class WindowChoice:
+    """What decides the windows of a component.
+
+    Attributes:
+        component: name of an encoder that is encoded outside of the forwards.
+        window: number of micro-batches in a window, or ``step`` for all of them; ``auto`` for the number with which the
+            simulated step is the shortest. A limit may make it smaller.
+        bytes_per_feature: bytes of one feature, with all of its tensors.
+        max_bytes: the most bytes of features and their gradients that wait on a rank; None: no limit.
+    """
+
+    component: str
+    window: int | Literal["step", "auto"]
+    bytes_per_feature: int
+    max_bytes: int | None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether every step has the same window."""
+        return self.window != "auto" and self.max_bytes is None
+
+
+class WindowChooser:
+    """Choose the windows of each step. All ranks that plan a step choose the same.
+
+    Args:
+        choices: the components whose windows depend on the step.
+        passes: number of micro-batches -> forwards and backwards of the step. Picklable.
+        num_parameters: component -> its parameters, from which ``auto`` estimates times.
+    """
+
+    def __init__(self, choices: Sequence[WindowChoice], passes: Passes, num_parameters: Mapping[str, int]) -> None:
+        self.choices, self.passes, self.num_parameters = tuple(choices), passes, dict(num_parameters)
+
+    def __call__(self, topology: Topology, tables: StepTables) -> Topology:
+        """Return the topology with the windows of this step.
+
+        Raises:
+            UserError: the features of single micro-batches are more than a limit allows.
+        """
+        number = len(tables.counts)
+        for choice in self.choices if number else ():
+            passes, features = self.passes(number), features_of(topology, tables, choice.component)
+            sizes = _sizes(number, choice)
+            if choice.max_bytes is not None:
+                is_trained = topology.component(choice.component).is_trained
+                peaks = {size: choice.bytes_per_feature * peak(passes, size, is_trained, features) for size in sizes}
+                sizes = [size for size in sizes if peaks[size] <= choice.max_bytes]
+                if not sizes:
+                    raise UserError(_too_small(topology, tables, choice, features, min(peaks.values())))
+            if choice.window == "auto":
+                seconds = {size: self._seconds(topology, tables, choice.component, size) for size in sizes}
+                size = min(sizes, key=lambda size: (seconds[size], -size))
+            else:
+                size = max(sizes)
+            topology = _with_window(topology, choice.component, size)
+        return topology
+
+    def _seconds(self, topology: Topology, tables: StepTables, component: str, size: int) -> float:
+        """Estimate the time of a step, in operations: parameters times tokens, and twice as many in a backward."""
+        passes = self.passes(len(tables.counts))
+        planned = _with_window(topology, component, size)
+        loads = plan_step(planned, tables).loads(component).max(axis=1)
+        costs = tables.cost[_items(topology, tables, component)].sum()
+        tokens = tables.item_tokens[_items(topology, tables, component)].sum()
+        encodes = self.num_parameters[component] * tokens / max(1, costs) * loads
+        reads = next(c.name for c in topology.components if c.reads_packs)
+        forwards = self.num_parameters[reads] / passes.num_stages * tables.tokens.max(axis=1)
+
+        def seconds(action: Action) -> float:
+            if action.kind is Kind.EXCHANGE:
+                return 0.0
+            operations = encodes if action.kind in ENCODES else forwards
+            is_whole_backward = action.kind in (Kind.B, Kind.ENCODE_B)
+            return float(operations[_first(action)]) * (1 + is_whole_backward)
+
+        encoder = EncoderWindows(component, size, planned.component(component).is_trained)
+        return float(simulate(with_encoders(passes, [encoder]), seconds).makespan)
+
+
+def features_of(topology: Topology, tables: StepTables, component: str) -> np.ndarray:
+    """Return ``[M, ranks]`` int64: the features of a component that the samples of each rank have."""
+    items = _items(topology, tables, component)
+    cell = tables.slot[items] // len(topology.media) * topology.world_size + tables.owner[items]
+    number = len(tables.counts)
+    sums = np.bincount(cell, tables.item_tokens[items], number * topology.world_size)
+    return sums.astype(np.int64).reshape(number, -1)
+
+
+def peak(passes: Schedule, size: int, is_trained: bool, features: np.ndarray) -> int:
+    """Return the most features that wait on a rank of the first stage at a time.
+
+    They wait from the exchange of their window to its backward; features of a frozen encoder to the backward of their
+    micro-batch.
+
+    Args:
+        passes: forwards and backwards of the step.
+        size: number of micro-batches in a window.
+        is_trained: whether the encoder has a backward.
+        features: see :func:`features_of`.
+    """
+    return int((_waiting(passes, size, is_trained) @ features).max())
+
+
+@lru_cache(maxsize=256)
+def _waiting(passes: Schedule, size: int, is_trained: bool) -> np.ndarray:
+    """Return ``[exchanges, M]`` bool: the micro-batches whose features wait after each exchange."""
+    row = with_encoders(passes, [EncoderWindows("", size, is_trained)]).actions[passes.stage_ranks[0]]
+    waiting, found = np.zeros(passes.num_micro_batches, dtype=bool), []
+    for action in row:
+        if action.kind is Kind.EXCHANGE:
+            waiting[_first(action) : _first(action) + size] = True
+            found.append(waiting.copy())
+        elif action.kind is Kind.ENCODE_B:
+            waiting[_first(action) : _first(action) + size] = False
+        elif not is_trained:
+            done = [part for part in action.passes if part.stage == 0 and part.kind in (Kind.B, Kind.I)]
+            waiting[[_first(part) for part in done]] = False
+    return np.array(found)
+
+
+def _first(action: Action) -> int:
+    """Its micro-batch, or the first one of its window."""
+    assert action.micro_batch is not None
+    return action.micro_batch
+
+
+def _sizes(number: int, choice: WindowChoice) -> list[int]:
+    """The sizes to choose from: of those with equally many windows, the smallest."""
+    most = number if isinstance(choice.window, str) else min(choice.window, number)
+    even = {-(-number // windows) for windows in range(1, number + 1)}
+    return sorted({size for size in even if size <= most} | {most})
+
+
+def _with_window(topology: Topology, component: str, size: int) -> Topology:
+    def sized(planned: PlannedComponent) -> PlannedComponent:
+        return replace(planned, window=size) if planned.name == component else planned
+
+    return replace(topology, components=tuple(map(sized, topology.components)))
+
+
+def _items(topology: Topology, tables: StepTables, component: str) -> np.ndarray:
+    medium, media = tables.slot % max(1, len(topology.media)), topology.media_of(component)
+    return np.flatnonzero((medium >= media.start) & (medium < media.stop))
+
+
+def _too_small(topology: Topology, tables: StepTables, choice: WindowChoice, features: np.ndarray, needed: int) -> str:
+    found = f"parallel.components.{choice.component}.feature_bytes: found {choice.max_bytes:,}"
+    largest = int(tables.item_tokens[_items(topology, tables, choice.component)].max())
+    if choice.bytes_per_feature * largest > (choice.max_bytes or 0):
+        bytes_ = choice.bytes_per_feature * largest
+        return f"{found}, but one item has {largest:,} features of {choice.bytes_per_feature:,} bytes: {bytes_:,} bytes"
+    micro_batch, rank = np.unravel_index(features.argmax(), features.shape)
+    return (
+        f"{found}, but with windows of one micro-batch {needed:,} bytes wait on a rank at a time (rank {rank} has "
+        f"{features.max():,} features of {choice.bytes_per_feature:,} bytes in micro-batch {micro_batch}); allow "
+        f"{needed:,}, or make micro-batches smaller"
+    )
