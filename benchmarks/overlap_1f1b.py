@@ -17,7 +17,8 @@ same bits:
 
 All our sides gather the weights once and reduce the gradients once in a step. The bound comes from the simulator
 (``plan/schedule/turns.py``): its legs are the seconds between two waits of a ``still`` step of the same round, its
-all-to-alls take their bits at the rate of the network. ``of_bound`` is the part of that bound that pairs reach;
+all-to-alls take their bits at the rate of the network. The gather of the weights and the reduction of the gradients
+are added to both orders. ``of_bound`` is the part of that bound that pairs reach;
 ``predicted`` is the simulated time of a step over the measured one. The two cores also move the bytes, which the
 simulator does not know: ``still`` with ``pairs`` against ``plain`` shows what the turns alone cost.
 """
@@ -28,7 +29,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import pairwise, product
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -55,7 +56,8 @@ from omnitrain.plan.schedule.generators import accumulate
 from omnitrain.plan.schedule.turns import Leg, seconds_in_turn, seconds_of_pass
 
 FORMULA = (
-    "of_bound_Rx_mM = median over rounds of ((plain - pairs) / (simulated plain - simulated pairs)); "
+    "of_bound_Rx_mM = median over rounds of ((plain - pairs) / (simulated plain - simulated pairs)), "
+    "of_bound_with_chunks: of pairs_chunks; "
     "hidden_by = (plain - side) / (plain - still)"
 )
 RANKS, TOP_K, ITEMSIZE, EXPERTS, VOCABULARY = 2, 2, 4, 8, 256
@@ -171,22 +173,31 @@ class Model:
         model.zero_grad(set_to_none=True)
         return [loss, *gradients]
 
-    def legs(self) -> tuple[list[Leg], list[Leg]]:
-        """Return the legs of a forward and of a backward, with the bytes of their all-to-alls instead of seconds."""
+    def legs(self, number: int = 4) -> tuple[list[Leg], list[Leg], float]:
+        """Return the legs of a forward and of a backward, and the seconds that a step takes besides.
+
+        The legs have the bytes of their all-to-alls instead of seconds. They are means over all of ``number``
+        micro-batches but the last one, after which the gradients are reduced.
+        """
         link = NotedLink(self.link)
         self.use(link)
         marks: list[float] = []
         model = self.models[1]
-        batch = step_planner(model)(self.packs[:1])
+        began = time.perf_counter()
+        batch = step_planner(model)(self.packs[:number])
         executor = Executor(model, batch, {}, on_phase=lambda **_: marks.append(time.perf_counter()))
-        executor.run(schedule_of(1, overlap=False))
+        executor.run(schedule_of(number, overlap=False))
         ended = time.perf_counter()
         model.zero_grad(set_to_none=True)
-        forward_began, backward_began = marks[:2]
-        half = len(link.waits) // 2
-        forward = legs_between([forward_began, *link.waits[:half], backward_began], link.bytes[:half])
-        backward = legs_between([backward_began, *link.waits[half:], ended], link.bytes[half:])
-        return forward, backward
+        waits = np.split(np.array(link.waits), 2 * number)
+        legs = [
+            np.diff([begin, *inside, end])
+            for begin, inside, end in zip(marks[:-2], waits[:-2], marks[1:-1], strict=True)
+        ]
+        exchanged = link.bytes[: len(waits[0])]
+        forward, backward = (legs_of(np.mean(legs[first::2], axis=0), exchanged) for first in (0, 1))
+        rest = ended - began - number * sum(leg.compute for leg in (*forward, *backward))
+        return forward, backward, max(0.0, rest)
 
 
 def schedule_of(micro_batches: int, *, overlap: bool) -> Schedule:
@@ -194,16 +205,24 @@ def schedule_of(micro_batches: int, *, overlap: bool) -> Schedule:
     return lower(accumulate(micro_batches, overlap=overlap))
 
 
-def legs_between(times: Sequence[float], exchanges: Sequence[float]) -> list[Leg]:
-    """Return a leg for each interval; the last one exchanges nothing."""
-    return [Leg(end - begin, x) for (begin, end), x in zip(pairwise(times), (*exchanges, 0), strict=True)]
+def legs_of(seconds_: np.ndarray, exchanges: Sequence[float]) -> list[Leg]:
+    """Return legs that take so long; the last one exchanges nothing."""
+    return [Leg(float(own), x) for own, x in zip(seconds_, (*exchanges, 0), strict=True)]
 
 
-def simulated(forward: list[Leg], backward: list[Leg], micro_batches: int) -> tuple[float, float, float]:
-    """Return the seconds of a step in the plain order, in pairs, and of its all-to-alls."""
+def simulated(forward: list[Leg], backward: list[Leg], rest: float, micro_batches: int) -> tuple[float, float, float]:
+    """Return the seconds of a step in the plain order, in pairs, and of its all-to-alls.
+
+    Args:
+        forward: legs of a forward.
+        backward: legs of a backward.
+        rest: seconds of a step besides them.
+        micro_batches: number of micro-batches.
+    """
     alone = seconds_of_pass(forward) + seconds_of_pass(backward)
     exchanges = micro_batches * sum(leg.exchange for leg in (*forward, *backward))
-    return micro_batches * alone, alone + (micro_batches - 1) * seconds_in_turn(forward, backward), exchanges
+    paired = alone + (micro_batches - 1) * seconds_in_turn(forward, backward)
+    return rest + micro_batches * alone, rest + paired, exchanges
 
 
 def run_rank(given: Any) -> dict[str, Any]:
@@ -216,7 +235,7 @@ def run_rank(given: Any) -> dict[str, Any]:
     model.step("transformers", 1)
     taken: dict[str, list[float]] = defaultdict(list)
     for ratio, index in product(given.ratios, range(given.rounds)):
-        forward, backward = model.legs()
+        forward, backward, rest = model.legs()
         experts = sum(leg.compute for leg in (*forward[1::2], *backward[1::2]))  # legs alternate: rest, experts
         total = sum(leg.exchange for leg in (*forward, *backward))
         rate = total / (ratio * slowest(experts))  # bytes per second
@@ -225,10 +244,11 @@ def run_rank(given: Any) -> dict[str, Any]:
         forward, backward = ([Leg(leg.compute, leg.exchange / rate) for leg in legs] for legs in (forward, backward))
         for m in given.micro_batches:
             name = f"{ratio:g}x_m{m}"
-            for what, value in zip(("plain", "pairs", "exchanges"), simulated(forward, backward, m), strict=True):
+            for what, value in zip(("plain", "pairs", "exchanges"), simulated(forward, backward, rest, m), strict=True):
                 taken[f"simulated_{what}_{name}"].append(slowest(value))
             for side in in_turn(SIDES, index):
-                taken[f"{side}_{name}"].append(seconds(lambda side=side, m=m: model.step(side, m), 1))
+                steps = given.steps * max(given.micro_batches) // m  # as long as those with more micro-batches
+                taken[f"{side}_{name}"].append(seconds(lambda side=side, m=m: model.step(side, m), steps))
     return {"rounds": taken}
 
 
@@ -245,6 +265,9 @@ def figures_of(rounds: dict[str, list[float]], name: str) -> dict[str, float]:
 
     figures = {
         "of_bound": middle(lambda t: (t["plain"] - t["pairs"]) / (t["simulated_plain"] - t["simulated_pairs"])),
+        "of_bound_with_chunks": middle(
+            lambda t: (t["plain"] - t["pairs_chunks"]) / (t["simulated_plain"] - t["simulated_pairs"])
+        ),
         "bound": middle(lambda t: (t["simulated_plain"] - t["simulated_pairs"]) / t["simulated_exchanges"]),
         "predicted_plain": middle(lambda t: t["simulated_plain"] / t["plain"]),
         "predicted_pairs": middle(lambda t: t["simulated_pairs"] / t["pairs"]),
