@@ -18,9 +18,13 @@ same bits:
 All our sides gather the weights once and reduce the gradients once in a step. The bound comes from the simulator
 (``plan/schedule/turns.py``): its legs are the seconds between two waits of a ``still`` step of the same round, its
 all-to-alls take their bits at the rate of the network. The gather of the weights and the reduction of the gradients
-are added to both orders. ``of_bound`` is the part of that bound that pairs reach;
-``predicted`` is the simulated time of a step over the measured one. The two cores also move the bytes, which the
+are added to both orders. ``of_bound`` is the part of that bound that pairs reach; ``predicted`` is the simulated time
+of a step over the measured one. The two cores also move the bytes, which the
 simulator does not know: ``still`` with ``pairs`` against ``plain`` shows what the turns alone cost.
+
+``peak_to_table`` is the peak memory of a step in pairs over that of the plain order with the activations of one more
+micro-batch, as the table says. The activations of a micro-batch are the difference between the peaks of two steps that
+keep three and two of them.
 """
 
 from __future__ import annotations
@@ -29,9 +33,13 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import product
 from statistics import median
+from threading import current_thread, main_thread
 from typing import Any
+from unittest.mock import patch
+from weakref import WeakSet, finalize
 
 import numpy as np
 import torch
@@ -40,6 +48,8 @@ from harness import Result, in_turn, parser, report, settle, start
 from moe_overlap import slowest
 from slow_link import joined_ranks, limit, may_limit, run_ranks, seconds
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
@@ -52,6 +62,7 @@ from omnitrain.parallel.expert.dispatch import GroupLink, Link
 from omnitrain.parallel.schedule.executor import Executor
 from omnitrain.parallel.state import ParallelState, init_parallel_state
 from omnitrain.plan.schedule import Schedule, lower
+from omnitrain.plan.schedule.actions import Action, Kind
 from omnitrain.plan.schedule.generators import accumulate
 from omnitrain.plan.schedule.turns import Leg, seconds_in_turn, seconds_of_pass
 
@@ -61,6 +72,7 @@ FORMULA = (
     "hidden_by = (plain - side) / (plain - still)"
 )
 RANKS, TOP_K, ITEMSIZE, EXPERTS, VOCABULARY = 2, 2, 4, 8, 256
+LEGS_OF = 4  # micro-batches
 OURS = ("plain", "chunks", "pairs", "pairs_chunks")
 SIDES = ("still", "still_pairs", *OURS, "transformers")
 
@@ -106,6 +118,29 @@ def config_of(given: Any) -> Qwen3MoeConfig:
     )
 
 
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made while it is active, until they die."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: WeakSet[Any] = WeakSet()
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note new results of an operation."""
+        results = call(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
+                self._known.add(storage)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                finalize(storage, self._died, storage.nbytes())
+        return results
+
+    def _died(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
 class Model:
     """The model on this rank, and the work of the sides."""
 
@@ -116,7 +151,7 @@ class Model:
         self.link = GroupLink(self.state.ep_mesh.get_group())
         rank, tokens = self.state.dp_rank, np.arange(given.tokens)
         generator = np.random.default_rng(rank)
-        most = max(given.micro_batches)
+        most = max(*given.micro_batches, LEGS_OF)
         ids = [generator.integers(3, VOCABULARY, given.tokens) for _ in range(most)]
         self.ids = [torch.from_numpy(own)[None] for own in ids]
         self.packs = [
@@ -173,7 +208,19 @@ class Model:
         model.zero_grad(set_to_none=True)
         return [loss, *gradients]
 
-    def legs(self, number: int = 4) -> tuple[list[Leg], list[Leg], float]:
+    def peak(self, schedule: Schedule) -> int:
+        """Return the bytes at the peak of a step, without the sharded weights."""
+        live, plain_backward = LiveBytes(), Executor._backward
+
+        def backward(executor: Executor, action: Action) -> None:  # a pair's has a thread of its own
+            with nullcontext() if current_thread() is main_thread() else live:
+                plain_backward(executor, action)
+
+        with live, patch.object(Executor, "_backward", backward), patch.dict(Executor._RUN, {Kind.B: backward}):
+            self._run(self.models[1], schedule, schedule.num_micro_batches)
+        return live.peak
+
+    def legs(self, number: int = LEGS_OF) -> tuple[list[Leg], list[Leg], float]:
         """Return the legs of a forward and of a backward, and the seconds that a step takes besides.
 
         The legs have the bytes of their all-to-alls instead of seconds. They are means over all of ``number``
@@ -198,6 +245,26 @@ class Model:
         forward, backward = (legs_of(np.mean(legs[first::2], axis=0), exchanged) for first in (0, 1))
         rest = ended - began - number * sum(leg.compute for leg in (*forward, *backward))
         return forward, backward, max(0.0, rest)
+
+
+def peak_figures(model: Model) -> dict[str, float]:
+    """Peak memory of a step in pairs, and what the table allows: that of the plain order with one more micro-batch."""
+    model.use(model.link)
+    plain, pairs = (schedule_of(LEGS_OF, overlap=overlap) for overlap in (False, True))
+    peaks = {"plain": model.peak(plain), "pairs": model.peak(pairs)}
+    two, three = (model.peak(forwards_first(number)) for number in (2, 3))
+    more = max(pairs.peak_live()) - max(plain.peak_live())
+    figures = {f"{order}_peak_mib": peak / 2**20 for order, peak in peaks.items()}
+    figures |= {"activations_mib": (three - two) / 2**20, "more_micro_batches_in_table": float(more)}
+    return figures | {"peak_to_table": peaks["pairs"] / (peaks["plain"] + more * (three - two))}
+
+
+def forwards_first(micro_batches: int) -> Schedule:
+    """Return a step that keeps the activations of all micro-batches at a time."""
+    one_by_one = accumulate(micro_batches)
+    return lower(
+        one_by_one.with_actions([sorted(row, key=lambda a: a.kind is not Kind.F) for row in one_by_one.actions])
+    )
 
 
 def schedule_of(micro_batches: int, *, overlap: bool) -> Schedule:
@@ -233,6 +300,7 @@ def run_rank(given: Any) -> dict[str, Any]:
     for side in OURS[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found["plain"], found[side], strict=True)), side
     model.step("transformers", 1)
+    peaks = peak_figures(model)
     taken: dict[str, list[float]] = defaultdict(list)
     for ratio, index in product(given.ratios, range(given.rounds)):
         forward, backward, rest = model.legs()
@@ -249,7 +317,7 @@ def run_rank(given: Any) -> dict[str, Any]:
             for side in in_turn(SIDES, index):
                 steps = given.steps * max(given.micro_batches) // m  # as long as those with more micro-batches
                 taken[f"{side}_{name}"].append(seconds(lambda side=side, m=m: model.step(side, m), steps))
-    return {"rounds": taken}
+    return {"rounds": taken, "peaks": peaks}
 
 
 def figures_of(rounds: dict[str, list[float]], name: str) -> dict[str, float]:
@@ -304,11 +372,11 @@ def main() -> None:
     arguments = [f"--{name}={getattr(given, name)}" for name in names]
     arguments += ["--ratios", *map(str, given.ratios), "--micro-batches", *map(str, given.micro_batches)]
     arguments += ["--unlimited"] if given.unlimited else []
-    rounds = run_ranks(__file__, arguments, ranks=RANKS, is_limited=not given.unlimited)["rounds"]
-    figures: dict[str, float] = {}
+    found = run_ranks(__file__, arguments, ranks=RANKS, is_limited=not given.unlimited)
+    rounds, figures = found["rounds"], {}
     for ratio, m in product(given.ratios, given.micro_batches):
         figures |= figures_of(rounds, f"{ratio:g}x_m{m}")
-    figures |= {name: float(getattr(given, name)) for name in names[:5]}
+    figures |= found["peaks"] | {name: float(getattr(given, name)) for name in names[:5]}
     report(Result("overlap_1f1b", FORMULA, figures, rounds), given.json)
 
 
