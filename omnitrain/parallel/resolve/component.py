@@ -58,6 +58,12 @@ def _media_fields(request: Request) -> dict[str, Any]:
         for field in ("window", *_OF_WINDOWS):
             if getattr(request.explicit, field) is not None and request.is_decoder:
                 request.problem(field, f"found {getattr(request.explicit, field)}, but it is for encoders; remove it")
+        if request.is_decoder and request.explicit.place == "world" and stages > 1:
+            request.problem(
+                "place",
+                f"found world with pp {stages}, but only encoders can run on all pipeline ranks, and a decoder's media "
+                "are encoded on the ranks of one stage; use `place: group`, or remove it",
+            )
         return {"place": place}
     if stages > 1 and place == "world":
         window = window or "step"

@@ -303,6 +303,11 @@ def test_stages_that_do_not_fit_are_refused(
         ({"pp": 2}, plan("image_decoder", window=2), r"image_decoder.window: found 2, but it is for encoders; remove"),
         ({}, plan(place="world", feature_bytes=9), r"feature_bytes: found 9 without `window`: no features wait; set"),
         ({"pp": 2}, plan("image_decoder", feature_bytes=9), r"image_decoder.feature_bytes: found 9, but it is for enc"),
+        (
+            {"pp": 2},
+            plan("image_decoder", place="world"),
+            r"image_decoder.place: found world with pp 2, but only encod",
+        ),
         ({}, plan("image_decoder", features_on="cpu"), r"image_decoder.features_on: found cpu, but it is for encoders"),
         ({}, plan("foundation", place="world"), r"foundation.place: the foundation encodes no media; set it on an"),
     ],
