@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
     Attributes:
         model: name of the family.
-        stages: the pipeline.
+        stages: the pipeline, and the ranks that share experts if they are not two.
         blocks: whether their number is even or odd, so that a stage has other blocks than the one it runs with.
         micro_batches: number of micro-batches of the step.
         memory: what is recomputed or offloaded.
@@ -80,16 +80,38 @@ MODELS = (
     "glm4_moe",
     "qwen3_vl_moe",
 )  # the second has a dense block and shared experts; the third deepstack
-STAGES = {"pp1": (1, 1), "pp2": (2, 1), "pp2.v2": (2, 2), "pp2.v3": (2, 3)}
+# Pipeline ranks, stages of each, and ranks that share the experts of a stage.
+STAGES = {
+    "pp1": (1, 1, 2),
+    "pp2": (2, 1, 2),
+    "pp2.v2": (2, 2, 2),
+    "pp2.v3": (2, 3, 2),
+    "pp4": (4, 1, 2),
+    "pp4.v2": (4, 2, 2),
+    "pp2.ep4": (2, 1, 4),
+    "pp2.v2.ep4": (2, 2, 4),
+}
+NUMBERS = tuple(map(str, range(2, 10)))
 PARTS = {"recompute": "parts", "recomputed_parts": ["attention", "router", "expert_activation"]}
-MEMORY = {"none": {}, "full": {"recompute": "full"}, "parts": PARTS, "offload": {"activation_offload": True}}
-EXPERTS = ("1", "2", "1.delayed", "4.delayed")
+MEMORY = {
+    "none": {},
+    "full": {"recompute": "full"},
+    "parts": PARTS,
+    "offload": {"activation_offload": True},
+    "named": {"offloaded_tensors": ["dispatched_rows", "mlp_input"]},
+}
+EXPERTS = ("1", "2", "3", "4", "1.delayed", "4.delayed")
 EXTRAS = ("", "dropout", "balance")
 
 
 def possible() -> list[Case]:
-    axes = (MODELS, STAGES, ("even", "odd"), ("2", "4", "5", "9"), MEMORY, EXPERTS, EXTRAS)
+    axes = (MODELS, STAGES, ("even", "odd"), NUMBERS, MEMORY, EXPERTS, EXTRAS)
     return [Case(*values) for values in product(*axes)]
+
+
+def num_ranks(case: Case) -> int:
+    stages, _, experts = STAGES[case.stages]
+    return stages * experts
 
 
 def table() -> list[Case]:
@@ -98,11 +120,11 @@ def table() -> list[Case]:
 
 def paired_and_one_by_one(case: Case) -> list[Step]:
     """The same step of a model with pairs, and with each pair as a forward and then a backward."""
-    num_ranks, stages = STAGES[case.stages]
-    config = with_layers(FAMILIES[case.model](), max(4, num_ranks * stages) + (case.blocks == "odd"))
+    pp, stages, ep = STAGES[case.stages]
+    config = with_layers(FAMILIES[case.model](), max(4, pp * stages) + (case.blocks == "odd"))
     text = config.get_text_config(decoder=True)
     text.attention_dropout = 0.2 if case.extra == "dropout" else 0.0
-    setattr(text, "n_routed_experts" if hasattr(text, "n_routed_experts") else "num_experts", 8)
+    setattr(text, "n_routed_experts" if hasattr(text, "n_routed_experts") else "num_experts", 16)
     torch.manual_seed(0)
     foundation = foundation_class(config)(config)
     init_peaked_(foundation)
@@ -110,7 +132,7 @@ def paired_and_one_by_one(case: Case) -> list[Step]:
     samples = [probe.sample for probe in probe_samples(foundation, model.runner.native)]
     chunks, _, delayed = case.experts.partition(".")
     plan = ComponentPlan(
-        ep=2,
+        ep=ep,
         schedule=PipelineSchedule(overlap=True, chunks=stages if stages > 1 else None),
         expert_chunks=int(chunks),
         delay_wgrad=bool(delayed),
@@ -118,7 +140,7 @@ def paired_and_one_by_one(case: Case) -> list[Step]:
     )
     model = build_parallelize_model(
         model,
-        parallel_state=init_parallel_state(pp_size=num_ranks, ep_size=2),
+        parallel_state=init_parallel_state(pp_size=pp, ep_size=ep),
         parallel_plan=ParallelPlan(components={FOUNDATION: plan}),
         enable_mixed_precision=False,
     )

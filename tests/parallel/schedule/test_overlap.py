@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from omnitrain.parallel.spawn.pool import RankPool
-from tests.parallel.schedule.paired import STAGES, Case, paired_and_one_by_one, possible, table
+from tests.parallel.schedule.paired import Case, num_ranks, paired_and_one_by_one, possible, table
 from tests.parallel.schedule.pipelines import pairs
 
 DEFAULT = (
@@ -17,8 +19,7 @@ DEFAULT = (
 
 
 def require_same_bits(ranks: RankPool, case: Case) -> None:
-    world = 2 * STAGES[case.stages][0]
-    results = ranks.run(paired_and_one_by_one, case, timeout_s=120, world=world)
+    results = ranks.run(paired_and_one_by_one, case, timeout_s=120, world=num_ranks(case))
     for paired, plain in results:
         assert torch.equal(paired.loss, plain.loss)
         assert paired.gradients.keys() == plain.gradients.keys()
@@ -33,9 +34,21 @@ def test_a_pair_gives_the_bits_of_a_forward_and_a_backward(ranks: RankPool, case
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", table(), ids=" ".join)
+@pytest.mark.parametrize("case", [case for case in table() if num_ranks(case) <= 4], ids=" ".join)
 def test_every_pair_of_values_gives_the_same_bits(ranks: RankPool, case: Case) -> None:
     require_same_bits(ranks, case)
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[RankPool]:
+    with RankPool(8, preload=("tests.parallel.schedule.paired",)) as eight:
+        yield eight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in table() if num_ranks(case) == 8], ids=" ".join)
+def test_every_pair_of_values_gives_the_same_bits_on_eight_ranks(eight_ranks: RankPool, case: Case) -> None:
+    require_same_bits(eight_ranks, case)
 
 
 def test_the_table_has_every_possible_pair_of_values() -> None:
