@@ -9,6 +9,7 @@ from omnitrain.data.render.unread_media import require_shown
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.step.item_costs import MeasuredCosts
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
 from omnitrain.train.process_groups import Ranks
@@ -17,7 +18,12 @@ IDLE_STEPS = 10  # a run ends if its first steps have no token to predict
 
 
 def open_data(
-    recipe: Recipe, model: OmniModel, processor: OmniProcessor, ranks: Ranks, state: LoaderState
+    recipe: Recipe,
+    model: OmniModel,
+    processor: OmniProcessor,
+    ranks: Ranks,
+    state: LoaderState,
+    measured: MeasuredCosts | None = None,
 ) -> tuple[StepLoader, list[RowSource]]:
     """Open all data sets, and prepare the first row of every kind.
 
@@ -27,6 +33,7 @@ def open_data(
         processor: processor of the model.
         ranks: ranks of the run.
         state: state of the run's data.
+        measured: costs of items that the run measures.
 
     Returns:
         The loader of this rank's steps, and the held-out data sets.
@@ -47,7 +54,7 @@ def open_data(
         rank=ranks.data_rank,
         ranks=ranks.data_size,
         idle=idle_prompt(model),
-        then=step_planner(model, ranks.rendezvous),
+        then=step_planner(model, ranks.rendezvous, measured),
     )
     heldout = open_sources(recipe.data.heldout)
     require_usable([*loader.sources, *heldout], processor)

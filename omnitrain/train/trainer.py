@@ -22,10 +22,12 @@ from omnitrain.ops.device import mixed_seed, seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.step.item_costs import FROM_STEP
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, open_data
 from omnitrain.train.device import use_device
+from omnitrain.train.encoder_costs import EncoderCosts
 from omnitrain.train.evaluate.evaluate import Evaluator, load_scorer
 from omnitrain.train.evaluate.results import write_results
 from omnitrain.train.experts import ExpertsOfRun
@@ -126,8 +128,10 @@ class Trainer:
         self.spans = StepSpans(self.model, self.device, recipe, self.folder.path / "trace")
         self.encoder_metrics: dict[str, Any] = {}
         self.experts = ExpertsOfRun(self.model, recipe, self.ranks, self.spans, state)
+        self.encoder_costs = EncoderCosts(self.model, self.ranks, state.quadratic_costs)
         self.recipe = self.folder.recipe = self._with_what_was_measured()
-        self.loader, heldout = open_data(recipe, self.model, self.processor, self.ranks, state.data)
+        costs = self.encoder_costs.of_planner(self.step)
+        self.loader, heldout = open_data(recipe, self.model, self.processor, self.ranks, state.data, costs)
         if self.resumed:
             require_same_rows(state.rows, self.loader.order.lengths, self.folder.path)
         self.evaluator = (
@@ -259,22 +263,29 @@ class Trainer:
         return batch
 
     def _measured_step(self, batch: StepBatch) -> tuple[float, float]:
-        chunks = self.experts.chunks.settled
+        chunks, costs = self.experts.chunks.settled, self.encoder_costs.settled
+        is_measured = self.encoder_costs.measures(self.step + 1)
         if self.recipe.writes_metrics(self.step + 1):
             self.encoder_metrics = encoder_metrics(batch.plan)
         try:
             with (
-                self.spans.step(self.step + 1, self.ranks.peers.rank),
+                self.spans.step(self.step + 1, self.ranks.peers.rank, is_measured=is_measured),
                 self.experts.measured(int(batch.plan.tokens.sum())),
             ):
                 loss, norm = self.train_step(batch)
         except NonFiniteError as error:
             raise NonFiniteError(f"{error}\n  {self._save_before_failure()}") from None
-        if self.experts.chunks.settled != chunks:
+        if is_measured:
+            self.encoder_costs.add(self.step, batch.plan, self.spans.last)
+        if (self.experts.chunks.settled, self.encoder_costs.settled) != (chunks, costs):
             self.recipe = self._with_what_was_measured()
             self.ranks.first(lambda: self.folder.save_recipe(self.recipe))
-            for name, number in (self.experts.chunks.settled or {}).items():
+            for name, number in (self.experts.chunks.settled or {}).items() if chunks is None else ():
                 console.print(f"expert_chunks of {name}: {number} was the fastest number, and stays")
+            for name, cost in (self.encoder_costs.settled or {}).items() if costs is None else ():
+                console.print(
+                    f"quadratic_cost of {name}: {cost:.3g} was measured; it counts from step {FROM_STEP + 1} on"
+                )
         return loss, norm
 
     def _save_before_failure(self) -> str:
@@ -311,9 +322,12 @@ class Trainer:
 
     def _with_what_was_measured(self) -> Recipe:
         """Return the recipe with measured values in place of `auto`."""
-        if (chunks := self.experts.chunks.settled) is None:
-            return self.recipe
-        return self.recipe.model_copy(update={"parallel": self.recipe.parallel.with_expert_chunks(chunks)})
+        parallel = self.recipe.parallel
+        if (chunks := self.experts.chunks.settled) is not None:
+            parallel = parallel.with_expert_chunks(chunks)
+        if (costs := self.encoder_costs.settled) is not None:
+            parallel = parallel.with_quadratic_costs(costs)
+        return self.recipe.model_copy(update={"parallel": parallel})
 
     def train_step(self, batch: StepBatch) -> tuple[float, float]:
         """One optimizer step over ``batch`` and the batches of all other ranks.
@@ -427,6 +441,7 @@ class Trainer:
                 self.loader.order.lengths,
                 self.experts.routers.expert_shares(),
                 self.experts.chunks.settled,
+                self.encoder_costs.settled,
                 self.meter.totals(self.ranks.meter_peers),
                 self.mean_loss.mean,
                 self.mean_loss.tokens,

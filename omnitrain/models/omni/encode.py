@@ -22,6 +22,7 @@ from omnitrain.models.discovery.features import MediaFeatures, RowLayout
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.ops.attention import SequenceSlice
+from omnitrain.ops.timing import What
 
 Exchange = Callable[..., tuple[Tensor, ...]]
 
@@ -176,6 +177,8 @@ def call_component(model: Any, component: str, work: MicroBatchWork, pack: Pack 
     """
     made: dict[str, list[MediaFeatures]] = {}
     minimal: list[MediaFeatures] = []
+    recorder = model.encode_recorder
+    began = recorder.mark() if recorder is not None and recorder.is_on else None
     for name in model.media_names[component]:  # the same order on all ranks, with or without data
         if name in work.media_calls or pack is None:
             calls = work.media_calls.get(name, ())
@@ -184,6 +187,8 @@ def call_component(model: Any, component: str, work: MicroBatchWork, pack: Pack 
         with work.together.get(component, nullcontext)():
             made[name] = [_encoded(model, name, items) for items in calls]
         minimal += [_minimal(model, name) for _ in range(work.calls.get(name, 0) - len(calls))]
+    if began is not None:
+        recorder.add(What("compute", "encode", "forward", component), began, recorder.mark())
     return ComponentCalls(made, minimal)
 
 

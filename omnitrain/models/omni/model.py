@@ -45,6 +45,7 @@ from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
 from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import seed_blocks, seed_foundation
+from omnitrain.ops.timing import SpanRecorder
 from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import AudioEncoderConfig, OmniConfig, TokenDecoderConfig, VisionEncoderConfig
 
@@ -70,6 +71,8 @@ class OmniModel(ComponentModel):
     base_model_prefix = ""
     _supports_sdpa = True
     _keep_in_fp32_modules_strict: ClassVar = ["tokenizer"]  # of a decoder: rounded weights would make other codes
+
+    encode_recorder: SpanRecorder | None = None  # records the calls of components
 
     def __init__(self, config: OmniConfig, components: dict[str, PreTrainedModel] | None = None) -> None:
         """Build from ``config`` with random weights, or around ready ``components`` (name -> model)."""

@@ -64,7 +64,7 @@ def _media_fields(request: Request) -> dict[str, Any]:
                 f"found world with pp {stages}, but only encoders can run on all pipeline ranks, and a decoder's media "
                 "are encoded on the ranks of one stage; use `place: group`, or remove it",
             )
-        return {"place": place}
+        return {"place": place, "quadratic_cost": request.merged.quadratic_cost}
     if stages > 1 and place == "world":
         window = window or "step"
     elif request.explicit.window is not None and stages > 1:
@@ -85,7 +85,13 @@ def _media_fields(request: Request) -> dict[str, Any]:
         if (found := getattr(request.explicit, field)) is not None and window is None:
             request.problem(field, f"found {found} without `window`: no features wait; set `window`, or remove it")
     waiting = {field: getattr(request.merged, field) if window else None for field in _OF_WINDOWS}
-    return {"place": place, "window": window, **waiting}
+    if request.explicit.quadratic_cost is not None and place == "local":
+        request.problem(
+            "quadratic_cost",
+            f"found {request.explicit.quadratic_cost} with `place: local`, which divides no items; set `place: world`, "
+            "or remove it",
+        )
+    return {"place": place, "window": window, "quadratic_cost": request.merged.quadratic_cost, **waiting}
 
 
 def _divides_items(request: Request, place: str) -> bool:

@@ -15,6 +15,7 @@ from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import call_axes, is_separate, layout_of
 from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.step.item_costs import MeasuredCosts, given_costs
 from omnitrain.parallel.step.media_dispatch import StepBatch, dispatch_media
 from omnitrain.parallel.step.rendezvous import DataProcessGroup, Rendezvous, open_rendezvous
 from omnitrain.parallel.step.windows import window_chooser
@@ -30,6 +31,7 @@ from omnitrain.plan import (
     plan_step,
     shape_key,
 )
+from omnitrain.plan.item_cost import item_cost
 from omnitrain.plan.topology import Place
 from omnitrain.plan.windows import WindowChooser
 from omnitrain.recipe.parallel import FOUNDATION
@@ -114,25 +116,28 @@ def _planned_ranks(model: OmniModel) -> tuple[int, ...]:
     return tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
 
 
-def facts_of(pack: Pack, apart: Mapping[str, Apart] | None = None) -> MicroBatchFacts:
+def facts_of(
+    pack: Pack, apart: Mapping[str, Apart] | None = None, quadratic: Mapping[str, float] | None = None
+) -> MicroBatchFacts:
     """Return the description of a pack that planning needs.
 
     Args:
         pack: a micro-batch.
         apart: media name -> ``items`` or ``samples``, if a call may have only one of them.
+        quadratic: media name -> the quadratic part of its items' cost (:func:`~omnitrain.plan.item_cost.item_cost`).
     """
     return MicroBatchFacts(
         counts=pack.loss_counts(),
         lengths=pack.info.lengths,
         items={
-            name: tuple(_items(batch, pack.info.indices, (apart or {}).get(name)))
+            name: tuple(_items(batch, pack.info.indices, (apart or {}).get(name), (quadratic or {}).get(name, 0.0)))
             for name, batch in (*pack.inputs.items(), *pack.targets.items())
         },
     )
 
 
-def _items(batch: MediaBatch, indices: Sequence[int], apart: Apart | None) -> list[ItemFacts]:
-    """The items in the order of the pack; the cost of an item is its number of input elements."""
+def _items(batch: MediaBatch, indices: Sequence[int], apart: Apart | None, quadratic: float) -> list[ItemFacts]:
+    """The items in the order of the pack; their costs follow from their numbers of input elements."""
     facts: list[ItemFacts] = []
     owners = iter(batch.samples)
     for group in batch.groups:
@@ -140,11 +145,11 @@ def _items(batch: MediaBatch, indices: Sequence[int], apart: Apart | None) -> li
         per_row = {name: tensor[:1].numel() for name, tensor in group.features.items()}
         for index, num_tokens in enumerate(group.num_tokens):
             owner = next(owners)
-            cost = sum(counts[index] * per_row[name] for name, counts in group.num_rows.items())
+            elements = sum(counts[index] * per_row[name] for name, counts in group.num_rows.items())
             # Only items with equal keys share a call.
             call_key = {None: None, "samples": indices[owner], "items": (indices[owner], len(facts))}[apart]
             shape = shape_key(key, call_key)
-            facts.append(ItemFacts(num_tokens=num_tokens, cost=cost, shape=shape))
+            facts.append(ItemFacts(num_tokens=num_tokens, cost=item_cost(elements, quadratic), shape=shape))
     return facts
 
 
@@ -161,6 +166,8 @@ class StepPlanner:
         ranks: global ranks, in the numbering of the topology.
         idle: a sample without supervised tokens, for ranks that have fewer packs than others.
         windows: chooses the windows of each step; None: all steps have those of the topology.
+        costs: component -> the quadratic part of its items' cost.
+        measured: what a run measures of them; None: nothing.
     """
 
     def __init__(
@@ -171,9 +178,12 @@ class StepPlanner:
         ranks: tuple[int, ...],
         idle: Sample,
         windows: WindowChooser | None = None,
+        costs: Mapping[str, float] | None = None,
+        measured: MeasuredCosts | None = None,
     ) -> None:
         self.topology, self.peers, self.apart, self.ranks = topology, peers, dict(apart or {}), ranks
         self.idle, self.windows = idle, windows
+        self.costs, self.measured = dict(costs or {}), measured
 
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
         """Plan a step, and send media to the ranks that encode them; all ranks must call it.
@@ -192,12 +202,13 @@ class StepPlanner:
                 f"packs: found {_types(packs)}; expected a list of Packs, as Pack.from_samples returns them"
             )
         rank = self.ranks.index(self.peers.rendezvous.rank)
-        tables = self._tables(rank, packs)
+        costs = self.costs | dict(self.measured.next_step() if self.measured is not None else {})
+        tables = self._tables(rank, packs, costs)
         most = len(tables.counts)
         owners = {self.topology.owner_of(other) for other in range(self.topology.world_size)}
         if any(tables.num_micro_batches[owner] < most for owner in owners):
             packs = [*packs, *[Pack.from_samples([self.idle])] * (most - len(packs))]
-            tables = self._tables(rank, packs)
+            tables = self._tables(rank, packs, costs)
 
         def swap(parcels: Sequence[bytes]) -> list[bytes]:
             sent = dict(zip(self.ranks, parcels, strict=True))
@@ -207,9 +218,10 @@ class StepPlanner:
         topology = self.topology if self.windows is None else self.windows(self.topology, tables)
         return dispatch_media(plan_step(topology, tables), rank, packs, swap)
 
-    def _tables(self, rank: int, packs: Sequence[Pack]) -> StepTables:
+    def _tables(self, rank: int, packs: Sequence[Pack], costs: Mapping[str, float]) -> StepTables:
         drawn = packs if self.topology.is_owner(rank) else ()
-        facts = RankFacts(tuple(facts_of(pack, self.apart) for pack in drawn))
+        quadratic = {name: costs.get(c.name, 0.0) for c in self.topology.components for name in c.media}
+        facts = RankFacts(tuple(facts_of(pack, self.apart, quadratic) for pack in drawn))
         tables = self.peers.tables(encode_table(self.topology, facts))
         return decode_tables(self.topology, [tables[other] for other in self.ranks])
 
@@ -228,17 +240,22 @@ def _types(packs: object) -> str:
     return f"a {type(packs).__name__}"
 
 
-def step_planner(model: OmniModel, rendezvous: Rendezvous | None = None) -> StepPlanner:
+def step_planner(
+    model: OmniModel, rendezvous: Rendezvous | None = None, measured: MeasuredCosts | None = None
+) -> StepPlanner:
     """Return the planner of a model's steps: call it with a rank's packs of a step to get a :class:`StepBatch`.
 
     Args:
         model: see :func:`topology_of`.
         rendezvous: the rendezvous of the processes that will call the planner, one per rank; None: open a new one (all
             ranks must then call this).
+        measured: costs of items that a run measures; None: the model's plan alone decides them.
 
     Raises:
         UserError: not an omni model.
     """
+    topology = topology_of(model)
     peers = DataProcessGroup(rendezvous if rendezvous is not None else open_rendezvous())
     ranks, idle = _planned_ranks(model), idle_prompt(model)
-    return StepPlanner(topology_of(model), peers, model.runner.apart, ranks, idle, window_chooser(model))
+    windows, costs = window_chooser(model), given_costs(model)
+    return StepPlanner(topology, peers, model.runner.apart, ranks, idle, windows, costs, measured)

@@ -49,16 +49,23 @@ class StepSpans:
     def __init__(self, model: OmniModel, device: torch.device, recipe: Recipe, folder: Path) -> None:
         self._recipe, self._folder = recipe, folder
         self.recorder, self._last = SpanRecorder(device), Recorded(0.0, 0.0, ())
+        model.encode_recorder = self.recorder
         layers = list(experts_in(model))
         self._has_experts = bool(layers)
         for name, module in layers:
             set_experts(module, spans=LayerSpans(self.recorder, name))
 
     @contextmanager
-    def step(self, number: int, rank: int) -> Iterator[None]:
-        """Record optimizer step ``number`` (from 1) on ``rank``, if its metrics or trace are written."""
+    def step(self, number: int, rank: int, *, is_measured: bool = False) -> Iterator[None]:
+        """Record optimizer step ``number`` (from 1) on ``rank``, if its metrics or trace are written.
+
+        Args:
+            number: number of the step.
+            rank: this rank.
+            is_measured: record it in any case.
+        """
         is_traced = number in self._recipe.train.trace.steps
-        if not (is_traced or (self._has_experts and self._recipe.writes_metrics(number))):
+        if not (is_traced or is_measured or (self._has_experts and self._recipe.writes_metrics(number))):
             yield
             return
         self.recorder.begin()
@@ -66,6 +73,11 @@ class StepSpans:
         self._last = self.recorder.end()
         if is_traced:
             write_chrome_trace(self._last, self._folder / f"step-{number:08d}-rank-{rank}.json", rank)
+
+    @property
+    def last(self) -> Recorded:
+        """The last recorded step."""
+        return self._last
 
     def exposed(self, peers: Peers) -> Exposed:
         """Return the exposed communication of the last recorded step. Every rank calls this."""

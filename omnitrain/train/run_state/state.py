@@ -30,6 +30,7 @@ class TrainingState:
         rows: rows of each training data set.
         expert_shares: layer with experts -> the experts' shares of the last step's tokens.
         expert_chunks: component -> the fastest number of chunks. None: it was not measured.
+        quadratic_costs: component -> the quadratic part of its items' cost. None: it was not measured.
         losses: head -> source -> sum of its losses and tokens, since the last line of metrics.
         mean_loss: mean total loss of the same steps.
         loss_tokens: predicted tokens of the same steps, all heads together.
@@ -42,6 +43,7 @@ class TrainingState:
     rows: tuple[int, ...] = ()
     expert_shares: dict[str, list[float]] = field(default_factory=dict)
     expert_chunks: dict[str, int] | None = None
+    quadratic_costs: dict[str, float] | None = None
     losses: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     mean_loss: float = 0.0
     loss_tokens: int = 0

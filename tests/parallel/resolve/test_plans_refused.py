@@ -297,6 +297,11 @@ def test_stages_that_do_not_fit_are_refused(
         ({}, plan(place="group", window="step"), r"window: found step with `place: group`, which divides no items"),
         ({"pp": 2}, plan(place="local", window=1), r"window: found 1 with `place: local` and pp 2, where the forwards"),
         ({"pp": 2, "cp": 2}, plan(window=2), r"window: found 2 with `place: group` and pp 2, where the forwards"),
+        (
+            {},
+            plan(place="local", quadratic_cost="measured"),
+            r"quadratic_cost: found measured with `place: local`, ",
+        ),
         ({}, plan(place="world", features_on="cpu"), r"features_on: found cpu without `window`: no features wait"),
         ({}, plan(place="world", window=1, features_on="cpu"), r"features_on: found cpu without `window`"),
         ({"pp": 2}, plan(place="local", features_on="device"), r"features_on: found device without `window`"),

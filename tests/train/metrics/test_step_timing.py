@@ -80,9 +80,14 @@ def test_a_trace_of_a_step_beyond_the_last_is_refused(tmp_path: Path) -> None:
         Recipe.load(str(tiny_moe_recipe(tmp_path)), ["train.steps=4", "train.trace.steps=[4, 5, 9]"])
 
 
-def test_a_trace_shows_the_actions_of_the_schedule_in_order(tmp_path: Path) -> None:
+def test_a_trace_shows_the_actions_of_the_schedule_in_order_and_the_encoders_in_them(tmp_path: Path) -> None:
     fit(tiny_recipe(tmp_path), ["train.trace.steps=[1]"])
     every = json.loads((tmp_path / "run" / "trace" / "step-00000001-rank-0.json").read_text())["traceEvents"]
     spans = [event for event in every if event["ph"] == "X"]
-    assert [span["name"] for span in spans] == ["0F0", "0B0"]
-    assert spans[0]["ts"] + spans[0]["dur"] <= spans[1]["ts"]
+    forward, backward = (span for span in spans if span["cat"] == "action")
+    assert [forward["name"], backward["name"]] == ["0F0", "0B0"]
+    ends = forward["ts"] + forward["dur"]
+    assert ends <= backward["ts"]
+    encoded = [span for span in spans if span["name"] == "encode"]
+    assert {"audio_encoder", "image_encoder"} <= {span["args"]["layer"] for span in encoded}
+    assert all(forward["ts"] <= span["ts"] and span["ts"] + span["dur"] <= ends for span in encoded)

@@ -1,0 +1,80 @@
+"""Costs of items that are measured in the first steps of a run, and used from a fixed step on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.step.rendezvous import Rendezvous
+from omnitrain.plan.item_cost import Encoded
+from omnitrain.plan.step import StepPlan
+
+MEASURED_STEPS = 16  # the first ones of a run; some of them warm up
+WARM_UP = 4
+FROM_STEP = 32  # steps are planned ahead; by then all ranks' data processes can know what was measured
+_KEY = "quadratic costs of items"
+_PATIENCE = timedelta(days=7)
+
+
+def given_costs(model: OmniModel) -> dict[str, float]:
+    """Return component -> the quadratic part of its items' cost that the plan gives; 0 where it is measured."""
+    layout = layout_of(model)
+    given = {} if layout is None else {name: c.plan.quadratic_cost for name, c in layout.components.items()}
+    return {name: cost if isinstance(cost, float) else 0.0 for name, cost in given.items()}
+
+
+def measured_components(model: OmniModel) -> tuple[str, ...]:
+    """Return the components whose plan says ``quadratic_cost: measured``."""
+    layout = layout_of(model)
+    components = {} if layout is None else layout.components
+    return tuple(name for name, component in components.items() if component.plan.quadratic_cost == "measured")
+
+
+def publish(rendezvous: Rendezvous, costs: Mapping[str, float]) -> None:
+    """Tell the planners of all ranks what was measured; rank 0 does."""
+    if rendezvous.store is not None:
+        rendezvous.store.set(_KEY, json.dumps(dict(costs)))
+
+
+class MeasuredCosts:
+    """The quadratic parts of items' costs in each step of a run. Picklable.
+
+    Args:
+        step: number of steps that are done when planning begins.
+        settled: component -> what was measured before; None: it is measured in this run, and published.
+        rendezvous: where it is published.
+    """
+
+    def __init__(self, step: int, settled: Mapping[str, float] | None, rendezvous: Rendezvous) -> None:
+        self.step, self.settled, self.rendezvous = step, settled, rendezvous
+
+    def next_step(self) -> Mapping[str, float]:
+        """Return component -> the measured part for the next step; empty before :data:`FROM_STEP`."""
+        self.step += 1
+        if self.step <= FROM_STEP:
+            return {}
+        if self.settled is None:
+            at = self.rendezvous
+            store = at.store or dist.TCPStore(at.host, at.port, is_master=False, timeout=_PATIENCE)
+            self.settled = json.loads(store.get(_KEY))
+        return self.settled
+
+
+def encoded_in(plan: StepPlan, rank: int, component: str, seconds: float) -> Encoded:
+    """Return what a rank computed for a component in a step.
+
+    Args:
+        plan: the plan of the step.
+        rank: the rank, in the numbering of the plan.
+        component: an encoder.
+        seconds: of all its calls.
+    """
+    acts_as = plan.topology.acts_as(rank, component)
+    calls = [call for k in range(plan.num_micro_batches) for call in plan.calls_of(acts_as, component, k)]
+    elements = plan.cost[[item for call in calls for item in call.items]].astype(float)
+    return Encoded(len(calls), float(elements.sum()), float((elements**2).sum()), seconds)
