@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,6 +100,14 @@ class SpanRecorder:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    @contextmanager
+    def span(self, what: What) -> Iterator[None]:
+        """Record what runs inside, if the recorder is on."""
+        start = self.mark() if self.is_on else None
+        yield
+        if start is not None:
+            self.add(what, start, self.mark())
 
     def add(self, what: What, start: Mark, end: Mark) -> None:
         """Add a span between two marks; ignored if the recording has ended."""

@@ -184,6 +184,13 @@ class StepPlan:
         is_moved = selected & (self.producer != self.owner)
         return Balance(int(selected.sum()), int(is_moved.sum()), float(drawn / mean), float(planned / mean))
 
+    def features_moved(self, component: str) -> int:
+        """Return the number of features that a step sends from a rank to another one, before their gradients return."""
+        if not self.topology.moves(component):
+            return 0
+        routes = [self.routes(component, k) for k in range(self.num_micro_batches)]
+        return sum(int(r.rows[r.producer != r.consumer].sum()) for r in routes)
+
     def digest(self) -> str:
         """Return a hash of the plan, which ranks compare to check that they agree."""
         content = hashlib.blake2b(digest_size=8)

@@ -265,8 +265,6 @@ class Trainer:
     def _measured_step(self, batch: StepBatch) -> tuple[float, float]:
         chunks, costs = self.experts.chunks.settled, self.encoder_costs.settled
         is_measured = self.encoder_costs.measures(self.step + 1)
-        if self.recipe.writes_metrics(self.step + 1):
-            self.encoder_metrics = encoder_metrics(batch.plan)
         try:
             with (
                 self.spans.step(self.step + 1, self.ranks.peers.rank, is_measured=is_measured),
@@ -275,6 +273,8 @@ class Trainer:
                 loss, norm = self.train_step(batch)
         except NonFiniteError as error:
             raise NonFiniteError(f"{error}\n  {self._save_before_failure()}") from None
+        if self.recipe.writes_metrics(self.step):
+            self.encoder_metrics = encoder_metrics(self.model, batch.plan, self.spans.waited(self.ranks.peers))
         if is_measured:
             self.encoder_costs.add(self.step, batch.plan, self.spans.last)
         if (self.experts.chunks.settled, self.encoder_costs.settled) != (chunks, costs):

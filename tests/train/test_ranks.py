@@ -112,6 +112,8 @@ def test_a_run_on_ranks_is_the_run_of_one_process(
     assert all(other.scores.keys() == first.scores.keys() and other.step == 4 for other in others)
     encoders = [row for line in metrics(tmp_path / "run") for row in line.get("encoders", {}).values()]
     assert encoders and all(1 <= row["imbalance"] <= row["imbalance_drawn"] for row in encoders)
+    assert all((row["bytes_moved"] > 0) <= (row["waited"] > 0) for row in encoders)
+    assert any(row["bytes_moved"] for row in encoders) == any(row["moved"] for row in encoders)
 
 
 def nan_on_the_last_rank(recipe: Path, overrides: list[str]) -> str:

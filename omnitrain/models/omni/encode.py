@@ -91,12 +91,6 @@ class ComponentCalls:
         """The tensors of calls without data, whose backward must run, too."""
         return [tensor for features in self.minimal for tensor in features.tensors() if tensor.is_floating_point()]
 
-    def exchanged(self, exchange: Exchange) -> tuple[Tensor, ...]:
-        """Send the features to the ranks that need them; return those that this rank needs."""
-        own = [features for calls in self.made.values() for features in calls]
-        sent = [torch.cat(tensors) for tensors in zip(*(f.tensors() for f in own or self.minimal[:1]), strict=True)]
-        return exchange(*(sent if own else [tensor[:0] for tensor in sent]))
-
 
 @dataclass(frozen=True)
 class EncodedPack:
@@ -144,7 +138,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
             calls = call_component(model, component, work, pack)
             made, idle = calls.made, [*idle, *calls.idle]
             if component in work.exchanges:
-                received = calls.exchanged(work.exchanges[component])
+                received = exchange_features(model, component, calls, work.exchanges[component])
                 idle += [tensor for tensor in received if not len(tensor)]  # their backward is a collective, too
                 if component in work.cut:
                     counts = {name: (len(places[name][0]),) for name in batches}
@@ -177,19 +171,35 @@ def call_component(model: Any, component: str, work: MicroBatchWork, pack: Pack 
     """
     made: dict[str, list[MediaFeatures]] = {}
     minimal: list[MediaFeatures] = []
-    recorder = model.encode_recorder
-    began = recorder.mark() if recorder is not None and recorder.is_on else None
-    for name in model.media_names[component]:  # the same order on all ranks, with or without data
-        if name in work.media_calls or pack is None:
-            calls = work.media_calls.get(name, ())
-        else:
-            calls = own_calls(model, pack, name)
-        with work.together.get(component, nullcontext)():
-            made[name] = [_encoded(model, name, items) for items in calls]
-        minimal += [_minimal(model, name) for _ in range(work.calls.get(name, 0) - len(calls))]
-    if began is not None:
-        recorder.add(What("compute", "encode", "forward", component), began, recorder.mark())
+    with _recorded(model, What("compute", "encode", "forward", component)):
+        for name in model.media_names[component]:  # the same order on all ranks, with or without data
+            if name in work.media_calls or pack is None:
+                calls = work.media_calls.get(name, ())
+            else:
+                calls = own_calls(model, pack, name)
+            with work.together.get(component, nullcontext)():
+                made[name] = [_encoded(model, name, items) for items in calls]
+            minimal += [_minimal(model, name) for _ in range(work.calls.get(name, 0) - len(calls))]
     return ComponentCalls(made, minimal)
+
+
+def exchange_features(model: Any, component: str, calls: ComponentCalls, exchange: Exchange) -> tuple[Tensor, ...]:
+    """Send the features of a component to the ranks that need them; return those that this rank needs.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+        component: name of an encoder or decoder.
+        calls: this rank's calls of it.
+        exchange: the ranks, and the features of each.
+    """
+    own = [features for of_name in calls.made.values() for features in of_name]
+    sent = [torch.cat(tensors) for tensors in zip(*(f.tensors() for f in own or calls.minimal[:1]), strict=True)]
+    with _recorded(model, What("wait", FEATURES, "forward", component)):
+        return exchange(*(sent if own else [tensor[:0] for tensor in sent]))
+
+
+def _recorded(model: Any, what: What) -> AbstractContextManager[None]:
+    return nullcontext() if model.encode_recorder is None else model.encode_recorder.span(what)
 
 
 def num_calls(model: Any, pack: Pack) -> dict[str, int]:
@@ -225,6 +235,7 @@ def with_zero_gradients(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
     return term + torch.stack(zeros).sum() if zeros else term
 
 
+FEATURES = "features"  # name of their exchange in a recording
 _LABELS = "labels"  # name of a decoder's labels among the side tensors of its features
 
 

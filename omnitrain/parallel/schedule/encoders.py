@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.omni.encode import ComponentCalls, MicroBatchWork, ReceivedFeatures, call_component
+from omnitrain.models.omni.encode import (
+    ComponentCalls,
+    MicroBatchWork,
+    ReceivedFeatures,
+    call_component,
+    exchange_features,
+)
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.draws import StepDraws
 from omnitrain.parallel.layout import layout_of
@@ -91,7 +97,7 @@ class SeparateEncoders:
         if (component, start) not in self._encoded:
             return
         work, calls = self._encoded.pop((component, start))
-        received = calls.exchanged(work.exchanges[component])
+        received = exchange_features(self._model, component, calls, work.exchanges[component])
         micro_batches = range(start, min(start + self._sizes[component], len(self._batch.packs)))
         numbers = [self._num_features(component, k) for k in micro_batches]
         pieces = zip(*(tensor.detach().split(numbers) for tensor in received), strict=True)

@@ -19,7 +19,7 @@ def window_chooser(model: OmniModel) -> WindowChooser | None:
     if layout is None:
         return None
     choices = [
-        WindowChoice(name, component.plan.window, _bytes_per_feature(model, name, component.plan), most)
+        WindowChoice(name, component.plan.window, bytes_per_feature(model, name, component.plan), most)
         for name, component in layout.components.items()
         if component.plan.window is not None
         for most in (component.plan.feature_bytes,)
@@ -31,8 +31,14 @@ def window_chooser(model: OmniModel) -> WindowChooser | None:
     return WindowChooser([choice for choice in choices if not choice.is_fixed], passes, num_parameters)
 
 
-def _bytes_per_feature(model: OmniModel, component: str, plan: ComponentPlan) -> int:
-    """Of all tensors of a feature, each as wide as the foundation's embeddings."""
+def bytes_per_feature(model: OmniModel, component: str, plan: ComponentPlan) -> int:
+    """Return the bytes of all tensors of a feature, each as wide as the foundation's embeddings.
+
+    Args:
+        model: parallelized.
+        component: name of an encoder or decoder.
+        plan: its complete plan.
+    """
     assert plan.precision is not None
     dtype = dtype_of(plan.precision.compute) or model.dtype
     native, names = model.runner.native.interfaces, model.media_names[component]

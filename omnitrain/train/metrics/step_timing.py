@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from omnitrain.models.omni.encode import FEATURES
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import LayerSpans, experts_in, set_experts
 from omnitrain.ops.timing import Recorded, SpanRecorder
+from omnitrain.parallel.layout import layout_of
 from omnitrain.peers import Peers
 from omnitrain.recipe import Recipe
 from omnitrain.train.metrics.chrome_trace import write_chrome_trace
@@ -34,7 +36,7 @@ class Exposed:
 
 
 class StepSpans:
-    """Records steps that are traced and, if the model has experts, steps for which a line of metrics is written.
+    """Records steps that are traced and, if ranks exchange anything, steps for which a line of metrics is written.
 
     Args:
         model: the model, sharded or in one process.
@@ -51,7 +53,9 @@ class StepSpans:
         self.recorder, self._last = SpanRecorder(device), Recorded(0.0, 0.0, ())
         model.encode_recorder = self.recorder
         layers = list(experts_in(model))
-        self._has_experts = bool(layers)
+        layout = layout_of(model)
+        has_exchanges = layout is not None and layout.state.world_size > 1 and bool(model.media_names)
+        self._is_in_metrics = bool(layers) or has_exchanges
         for name, module in layers:
             set_experts(module, spans=LayerSpans(self.recorder, name))
 
@@ -65,7 +69,7 @@ class StepSpans:
             is_measured: record it in any case.
         """
         is_traced = number in self._recipe.train.trace.steps
-        if not (is_traced or is_measured or (self._has_experts and self._recipe.writes_metrics(number))):
+        if not (is_traced or is_measured or (self._is_in_metrics and self._recipe.writes_metrics(number))):
             yield
             return
         self.recorder.begin()
@@ -79,11 +83,22 @@ class StepSpans:
         """The last recorded step."""
         return self._last
 
+    def waited(self, peers: Peers) -> dict[str, float]:
+        """Return component -> seconds for which a rank waited for its features in the last recorded step.
+
+        They are means over the ranks. Every rank calls this.
+        """
+        spans = [span for span in self._last.spans if span.what.name == FEATURES]
+        own = {name: sum(s.seconds for s in spans if s.what.layer == name) for name in {s.what.layer for s in spans}}
+        of_ranks = peers.gather(own)
+        names = sorted({name for of_rank in of_ranks for name in of_rank if name is not None})
+        return {name: sum(of_rank.get(name, 0.0) for of_rank in of_ranks) / peers.size for name in names}
+
     def exposed(self, peers: Peers) -> Exposed:
         """Return the exposed communication of the last recorded step. Every rank calls this."""
         waits: defaultdict[str, float] = defaultdict(float)
         for span in self._last.spans:
-            if span.what.kind == "wait" and span.what.layer is not None:
+            if span.what.kind == "wait" and span.what.layer is not None and span.what.name != FEATURES:
                 waits[span.what.layer] += span.seconds
         of_ranks = peers.gather((dict(waits), self._last.seconds))
         names = {name for of_rank, _ in of_ranks for name in of_rank}
