@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.parallelize import build_parallelize_model
@@ -17,6 +19,10 @@ from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.verify.run import micro_batches
 from omnitrain.parallel.verify.verify import verify
+from omnitrain.recipe import ComponentPlan, ParallelPlan
+from omnitrain.recipe.layout import Layout, parse_layout
+from tests.families import FAMILIES
+from tests.models.staged import with_layers
 from tests.parallel.laid_out import gradients
 from tests.parallel.schedule.paired import one_by_one
 from tests.parallel.schedule.pipelines import pairs
@@ -84,3 +90,40 @@ def test_pairs_of_micro_batches_change_no_bit(ranks: RankPool, case: Case) -> No
     for (paired_loss, found), (loss, expected) in of_ranks:
         assert paired_loss.equal(loss) and found.keys() == expected.keys()
         assert [name for name, gradient in expected.items() if not found[name].equal(gradient)] == []
+
+
+def four_heads() -> OmniModel:
+    """InternVL whose heads divide by four tensor parallel ranks."""
+    config = with_layers(FAMILIES["internvl"](), 2)
+    text = config.get_text_config(decoder=True)
+    text.num_attention_heads = text.num_key_value_heads = 4
+    foundation = foundation_class(config)(config)
+    init_peaked_(foundation)
+    return build_omni_model(foundation=foundation)
+
+
+@dataclass(frozen=True)
+class WithTower(Layout):
+    """A layout whose image encoder has a tensor parallel degree of its own."""
+
+    tower: int = 1
+    place: str = "group"
+
+    def plan(self) -> ParallelPlan:
+        encoder = ComponentPlan(tp=self.tower, place=self.place)
+        return super().plan().model_copy(update={"components": {"image_encoder": encoder}})
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} tower {self.tower} {self.place}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tower", "place", "status"), [(1, "local", "equal"), (1, "group", "equal"), (2, "group", "refused")]
+)
+def test_a_tower_is_whole_under_a_foundation_with_tp4_or_is_refused(
+    ranks: RankPool, tower: int, place: str, status: str
+) -> None:
+    layout = WithTower(**vars(parse_layout("tp4")), tower=tower, place=place)
+    report = verify(four_heads, samples_of("internvl"), [layout], timeout_s=60, pool=ranks)
+    assert [row.status for row in report.rows] == [status], str(report)
