@@ -35,10 +35,10 @@ class TrainingError(RuntimeError):
 
 
 class LostRankError(TrainingError):
-    """A rank whose message does not come, because its process has ended.
+    """A rank whose message does not come, because its process has ended or does nothing.
 
     Attributes:
-        rank: the rank that is gone.
+        rank: the rank that is gone or silent.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:

@@ -22,6 +22,7 @@ SIZES = {
     "encoders": ["--rounds=1", "--width=64", "--text=32", "--grid=4", "--bits=0"],
     "published_gains": [],
     "overlap_tables": [],
+    "wavefront": ["--seeds=1", "--small=2", "--large=2"],
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
@@ -49,7 +50,7 @@ SIZES = {
     "moe_dispatch": ["--rounds=1", "--tokens=64", "--hidden=16", "--inner=16"],
     "two_commits": [str(BENCHMARKS.parent), "--rounds=1", "--names=padding", "--arguments=--steps=1 --samples=200"],
 }
-SIMULATED = {"published_gains", "overlap_tables"}  # without rounds
+SIMULATED = {"published_gains", "overlap_tables", "wavefront"}  # without rounds
 FAST = SIMULATED | {"step_plan", "step_overhead", "loss", "attention", "moe_dispatch"}  # CI runs most others, too
 
 

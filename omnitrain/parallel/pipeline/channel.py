@@ -2,50 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
-from omnitrain.errors import LostRankError
+from omnitrain.parallel.sections.carriers.torch_p2p import Transfer, receive_tensors, send_tensors
 
 Direction = tuple[str, bool]  # "F" (hidden states) or "B" (their gradients); whether to a higher rank
-
-
-@dataclass
-class Arrival:
-    """Tensors that are on their way to this rank.
-
-    Attributes:
-        tensors: buffers; valid after :meth:`wait`.
-    """
-
-    tensors: tuple[Tensor, ...]
-    _works: Sequence[dist.Work] = field(default=(), repr=False)
-    _sender: int = -1
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Wait until the tensors are here, and return them.
-
-        Raises:
-            LostRankError: the sender has ended.
-        """
-        with _named(self._sender):
-            for work in self._works:
-                work.wait()
-        return self.tensors
-
-
-@contextmanager
-def _named(peer: int) -> Iterator[None]:
-    """Name the rank at the other end of a connection that breaks."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise LostRankError(f"rank {peer} is gone (killed, or its connection broke: {reason})", peer) from error
 
 
 class StageChannel:
@@ -61,7 +25,7 @@ class StageChannel:
 
     def __init__(self, groups: Mapping[Direction, dist.ProcessGroup], rank: int) -> None:
         self._groups, self._rank = groups, rank
-        self._sent: dict[tuple[str, int], list[tuple[dist.Work, Tensor, int]]] = {}
+        self._sent: dict[tuple[str, int], list[Transfer]] = {}
 
     def send(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         """Send tensors to a rank, without waiting.
@@ -72,34 +36,20 @@ class StageChannel:
             peer: pipeline rank of the receiver.
             tag: number of the message, equal on both sides, and below 2**20.
         """
-        group = self._groups[kind, peer > self._rank]
-        receiver = dist.get_global_rank(group, peer)
         self._free((kind, peer))
-        for index, tensor in enumerate(tensors):
-            whole = tensor.detach().contiguous()
-            with _named(receiver):
-                work = dist.isend(whole, group=group, group_dst=peer, tag=tag << 8 | index)
-            assert work is not None
-            self._sent.setdefault((kind, peer), []).append((work, whole, receiver))
+        sent = send_tensors(tensors, self._groups[kind, peer > self._rank], peer, tag)
+        self._sent.setdefault((kind, peer), []).append(sent)
 
-    def receive(self, kind: str, like: Sequence[Tensor], peer: int, tag: int) -> Arrival:
+    def receive(self, kind: str, like: Sequence[Tensor], peer: int, tag: int) -> Transfer:
         """Post the receives of a message, without waiting.
 
         Args:
             kind: ``F`` or ``B``.
-            like: tensors with the shapes, dtypes and device of those that will come; may be on the meta device.
+            like: buffers with the shapes, dtypes and device of the tensors that will come.
             peer: pipeline rank of the sender.
             tag: see :meth:`send`.
         """
-        group = self._groups[kind, peer < self._rank]
-        sender = dist.get_global_rank(group, peer)
-        works = []
-        for index, buffer in enumerate(like):
-            with _named(sender):
-                work = dist.irecv(buffer, group=group, group_src=peer, tag=tag << 8 | index)
-            assert work is not None
-            works.append(work)
-        return Arrival(tuple(like), works, sender)
+        return receive_tensors(like, self._groups[kind, peer < self._rank], peer, tag)
 
     def _free(self, of: tuple[str, int]) -> None:
         """Free the messages of a kind to a peer that have left.
@@ -108,18 +58,14 @@ class StageChannel:
         for its receive at once; this waits later, before the next send of the kind to this peer.
         """
         sent = self._sent.get(of, [])
-        if any(tensor.device.type == "cpu" for _, tensor, _ in sent):
-            self._wait(sent)
-        self._sent[of] = [message for message in sent if not message[0].is_completed()]
+        for transfer in sent:
+            if any(tensor.device.type == "cpu" for tensor in transfer.tensors):
+                transfer.wait()
+        self._sent[of] = [transfer for transfer in sent if not transfer.has_ended]
 
     def finish(self) -> None:
         """Wait until everything that was sent has left, and free it."""
         for sent in self._sent.values():
-            self._wait(sent)
+            for transfer in sent:
+                transfer.wait()
         self._sent.clear()
-
-    @staticmethod
-    def _wait(sent: Sequence[tuple[dist.Work, Tensor, int]]) -> None:
-        for work, _, receiver in sent:
-            with _named(receiver):
-                work.wait()

@@ -14,7 +14,7 @@ from omnitrain.models.foundation.stage import BlockSpan
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput, features_across
 from omnitrain.parallel.pipeline.apply import Pipeline
-from omnitrain.parallel.pipeline.channel import Arrival
+from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
 from omnitrain.parallel.sequence.apply import slice_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.actions import Action, Kind
@@ -55,7 +55,7 @@ class StageMessages:
         self._require(later, action.micro_batch, tensors)
         self._pipeline.channel.send("FB"[not is_forward], tensors, action.peer, self._tag(later, action))
 
-    def receive(self, action: Action) -> Arrival:
+    def receive(self, action: Action) -> Transfer:
         """Post the receive of a stage's input, or of the gradient of its output."""
         assert action.stage is not None and action.micro_batch is not None and action.peer is not None
         is_forward = action.kind is Kind.RECV_F

@@ -23,11 +23,11 @@ from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.fsdp.hold import HeldUnits
 from omnitrain.parallel.layout import layout_of, reduce_all_replicas, reduce_replicas
 from omnitrain.parallel.pipeline.apply import units_by_stage
-from omnitrain.parallel.pipeline.channel import Arrival
 from omnitrain.parallel.pipeline.messages import StageMessages
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.parallel.schedule.encoders import SeparateEncoders
 from omnitrain.parallel.schedule.position import stage_action
+from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import work_of
 from omnitrain.parallel.watch.report import Phase, StageAction
@@ -114,8 +114,8 @@ class Executor:
         self._live: dict[_Key, _InFlight] = {}
         self._delayed: dict[_Key, WeightGradients | None] = {}
         self._splits_backward = False
-        self._forward_in: dict[_Key, Arrival] = {}
-        self._backward_in: dict[_Key, Arrival] = {}
+        self._forward_in: dict[_Key, Transfer] = {}
+        self._backward_in: dict[_Key, Transfer] = {}
         self._forward_out: dict[_Key, tuple[Tensor, ...]] = {}
         self._backward_out: dict[_Key, tuple[Tensor, ...]] = {}
         self._messages: StageMessages | None = None
@@ -330,7 +330,7 @@ class Executor:
         Kind.REDUCE: _reduce,
     }
 
-    def _arrived(self, inbox: dict[_Key, Arrival], key: _Key, *, requires_grad: bool = False) -> tuple[Tensor, ...]:
+    def _arrived(self, inbox: dict[_Key, Transfer], key: _Key, *, requires_grad: bool = False) -> tuple[Tensor, ...]:
         if key not in inbox:
             return ()
         return tuple(tensor.requires_grad_(requires_grad) for tensor in inbox.pop(key).wait())
@@ -340,13 +340,13 @@ class Executor:
         tensors: tuple[Tensor, ...],
         outbox: dict[_Key, tuple[Tensor, ...]],
         key: _Key,
-        inbox: dict[_Key, Arrival],
+        inbox: dict[_Key, Transfer],
         to_stage: int,
     ) -> None:
         """Give what a stage made to another stage: to this rank's ``inbox``, or to ``outbox`` for a later send."""
         assert self._pipeline is not None
         if self._pipeline.stages.ranks[to_stage] == self._pipeline.stages.rank:
-            inbox[to_stage, key[1]] = Arrival(tuple(tensor.detach() for tensor in tensors), ())
+            inbox[to_stage, key[1]] = Transfer.here(tensor.detach() for tensor in tensors)
         else:
             outbox[key] = tensors
 

@@ -1,0 +1,1 @@
+"""Components on ranks of their own."""

@@ -1,0 +1,1 @@
+"""Ways to bring messages from one rank to another."""

@@ -1,0 +1,56 @@
+"""What a queue needs of a carrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from omnitrain.parallel.sections.message import Message, Part
+
+
+class Arrival(Protocol):
+    """A message on its way to this rank."""
+
+    def wait(self, timeout_s: float | None) -> tuple[Tensor, ...]:
+        """Wait until all parts are here, and return the tensors, ``[rows, ...]`` each. Called once.
+
+        Raises:
+            LostRankError: a sender has ended, or nothing came within ``timeout_s`` seconds.
+        """
+        ...
+
+
+class Departure(Protocol):
+    """A part of a message on its way to another rank."""
+
+    def wait(self, timeout_s: float | None) -> object:
+        """Wait until the sent tensors may change. Called once.
+
+        Raises:
+            LostRankError: the receiver has ended, or did not take the part within ``timeout_s`` seconds.
+        """
+        ...
+
+
+class Carrier(Protocol):
+    """Brings the messages of one edge from their senders to their receivers, in the order of their numbers.
+
+    A receiver posts message ``number`` only after it has taken message ``number - slots``.
+    """
+
+    def post(self, message: Message, number: int) -> Arrival:
+        """Give a message of this rank a place to which its senders may write. Does not wait."""
+        ...
+
+    def send(self, tensors: Sequence[Tensor], message: Message, part: Part, number: int) -> Departure:
+        """Begin to send a part of a message, which lands at its rows. Does not wait.
+
+        Args:
+            tensors: ``[rows of the part, ...]`` each, contiguous; they must not change before the departure has ended.
+            message: the whole message.
+            part: one of its parts, of this rank.
+            number: number of the message among those of its receiver, from 0.
+        """
+        ...

@@ -1,0 +1,191 @@
+"""Bring messages with torch's point-to-point operations: gloo tells them apart by tags, NCCL by their order."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from omnitrain.errors import LostRankError
+from omnitrain.parallel.sections.message import Message, Part
+
+_TENSOR_BITS = 8  # of a tag; the others count messages
+_MESSAGE_BITS = 22
+
+
+@dataclass
+class Transfer:
+    """Tensors that are on their way between this rank and another.
+
+    Attributes:
+        tensors: those that were sent, which must not change before :meth:`wait`; or buffers, valid after it.
+        peer: global rank at the other end.
+    """
+
+    tensors: tuple[Tensor, ...]
+    peer: int
+    _works: list[dist.Work] = field(repr=False)
+
+    @classmethod
+    def here(cls, tensors: Iterable[Tensor]) -> Transfer:
+        """Return tensors of this rank for this rank as a transfer that has ended."""
+        return cls(tuple(tensors), -1, [])
+
+    def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
+        """Wait until the tensors are at the other end, and return them. On a GPU, only the current stream waits.
+
+        Args:
+            timeout_s: limit in seconds; None: that of the process group. After it, gloo breaks all connections of the
+                group.
+
+        Raises:
+            LostRankError: the other rank has ended, or did nothing within the limit.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._works:  # each is waited for once: a second wait for a send of gloo never ends
+            with _named(self.peer, until, timeout_s):
+                self._works[0].wait(*([] if until is None else [_left(until)]))
+            del self._works[0]
+        return self.tensors
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the tensors are at the other end; gloo knows this only after :meth:`wait`."""
+        return all(work.is_completed() for work in self._works)
+
+
+def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int, number: int) -> Transfer:
+    """Begin to send tensors.
+
+    Args:
+        tensors: any shapes; they must not change before the transfer has ended.
+        group: with this rank and the other one.
+        peer: rank of the receiver in ``group``.
+        number: of the message, equal on both sides, and below 2**22.
+    """
+    return _begun(dist.isend, [tensor.detach().contiguous() for tensor in tensors], group, peer, number)
+
+
+def receive_tensors(buffers: Sequence[Tensor], group: dist.ProcessGroup, peer: int, number: int) -> Transfer:
+    """Post the receives of tensors.
+
+    Args:
+        buffers: contiguous, with the shapes, dtypes and device of those that will come.
+        group: with this rank and the other one.
+        peer: rank of the sender in ``group``.
+        number: see :func:`send_tensors`.
+    """
+    return _begun(dist.irecv, list(buffers), group, peer, number)
+
+
+def _begun(
+    operation: Callable[..., Any], tensors: list[Tensor], group: dist.ProcessGroup, peer: int, number: int
+) -> Transfer:
+    """Between two ranks alone, the tensors of a message are one batch, one kernel of NCCL.
+
+    In a larger group the first batch would need all of its ranks.
+    """
+    rank = dist.get_global_rank(group, peer)
+    key = "group_dst" if operation is dist.isend else "group_src"
+    tagged = [(tensor, number << _TENSOR_BITS | index) for index, tensor in enumerate(tensors)]
+    with _named(rank):
+        if group.size() == 2 and tensors:
+            batch = [dist.P2POp(operation, tensor, group=group, tag=tag, group_peer=peer) for tensor, tag in tagged]
+            works = dist.batch_isend_irecv(batch)
+        else:
+            works = [operation(tensor, group=group, tag=tag, **{key: peer}) for tensor, tag in tagged]
+    return Transfer(tuple(tensors), rank, list(works))
+
+
+def _left(until: float) -> timedelta:
+    return timedelta(seconds=max(0.001, until - time.monotonic()))
+
+
+@contextmanager
+def _named(peer: int, until: float | None = None, timeout_s: float | None = None) -> Iterator[None]:
+    """Name the rank at the other end of a connection that breaks, or that is silent at time ``until``."""
+    try:
+        yield
+    except RuntimeError as error:
+        if until is not None and time.monotonic() >= until:
+            raise LostRankError(f"rank {peer} did nothing for {timeout_s:g} s", peer) from error
+        reason = next(iter(str(error).splitlines()), "")
+        raise LostRankError(f"rank {peer} is gone (killed, or its connection broke: {reason})", peer) from error
+
+
+@dataclass
+class _Gathered:
+    """A message whose parts come from several ranks."""
+
+    tensors: tuple[Tensor, ...]
+    parts: Sequence[Transfer]
+
+    def wait(self, timeout_s: float | None) -> tuple[Tensor, ...]:
+        for part in self.parts:
+            part.wait(timeout_s)
+        return self.tensors
+
+
+class TorchCarrier:
+    """:class:`~omnitrain.parallel.sections.carriers.carrier.Carrier` over process groups.
+
+    With NCCL, each pair of ranks and each direction has a group of its own, and both sides post in the order of the
+    edge's messages. A receive of NCCL that is posted ahead occupies some of the GPU until its message comes.
+
+    Args:
+        groups: global rank of the other end -> a group with it and this rank, used by this edge alone.
+        device: of the messages.
+    """
+
+    def __init__(self, groups: Mapping[int, dist.ProcessGroup], device: torch.device) -> None:
+        self._groups, self._device = groups, device
+        self._numbers: Counter[int] = Counter()  # of parts to or from a rank; both ends count alike
+
+    def post(self, message: Message, number: int) -> _Gathered:
+        """Post the receives of all parts, each into its rows of new tensors."""
+        tensors = message.empty(self._device)
+        parts = [
+            receive_tensors([tensor[part.start : part.stop] for tensor in tensors], *self._next(part.sender))
+            for part in message.parts
+        ]
+        return _Gathered(tensors, parts)
+
+    def send(self, tensors: Sequence[Tensor], message: Message, part: Part, number: int) -> Transfer:
+        """Begin to send a part of a message."""
+        return send_tensors(tensors, *self._next(message.receiver))
+
+    def _next(self, rank: int) -> tuple[dist.ProcessGroup, int, int]:
+        """The group, the other end's rank in it, and the number of the next part."""
+        number = self._numbers[rank] % (1 << _MESSAGE_BITS)
+        self._numbers[rank] += 1
+        return self._groups[rank], dist.get_group_rank(self._groups[rank], rank), number
+
+
+def torch_carrier(senders: Sequence[int], receivers: Sequence[int], device: torch.device) -> TorchCarrier:
+    """Make the carrier of an edge. All ranks of the world call it, in the same order relative to other groups.
+
+    Args:
+        senders: global ranks of the section that sends.
+        receivers: global ranks of the section that receives.
+        device: of the messages: gloo on the host, the default backend on GPUs.
+    """
+    rank = dist.get_rank()
+    if device.type == "cpu":
+        members = sorted({*senders, *receivers})
+        group = dist.new_group(members, backend="gloo", group_desc="section_edge")
+        return TorchCarrier(dict.fromkeys(members, group) if rank in members else {}, device)
+    groups = {}
+    for sender in senders:
+        for receiver in receivers:
+            pair = dist.new_group([sender, receiver], group_desc="section_edge")
+            if rank in (sender, receiver):
+                groups[receiver if rank == sender else sender] = pair
+    return TorchCarrier(groups, device)

@@ -1,0 +1,195 @@
+"""The two ends of an edge between sections. Every rank knows in advance, and in order, which messages will come."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from omnitrain.errors import LostRankError
+from omnitrain.parallel.sections.carriers.carrier import Arrival, Carrier, Departure
+from omnitrain.parallel.sections.message import Edge, Message, Part
+
+
+class Waiting(NamedTuple):
+    """What a rank is about to wait for.
+
+    Attributes:
+        edge: the edge.
+        number: number of the message among those of its receiver, from 0.
+        ranks: the global ranks at the other end.
+    """
+
+    edge: Edge
+    number: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"message {self.number} of {self.edge}"
+
+
+@dataclass(frozen=True)
+class EdgeEnd:
+    """This rank's end of an edge.
+
+    Attributes:
+        edge: names of the sections.
+        carrier: brings the messages of this edge.
+        rank: global rank of this process.
+        slots: number of messages, at least 1, for which a receiver has room; equal at both ends.
+        timeout_s: seconds that a wait may last; None: as long as the carrier allows.
+        on_wait: called before each wait, for the report of a stalled run.
+    """
+
+    edge: Edge
+    carrier: Carrier
+    rank: int
+    slots: int
+    timeout_s: float | None = None
+    on_wait: Callable[[Waiting], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"{self.edge} needs at least one slot; found {self.slots}")
+
+    @contextmanager
+    def naming(self, section: str, number: int) -> Iterator[None]:
+        """Name the section and the message if a rank of ``section`` is lost."""
+        try:
+            yield
+        except LostRankError as error:
+            verb = "take" if section == self.edge.source else "send"
+            needs = f"rank {self.rank} cannot {verb} message {number} of {self.edge}"
+            raise LostRankError(f"section {section}: {error}; {needs}", error.rank) from error
+
+    def announce(self, number: int, ranks: Sequence[int]) -> None:
+        """Say that this rank is about to wait for ``ranks``."""
+        if self.on_wait is not None:
+            self.on_wait(Waiting(self.edge, number, tuple(ranks)))
+
+
+class Inbox:
+    """The messages of an edge that this rank receives.
+
+    ``slots`` of them are posted ahead, and taking one posts the next. So messages land while this rank computes, and at
+    most ``slots`` messages are in memory that were not taken. What is taken belongs to the caller.
+
+    Args:
+        end: this rank's end of the edge.
+    """
+
+    def __init__(self, end: EdgeEnd) -> None:
+        self._end = end
+        self._expected: deque[Message] = deque()
+        self._posted: deque[tuple[Message, Arrival]] = deque()
+        self._num_taken = 0
+
+    def expect(self, messages: Sequence[Message]) -> None:
+        """Add messages to the end of the list, such as those of the next step.
+
+        Args:
+            messages: all messages of the edge, in order; those of other receivers are ignored.
+        """
+        self._expected.extend(message for message in messages if message.receiver == self._end.rank)
+        self._post()
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Wait for the next message and return its tensors, ``[rows, ...]`` each: leaves without a graph.
+
+        Raises:
+            LostRankError: a sender has ended or is silent.
+            ValueError: no message is expected.
+        """
+        end, number = self._end, self._num_taken
+        if not self._posted:
+            raise ValueError(f"rank {end.rank} expects {number} messages of {end.edge}, and takes one more")
+        message, arrival = self._posted[0]
+        end.announce(number, sorted({part.sender for part in message.parts}))
+        with end.naming(end.edge.source, number):
+            tensors = arrival.wait(end.timeout_s)
+        self._posted.popleft()
+        self._num_taken += 1
+        self._post()
+        return tensors
+
+    def _post(self) -> None:
+        while self._expected and len(self._posted) < self._end.slots:
+            message, number = self._expected.popleft(), self._num_taken + len(self._posted)
+            with self._end.naming(self._end.edge.source, number):
+                self._posted.append((message, self._end.carrier.post(message, number)))
+
+
+class Outbox:
+    """The parts of an edge's messages that this rank sends.
+
+    A push does not wait as long as the receiver has room: only the push of message ``n`` to a receiver waits until
+    message ``n - slots`` has left, which is when the receiver has posted it. So at most ``slots`` messages to each
+    receiver are in the sender's memory.
+
+    Args:
+        end: this rank's end of the edge.
+    """
+
+    def __init__(self, end: EdgeEnd) -> None:
+        self._end = end
+        self._counts: Counter[int] = Counter()  # of all messages, by receiver
+        self._expected: defaultdict[int, deque[tuple[int, Message, Part]]] = defaultdict(deque)
+        self._sent: defaultdict[int, deque[tuple[int, Departure]]] = defaultdict(deque)
+
+    def expect(self, messages: Sequence[Message]) -> None:
+        """Add messages to the end of the list, such as those of the next step.
+
+        Args:
+            messages: all messages of the edge, in order; this rank sends its parts of them.
+        """
+        for message in messages:
+            number = self._counts[message.receiver]
+            self._counts[message.receiver] += 1
+            own = [part for part in message.parts if part.sender == self._end.rank]
+            self._expected[message.receiver].extend((number, message, part) for part in own)
+
+    def push(self, receiver: int, tensors: Sequence[Tensor]) -> None:
+        """Send the next part to a receiver.
+
+        Args:
+            receiver: global rank.
+            tensors: ``[rows of the part, ...]`` each; they must not change until the message has left.
+
+        Raises:
+            LostRankError: the receiver has ended or is silent.
+            ValueError: no part is expected, or it has other shapes or dtypes.
+        """
+        end = self._end
+        if not self._expected[receiver]:
+            raise ValueError(f"rank {end.rank} has no more parts of {end.edge} for rank {receiver}")
+        number, message, part = self._expected[receiver][0]
+        message.require(part, tensors)
+        self._await_departures(receiver, number - end.slots)
+        with end.naming(end.edge.target, number):
+            whole = [tensor.detach().contiguous() for tensor in tensors]
+            departure = end.carrier.send(whole, message, part, number)
+        self._expected[receiver].popleft()
+        self._sent[receiver].append((number, departure))
+
+    def finish(self) -> None:
+        """Wait until everything that was pushed has left.
+
+        Raises:
+            LostRankError: a receiver has ended or is silent.
+        """
+        for receiver in self._sent:
+            self._await_departures(receiver, self._counts[receiver])
+
+    def _await_departures(self, receiver: int, last: int) -> None:
+        """Wait until all messages up to ``last`` have left."""
+        sent = self._sent[receiver]
+        while sent and sent[0][0] <= last:
+            number, departure = sent[0]
+            self._end.announce(number, [receiver])
+            with self._end.naming(self._end.edge.target, number):
+                departure.wait(self._end.timeout_s)
+            sent.popleft()

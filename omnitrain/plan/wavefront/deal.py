@@ -1,0 +1,37 @@
+"""Deal the samples of a step to lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def deal(work: Sequence[float], load: Sequence[float], num_lanes: int, *, coupled: bool = False) -> list[int]:
+    """Return ``[samples]`` the lane of each sample; numbers of samples per lane differ by one at most.
+
+    Args:
+        work: ``[samples]`` seconds in the critical section.
+        load: ``[samples]`` seconds in the sections that feed it; 0: none.
+        num_lanes: number of lanes.
+        coupled: lanes run in rounds and wait for the longest sample of a round, so a round gets samples of like length.
+            Otherwise loads are balanced first, then work.
+    """
+    lane = [0] * len(work)
+    sums = [(0.0, 0.0)] * num_lanes  # load, work
+    longest_first = sorted(range(len(work)), key=lambda s: (-work[s], s))
+    if coupled:
+        batches = [longest_first[i : i + num_lanes] for i in range(0, len(work), num_lanes)]
+        room = [len(batches)] * num_lanes
+    else:
+        batches = [[s for s in longest_first if load[s] > 0], [s for s in longest_first if load[s] <= 0]]
+        room = [len(work) // num_lanes + (k < len(work) % num_lanes) for k in range(num_lanes)]
+    for number, batch in enumerate(batches):
+        is_fed = coupled or number == 0
+        taken = set()
+        for sample in sorted(batch, key=lambda s: -load[s]):
+            free = [k for k in range(num_lanes) if room[k] and not (coupled and k in taken)]
+            chosen = min(free, key=lambda k: (sums[k] if is_fed else sums[k][::-1], k))
+            lane[sample] = chosen
+            room[chosen] -= 1
+            taken.add(chosen)
+            sums[chosen] = (sums[chosen][0] + load[sample], sums[chosen][1] + work[sample])
+    return lane

@@ -1,0 +1,99 @@
+"""The problem of a step with sections: which samples wait for whom, and how long everything takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Feeder:
+    """One data-parallel rank (or group) of a section: it encodes the samples of some lanes, one after the other.
+
+    Attributes:
+        forward: ``[samples]`` seconds of the forward; 0: the sample has nothing that this section encodes.
+        backward: ``[samples]`` seconds of the backward; 0: the section is frozen, or the sample needs none.
+        lanes: the lanes that it feeds.
+        slots: samples of one lane whose features may wait or be on their way.
+        in_flight: trained samples whose activations it may keep. None: any number.
+        encode_twice: it keeps no activations; each backward repeats the forward, so ``in_flight`` does not matter.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    lanes: tuple[int, ...]
+    slots: int = 2
+    in_flight: int | None = None
+    encode_twice: bool = False
+
+    @cached_property
+    def backwards(self) -> list[float]:
+        """``[samples]`` seconds from the beginning of a sample's backward to its end; 0: it has none."""
+        again = self.forward if self.encode_twice else [0.0] * len(self.forward)
+        return [b + f if b > 0 else 0.0 for b, f in zip(self.backward, again, strict=True)]
+
+    @cached_property
+    def keeps(self) -> int:
+        """Number of trained samples whose activations it may keep."""
+        return len(self.forward) if self.in_flight is None or self.encode_twice else self.in_flight
+
+
+@dataclass(frozen=True)
+class Wavefront:
+    """Samples of a step, the lanes that train on them, and the feeders that encode for the lanes.
+
+    A lane is one data-parallel rank of the critical section. It runs the forward and the backward of a sample, then
+    those of the next one; a sample begins when all of its features are there. A feeder begins the next forward as soon
+    as slots and ``in_flight`` allow, otherwise the backward that became possible first.
+
+    Attributes:
+        work: ``[samples]`` seconds of forward and backward in the critical section.
+        lane: ``[samples]`` the lane of each sample.
+        num_lanes: number of lanes.
+        feeders: the feeders; a lane has at most one of each section.
+        coupled: lanes begin their n-th samples together and wait for the longest (collectives of FSDP or experts in
+            every layer); each lane has the same number of samples.
+
+    Raises:
+        ValueError: lengths that differ, slots or ``in_flight`` below 1; coupled lanes with unequal numbers of samples,
+            or with a feeder that cannot keep a sample of each of its lanes, for which they would wait for ever.
+    """
+
+    work: Sequence[float]
+    lane: Sequence[int]
+    num_lanes: int
+    feeders: tuple[Feeder, ...]
+    coupled: bool = False
+
+    def __post_init__(self) -> None:
+        for feeder in self.feeders:
+            if {len(feeder.forward), len(feeder.backward)} != {len(self.work)}:
+                raise ValueError(f"a feeder has {len(feeder.forward)} samples; expected {len(self.work)}")
+            if feeder.slots < 1 or feeder.keeps < 1:
+                raise ValueError(f"slots {feeder.slots}, in_flight {feeder.in_flight}: expected at least 1")
+            if self.coupled and any(feeder.backwards) and feeder.keeps < len(feeder.lanes):
+                raise ValueError(f"in_flight {feeder.in_flight}: expected at least {len(feeder.lanes)}, one per lane")
+        numbers = {list(self.lane).count(lane) for lane in range(self.num_lanes)}
+        if self.coupled and len(numbers) > 1:
+            raise ValueError(f"coupled lanes have {sorted(numbers)} samples; expected equal numbers")
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the step."""
+        return len(self.work)
+
+    @cached_property
+    def needs(self) -> list[list[int]]:
+        """``[samples]`` indices of the feeders that encode something of each sample."""
+        return [
+            [g for g, feeder in enumerate(self.feeders) if feeder.forward[s] > 0 and lane in feeder.lanes]
+            for s, lane in enumerate(self.lane)
+        ]
+
+    def lanes_of(self, order: Sequence[int]) -> list[list[int]]:
+        """Return the samples of each lane, in the order of ``order``."""
+        lanes: list[list[int]] = [[] for _ in range(self.num_lanes)]
+        for sample in order:
+            lanes[self.lane[sample]].append(sample)
+        return lanes

@@ -1,0 +1,170 @@
+"""Messages between sections arrive in order, in a bounded memory, and a rank that is lost is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from omnitrain.errors import UserError
+from omnitrain.parallel.sections.carriers.nixl import NixlCarrier
+from omnitrain.parallel.sections.message import Message, Part, Rows, parts_at
+from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox
+from omnitrain.parallel.spawn.pool import RankError, RankPool
+from tests.parallel.sections.exchanges import (
+    CPU,
+    EDGE,
+    SLOTS,
+    MakeCarrier,
+    by_nixl,
+    by_torch,
+    gathered_shards,
+    lost,
+    paced,
+    there_and_back,
+)
+
+pytestmark = pytest.mark.ranks
+CARRIERS = [by_torch, by_nixl]
+
+
+@pytest.fixture(scope="module")
+def sections(_rank_server: None) -> Iterator[RankPool]:
+    """Up to eight ranks; each starts when a test needs it."""
+    with RankPool(8) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("make", "world", "count"),
+    [
+        (by_torch, 3, 1500),
+        (by_torch, 5, 3500),
+        (by_nixl, 3, 120),
+        *(pytest.param(make, world, 5000, marks=pytest.mark.slow) for make in CARRIERS for world in (3, 5)),
+    ],
+)
+def test_ten_thousand_ragged_messages_arrive_in_order_and_within_the_slots(
+    sections: RankPool, make: MakeCarrier, world: int, count: int
+) -> None:
+    """Rows from two ranks to the others, and at least as many messages with gradients back.
+
+    By default 10,000 over torch together, and slowly 10,000 for each carrier and number of ranks.
+    """
+    most = sections.run(there_and_back, count, make, 2, timeout_s=180, world=world)
+    for found in most[:2]:
+        assert 1 <= found["sent"] <= (world - 2) * SLOTS * 2  # a message has at most two parts
+    for found in most[2:]:
+        assert found["posted"] == SLOTS
+        assert found.get("alive", 1) <= SLOTS + 1  # and the one that was taken
+
+
+@pytest.mark.parametrize("make", CARRIERS)
+def test_shards_of_tp2_x_cp2_are_gathered_at_tp4_and_gradients_come_back(sections: RankPool, make: MakeCarrier) -> None:
+    assert sections.run(gathered_shards, make, timeout_s=60, world=8) == [0.0] * 8
+
+
+@pytest.mark.parametrize("make", CARRIERS)
+def test_a_fast_sender_waits_for_a_slow_receiver(sections: RankPool, make: MakeCarrier) -> None:
+    pushes, takes = sections.run(paced, make, 20, 0.0, 0.02, timeout_s=60, world=2)
+    for number in range(2 * SLOTS, 20):
+        assert pushes[number][1] > takes[number - 2 * SLOTS][0]
+    assert pushes[SLOTS - 1][1] < takes[1][0]  # as long as there is room, it does not wait
+
+
+@pytest.mark.parametrize("make", CARRIERS)
+def test_a_fast_receiver_waits_for_a_slow_sender(sections: RankPool, make: MakeCarrier) -> None:
+    pushes, takes = sections.run(paced, make, 20, 0.02, 0.0, timeout_s=60, world=2)
+    for push, take in zip(pushes, takes, strict=True):
+        assert push[0] < take[1]
+    assert takes[-1][1] - pushes[-1][1] < 1
+
+
+@pytest.mark.parametrize(
+    ("make", "victim", "timeout_s", "verb"),
+    [
+        pytest.param(
+            make, *case, id=f"{name}-{make.__name__}", marks=[pytest.mark.slow] * (make is by_nixl and is_long)
+        )
+        for make in CARRIERS
+        for name, is_long, case in (
+            ("receiver killed", False, (1, None, "main: rank 1 is gone .*; rank 0 cannot send")),
+            ("sender killed", False, (0, None, "vision: rank 0 is gone .*; rank 1 cannot take")),
+            ("receiver silent", True, (1, 0.5, "main: rank 1 did nothing for 0.5 s; rank 0 cannot send")),
+        )
+    ],
+)
+def test_a_lost_rank_is_named_with_section_and_message_within_5_s(
+    sections: RankPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    victim: int,
+    timeout_s: float | None,
+    verb: str,
+    make: MakeCarrier,
+) -> None:
+    monkeypatch.setattr("omnitrain.parallel.spawn.pool._GRACE_SECONDS", 5.0 if timeout_s is None else 0.1)
+    with pytest.raises(RankError):
+        sections.run(lost, make, str(tmp_path), victim, timeout_s, timeout_s=30, world=2)
+    ended = float((tmp_path / "ended").read_text())
+    at, rank, waited_for, error = (tmp_path / "error").read_text().split("\n", 3)
+    assert float(at) - ended < 5
+    assert int(rank) == victim
+    named = re.fullmatch(rf"section {verb} message (\d+) of vision -> main", error)
+    assert named is not None, error
+    assert 5 <= int(named[1]) <= 5 + 2 * SLOTS
+    assert re.fullmatch(r"message \d+ of vision -> main", waited_for)
+
+
+def test_parts_lie_where_the_rows_of_a_shared_sequence_are() -> None:
+    zigzag = np.array([0, 1, 6, 7, 2, 3, 4, 5])
+    assert parts_at(zigzag, [4, 4], [3, 9]) == (Part(3, 0, 2), Part(9, 2, 6), Part(3, 6, 8))
+    assert parts_at(np.arange(0), [0, 0], [3, 9]) == ()
+
+
+def test_a_message_without_rows_comes_from_nobody_and_gives_back_nothing() -> None:
+    message = Message(1, (Rows((3,), torch.float32),), ())
+    assert message.rows == message.bytes == 0 and message.returned() == ()
+    assert [tuple(tensor.shape) for tensor in message.empty(CPU)] == [(0, 3)]
+
+
+@pytest.mark.parametrize("parts", [(Part(0, 1, 2),), (Part(0, 0, 2), Part(1, 3, 4)), (Part(0, 0, 0),)])
+def test_parts_that_leave_a_row_out_are_refused(parts: tuple[Part, ...]) -> None:
+    with pytest.raises(ValueError, match=r"must begin at row [02] and have rows"):
+        Message(1, (Rows((3,), torch.float32),), parts)
+
+
+def test_what_is_not_in_the_list_is_refused() -> None:
+    class Nobody:
+        def post(self, *_: object) -> None: ...
+
+        def send(self, *_: object) -> None: ...
+
+    message = Message(1, (Rows((3,), torch.float32),), (Part(0, 0, 2),))
+    outbox = Outbox(EdgeEnd(EDGE, Nobody(), 0, SLOTS))  # type: ignore[arg-type]
+    outbox.expect([message])
+    with pytest.raises(ValueError, match=r"rows 0 to 1 of a message are .*\(2, 3\).*; found .*\(3, 3\)"):
+        outbox.push(1, [torch.zeros(3, 3)])
+    outbox.push(1, [torch.zeros(2, 3)])
+    with pytest.raises(ValueError, match="rank 0 has no more parts of vision -> main for rank 1"):
+        outbox.push(1, [torch.zeros(2, 3)])
+    with pytest.raises(ValueError, match="rank 1 expects 0 messages of vision -> main, and takes one more"):
+        Inbox(EdgeEnd(EDGE, Nobody(), 1, SLOTS)).take()  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="vision -> main needs at least one slot; found 0"):
+        EdgeEnd(EDGE, Nobody(), 1, 0)  # type: ignore[arg-type]
+
+
+def test_nixl_refuses_a_message_that_is_larger_than_a_slot() -> None:
+    carrier = NixlCarrier(1, [0], [1], slots=1, slot_bytes=64)
+    with pytest.raises(UserError, match="a message has 128 bytes, and a slot has 64"):
+        carrier.post(Message(1, (Rows((16,), torch.float32),), (Part(0, 0, 2),)), 0)
+
+
+def test_without_nixl_its_carrier_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omnitrain.parallel.sections.carriers.nixl._PACKAGES", ("nixl_of_nobody",))
+    with pytest.raises(UserError, match=r"needs the package nixl-cu12; pip install 'omnitrain\[nixl\]'"):
+        NixlCarrier(1, [0], [1], slots=1, slot_bytes=64)
