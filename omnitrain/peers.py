@@ -90,11 +90,11 @@ SINGLE_PROCESS = SingleProcess()
 class GlooGroup:
     """:class:`Peers` over a separate gloo group: calls do not wait for the device, and do not time out.
 
-    Every rank must create it, in the same order relative to other process groups.
+    All ranks of a group must create it, in the same order relative to their other process groups.
 
     Args:
-        groups: ``[num_groups, ranks per group]``, global ranks; a rank communicates within its group. None: one group
-            of all ranks.
+        groups: ``[num_groups, ranks per group]``, global ranks, one of which is this one; a rank communicates within
+            its group. None: one group of all ranks.
 
     Attributes:
         rank: index of this rank in its group.
@@ -104,11 +104,11 @@ class GlooGroup:
 
     def __init__(self, groups: np.ndarray | None = None) -> None:
         all_groups = np.arange(dist.get_world_size())[None] if groups is None else groups
-        for ranks in all_groups.tolist():
-            group = dist.new_group(ranks, backend="gloo", timeout=_PATIENCE, group_desc="peers")
-            if dist.get_rank() in ranks:
-                self.group: dist.ProcessGroup | None = group
-                self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        ranks = next(ranks for ranks in all_groups.tolist() if dist.get_rank() in ranks)
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self.group: dist.ProcessGroup | None = dist.new_group(
+            ranks, backend="gloo", timeout=_PATIENCE, group_desc="peers", use_local_synchronization=True
+        )
 
     def close(self) -> None:
         """Destroy the process group; all its ranks call this."""

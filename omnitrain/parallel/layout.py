@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.foundation.shared_tower import SharedTower
@@ -32,7 +31,6 @@ class ComponentLayout:
     Attributes:
         name: name of the component.
         plan: its plan with every field set.
-        mesh: mesh of its parameters.
         units: names of its FSDP units, whose parameters are gathered and reduced together; ``""`` is the root.
         parameters: names of its parameters.
         is_trained: whether some of its parameters get a gradient.
@@ -45,7 +43,6 @@ class ComponentLayout:
 
     name: str
     plan: ComponentPlan
-    mesh: DeviceMesh
     units: tuple[str, ...]
     parameters: tuple[str, ...]
     is_trained: bool
@@ -94,23 +91,30 @@ class ModelLayout:
     """The layout of a model.
 
     Attributes:
-        state: the factorisation of the ranks that the foundation uses.
+        state: the factorisation of the ranks of this rank's section. Without sections, the foundation uses it.
         components: component -> its layout.
-        pipeline: the pipeline of the foundation; None: every rank has all blocks.
+        pipeline: the pipeline of the foundation; None: every rank of ``main`` has all blocks.
+        section_of: component -> the section that has it.
     """
 
     state: ParallelState
     components: Mapping[str, ComponentLayout]
-    pipeline: Pipeline | None = None
+    pipeline: Pipeline | None
+    section_of: Mapping[str, str]
 
     @property
     def planned_ranks(self) -> tuple[int, ...]:
         """The global ranks that plan a step together: all ranks if encoders run on all pipeline ranks.
 
-        Otherwise the ranks of each pipeline stage plan it for themselves, and all stages have the same plan.
+        Otherwise the ranks of each pipeline stage plan it for themselves, and all stages have the same plan. Encoders
+        with a section are separate, so with sections all ranks plan together.
         """
         is_world = any(is_separate(component.plan) for component in self.components.values())
-        return tuple(range(self.state.world_size)) if is_world else self.state.stage_ranks
+        return tuple(range(self.state.num_ranks)) if is_world else self.state.stage_ranks
+
+    def state_of(self, component: str) -> ParallelState:
+        """Return the state of the section that has a component; another section's has no process groups."""
+        return self.state.of_section(self.section_of[component])
 
     def encoders(self, plan: StepPlan) -> tuple[EncoderWindows, ...]:
         """Return the windows of a step, for each component that is encoded outside of forwards."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
@@ -22,11 +22,11 @@ from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import compile_blocks
 from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, spread_experts, use_tp_dispatch
-from omnitrain.parallel.fsdp.broadcast_load import SOURCE, BroadcastLoader, ranks_without_weights
+from omnitrain.parallel.fsdp.broadcast_load import BroadcastLoader, ranks_without_weights
 from omnitrain.parallel.fsdp.load import (
     adapters_at,
+    first_ranks,
     load_weights,
-    rank0_first,
     require_equal_weights,
     require_one_source,
     require_same_adapters,
@@ -38,9 +38,10 @@ from omnitrain.parallel.layout import ComponentLayout, ModelLayout, call_axes, i
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
+from omnitrain.parallel.meshes import data_mesh
 from omnitrain.parallel.pipeline.apply import cut_into_stages
 from omnitrain.parallel.pipeline.relay import PipelineRelay
-from omnitrain.parallel.pipeline.stages import drop_parameters
+from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
@@ -51,7 +52,8 @@ from omnitrain.parallel.tensor.check import require_same_math, try_tokens
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel
 from omnitrain.peers import GlooGroup, is_spread
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
+from omnitrain.plan.mesh import MeshShape
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 
 
 def build_parallelize_model(
@@ -74,7 +76,8 @@ def build_parallelize_model(
         model: an :class:`OmniModel`, or a HF model, which becomes the foundation of a new one.
         weights_path: folder or Hub id of a complete checkpoint of ``model`` and its LoRA adapters. Only rank 0 reads
             it. None: the model has its weights already, at least on rank 0. Ranks that hold the model on the meta
-            device receive the weights from rank 0, one FSDP unit at a time.
+            device receive the weights from rank 0, one FSDP unit at a time. With sections, the first rank of each takes
+            the place of rank 0.
         parallel_state: None: the state of the last :func:`init_parallel_state`.
         parallel_plan: None: every component follows the parallel state.
         enable_full_shard: reshard the parameters after the forward. False: keep them unsharded until the backward,
@@ -152,78 +155,98 @@ def _prepare(
     if is_spread(model):
         raise UserError("the model is parallelized already; build a new one to use another layout")
     omni = model if isinstance(model, OmniModel) else build_omni_model(foundation=model, init_device=str(model.device))
-    tensors = tensor_plan(omni, plan, state.size("tp"))
-    stored = rank0_first(partial(adapters_at, weights_path, omni)) if weights_path is not None and omni is model else {}
+    tensors = tensor_plan(omni, plan, state.of_section(MAIN).size("tp"))
+    stored = first_ranks(partial(adapters_at, weights_path, omni)) if weights_path is not None and omni is model else {}
     present = stored | adapters_of(omni)
-    if state.world_size > 1:
+    if state.num_ranks > 1:
         require_same_adapters(present)
     plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
     lacks_weights = ranks_without_weights(omni)
-    require_one_source(omni, weights_path, is_bare=lacks_weights[SOURCE])
-    require_same_math(omni.foundation, tensors.styles, state)
-    tokens = _token_sharding(omni, plans[FOUNDATION], tensors, state)
+    require_one_source(omni, weights_path, is_bare=any(lacks_weights[rank] for rank in _sources(state)))
+    tokens = None
+    if state.section == MAIN:
+        require_same_math(omni.foundation, tensors.styles, state)
+        tokens = _token_sharding(omni, plans[FOUNDATION], tensors, state)
     return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, lacks_weights)
 
 
+def _sources(state: ParallelState) -> list[int]:
+    """The first rank of each section, from which the others get their weights."""
+    return [section.first_rank for section in state.sections.values()] or [0]
+
+
 def _load(prepared: _Prepared, model: PreTrainedModel, weights_path: str | None, init_device: str | None) -> bool:
-    """Load the weights on rank 0; return whether the other ranks get theirs from it while the model is sharded."""
+    """Load the weights on the first rank of each section.
+
+    Returns:
+        Whether the other ranks get theirs from it while the model is sharded.
+    """
     omni = prepared.model
     if weights_path is not None:
-        rank0_first(partial(load_weights, model, weights_path))
+        first_ranks(partial(load_weights, model, weights_path), _sources(prepared.state))
         add_lora(omni, prepared.stored)
     if init_device not in (None, "meta") and omni.device.type != "meta":
         omni.to(init_device)
-    broadcasts = prepared.state.world_size > 1 and (weights_path is not None or any(prepared.lacks_weights))
+    broadcasts = prepared.state.num_ranks > 1 and (weights_path is not None or any(prepared.lacks_weights))
     (require_same_parameters if broadcasts else require_equal_weights)(omni)
     return broadcasts
 
 
 def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     """Apply each feature, in this order."""
-    omni, state, plans, tokens = prepared.model, prepared.state, prepared.plans, prepared.tokens
-    foundation, device = plans[FOUNDATION], device_of(state.fsdp_mesh)
+    omni, state, tokens = prepared.model, prepared.state, prepared.tokens
+    section_of = {name: prepared.plan.section_of(name) for name in prepared.plans}
+    plans = {name: plan for name, plan in prepared.plans.items() if section_of[name] == state.section}  # on this rank
+    root = FOUNDATION if FOUNDATION in plans else next(iter(plans))
+    device = device_of(state.fsdp_mesh)
 
     # What trains, and in which precision
-    _freeze(omni, plans)
+    _freeze(omni, prepared.plans)
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
-    loader = BroadcastLoader(omni, device) if broadcasts else None
-    _set_precision(omni, plans)  # the broadcast casts each tensor to the dtype set here
+    elsewhere = frozenset(n for name, parameters in omni.components.items() if name not in plans for n in parameters)
+    loader = BroadcastLoader(omni, device, state.section_group, elsewhere) if broadcasts else None
+    _set_precision(omni, prepared.plans)  # the broadcast casts each tensor to the dtype set here
 
-    # Pipeline: which parameters this rank has
-    pipeline = cut_into_stages(omni, foundation, state, {name for name, plan in plans.items() if is_separate(plan)})
-    absent = frozenset() if pipeline is None else pipeline.absent
+    # Sections and pipeline: which parameters this rank has
+    if elsewhere:
+        ignore_absent_in_device()
+    on_all = {name for name, plan in plans.items() if is_separate(plan)}
+    pipeline = cut_into_stages(omni, plans[FOUNDATION], state, on_all) if FOUNDATION in plans else None
+    absent = elsewhere if pipeline is None else pipeline.absent | elsewhere
     if loader is not None:
         loader.absent = absent
     else:
         drop_parameters(omni, absent)
 
     # Tensor parallelism, with Megatron's sequence parallelism
-    ends = () if tokens is None else tokens.ends_in(prepared.tensors.styles)
-    shard_matrices(omni, styles_with_adapters(prepared.tensors.styles, omni.renamed), state.tp_mesh, ends)
-    if tokens is not None and not tokens.problem:
-        last, spans = [omni.get_submodule(name) for name in ends], None if pipeline is None else pipeline.stages.spans
-        apply_sequence_parallel(omni.foundation, last, state.tp_mesh.get_group(), spans)
+    if FOUNDATION in plans:
+        ends = () if tokens is None else tokens.ends_in(prepared.tensors.styles)
+        shard_matrices(omni, styles_with_adapters(prepared.tensors.styles, omni.renamed), state.tp_mesh, ends)
+        if tokens is not None and not tokens.problem:
+            last, spans = [omni.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
+            apply_sequence_parallel(omni.foundation, last, state.tp_mesh.get_group(), spans)
 
     # Experts, async Ulysses, towers that ranks share
     experts = _spread_experts(omni, plans, prepared.plan, state)
-    async_ulysses = apply_async_ulysses(omni, state.size("sp")) if foundation.async_ulysses else None
+    is_async = FOUNDATION in plans and plans[FOUNDATION].async_ulysses
+    async_ulysses = apply_async_ulysses(omni, state.size("sp")) if is_async else None
     towers = _share_towers(omni, plans, state)
 
     # Each FSDP unit: recompute and offload, compile, shard
     units = find_units(omni, experts)
     activations = _apply_recompute_and_offload(omni, plans, units, state)
-    compiled = compile_blocks(omni.foundation, device) if foundation.compile else None
-    meshes = _meshes(plans, state)
-    sharding = {name: _sharding(plan, meshes[name], state, full_shard) for name, plan in plans.items()}
-    shard(omni, units, sharding, fill=None if loader is None else loader.fill, absent=absent)
+    is_compiled = FOUNDATION in plans and plans[FOUNDATION].compile
+    compiled = compile_blocks(omni.foundation, device) if is_compiled else None
+    sharding = _shardings(plans, state, full_shard)
+    shard(omni, units, sharding, None if loader is None else loader.fill, absent, root)
 
     # What was applied
     of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}
-    components = _layouts(omni, plans, meshes, units, activations, towers, of_foundation)
-    remember_layout(omni, ModelLayout(state, components, pipeline))
+    components = _layouts(omni, prepared.plans | plans, units, activations, towers, of_foundation)
+    remember_layout(omni, ModelLayout(state, components, pipeline, section_of))
     if pipeline is not None:
-        omni.relay = PipelineRelay(pipeline, GlooGroup(state.shape.groups("pp")), device)
+        omni.relay = PipelineRelay(pipeline, GlooGroup(state.groups("pp")), device)
     omni.takes_batches = False
 
 
@@ -274,6 +297,8 @@ def _spread_experts(
     """Apply expert parallelism; return component -> names of its sharded experts. Updates the plans' dispatcher."""
     spread = {}
     for name, layers in expert_layers(model).items():
+        if name not in plans:
+            continue
         chosen = chosen_layers(model, layers, plan.ep_plan)
         if plans[name].expert_rows is not None:
             bound_rows(model, layers, plans[name].expert_rows)
@@ -291,7 +316,7 @@ def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: P
     return {
         name: SharedTower(model, parameters.values(), partial(slice_of_call, state))
         for name, parameters in model.components.items()
-        if name != FOUNDATION and (plans[name].ulysses or 1) > 1
+        if name in plans and name != FOUNDATION and (plans[name].ulysses or 1) > 1
     }
 
 
@@ -317,21 +342,17 @@ def _apply_recompute_and_offload(
     return offloads
 
 
-def _meshes(plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, DeviceMesh]:
-    """Component -> mesh; components with the same degrees share one, and the foundation uses the state's.
-
-    ``pp`` and ``tp`` are axes of every mesh's root, so each pipeline stage, and each tensor parallel rank in it, shards
-    its parameters over ranks of its own.
-    """
+def _shardings(plans: Mapping[str, ComponentPlan], state: ParallelState, full_shard: bool) -> dict[str, Sharding]:
+    """Component -> its sharding. Components with the same degrees share a mesh."""
     meshes = {(state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh}
-    for plan in plans.values():
+    shardings = {}
+    for name, plan in plans.items():
         degrees = (plan.dp_replicate or 1, plan.dp_shard or 1)
         if degrees not in meshes:
-            shape, names = (degrees, ("dp_replicate", "fsdp")) if degrees[0] > 1 else (degrees[1:], ("fsdp",))
-            sizes = (state.size("pp"), *shape, state.size("tp"))
-            root = init_device_mesh(state.device_type, sizes, mesh_dim_names=("pp", *names, "tp"))
-            meshes[degrees] = root[names]
-    return {name: meshes[plan.dp_replicate or 1, plan.dp_shard or 1] for name, plan in plans.items()}
+            shape = MeshShape(state.size("pp"), *degrees, tp=state.size("tp"))
+            meshes[degrees] = data_mesh(shape, state.device_type, state.first_rank)
+        shardings[name] = _sharding(plan, meshes[degrees], state, full_shard)
+    return shardings
 
 
 def _sharding(plan: ComponentPlan, mesh: DeviceMesh, state: ParallelState, full_shard: bool) -> Sharding:
@@ -350,7 +371,6 @@ def _sharding(plan: ComponentPlan, mesh: DeviceMesh, state: ParallelState, full_
 def _layouts(
     model: OmniModel,
     plans: Mapping[str, ComponentPlan],
-    meshes: Mapping[str, DeviceMesh],
     units: Mapping[str, ComponentUnits],
     activations: Mapping[str, ActivationOffload],
     towers: Mapping[str, SharedTower],
@@ -361,7 +381,6 @@ def _layouts(
         name: ComponentLayout(
             name=name,
             plan=plans[name],
-            mesh=meshes[name],
             units=tuple(unit for unit in names[name] if isinstance(model.get_submodule(unit), FSDPModule)),
             parameters=tuple(parameters),
             is_trained=any(parameter.requires_grad for parameter in parameters.values()),

@@ -6,9 +6,10 @@ import gc
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,16 +21,18 @@ from omnitrain.errors import UserError
 from omnitrain.parallel.meshes import device_meshes
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers
 from omnitrain.plan.mesh import MeshShape, fit_mesh
-from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 
 DpMode = Literal["fsdp2", "hsdp", "replicate"]
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelState:
-    """The coordinates of this rank in one factorisation of all ranks, with its meshes and process groups.
+    """The coordinates of this rank in one factorisation of the ranks, with its meshes and process groups.
 
-    Several states can use the same ranks at once. :meth:`size` and :meth:`rank_in` take any axis or product of axes
+    Components with ranks of their own (:class:`~omnitrain.recipe.parallel.Section`) have a factorisation of their own;
+    then a state is that of this rank's section, and its sizes and groups are those of the section. Several states can
+    use the same ranks at once. :meth:`size` and :meth:`rank_in` take any axis or product of axes
     (see :class:`~omnitrain.plan.mesh.MeshShape`); the properties cover the common ones. Meshes with two axes exist
     only for FSDP: ``dp_replicate`` with ``fsdp`` or ``ep_fsdp``.
 
@@ -39,6 +42,9 @@ class ParallelState:
         device_type: device type of the meshes: ``cpu`` or ``cuda``.
         dp_mode: how data-parallel ranks hold parameters unless a component's plan sets ``mode``: ``fsdp2`` and
             ``hsdp`` shard them over ``fsdp_mesh``, ``replicate`` keeps a copy on each rank of ``loss_group``.
+        section: name of the section that has this rank.
+        first_rank: global rank of the section's first rank; the others follow.
+        sections: section -> its state without process groups, in the order of ranks; empty: all ranks are ``main``.
     """
 
     shape: MeshShape
@@ -46,6 +52,9 @@ class ParallelState:
     device_type: str
     dp_mode: DpMode
     _meshes: Mapping[str, DeviceMesh] = field(repr=False)
+    section: str = MAIN
+    first_rank: int = 0
+    sections: Mapping[str, ParallelState] = field(default_factory=dict, repr=False)
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along the product of ``axes``."""
@@ -53,12 +62,34 @@ class ParallelState:
 
     def rank_in(self, *axes: str) -> int:
         """Return this process's rank along the product of ``axes``, from 0."""
-        return self.shape.rank_in(self.rank, *axes)
+        return self.shape.rank_in(self.rank - self.first_rank, *axes)
+
+    def ranks_along(self, *axes: str) -> tuple[int, ...]:
+        """Return the global ranks that differ from this one only on ``axes``, ascending; this rank is one of them."""
+        return tuple((self.shape.group(self.rank - self.first_rank, *axes) + self.first_rank).tolist())
+
+    def groups(self, *axes: str) -> np.ndarray:
+        """Return ``[number of groups, size of each]`` int64: :meth:`ranks_along` of all ranks of the section."""
+        return self.shape.groups(*axes) + self.first_rank
+
+    def of_section(self, section: str) -> ParallelState:
+        """Return the state of a section; another one's has no process groups."""
+        return self if section == self.section else self.sections[section]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the section, ascending."""
+        return tuple(range(self.first_rank, self.first_rank + self.world_size))
 
     @property
     def world_size(self) -> int:
-        """The number of all ranks."""
+        """The number of ranks of the section; without sections, of all ranks."""
         return self.shape.world_size
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of all ranks, over all sections."""
+        return sum(state.world_size for state in self.sections.values()) or self.world_size
 
     @property
     def dp_size(self) -> int:
@@ -288,7 +319,7 @@ class ParallelState:
     @property
     def loss_ranks(self) -> tuple[int, ...]:
         """The global ranks of ``loss_group``, ascending."""
-        return tuple(self.shape.group(self.rank, "loss").tolist())
+        return self.ranks_along("loss")
 
     @property
     def loss_group(self) -> dist.ProcessGroup:
@@ -303,7 +334,7 @@ class ParallelState:
     @property
     def stage_ranks(self) -> tuple[int, ...]:
         """The global ranks of ``stage_group``, ascending; these ranks plan a step together."""
-        return tuple(self.shape.group(self.rank, "stage").tolist())
+        return self.ranks_along("stage")
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
@@ -314,6 +345,11 @@ class ParallelState:
     def pp_loss_group(self) -> dist.ProcessGroup:
         """One rank of each tensor parallel group, on all pipeline stages: pp x dp x cp x sp."""
         return self._meshes["pp_loss"].get_group()
+
+    @property
+    def section_group(self) -> dist.ProcessGroup:
+        """All ranks of this process's section; without sections, all ranks."""
+        return self._meshes["all"].get_group()
 
 
 _DEGREE_ARGUMENTS = {axis: f"{axis}_size" for axis in ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
@@ -333,6 +369,7 @@ def init_parallel_state(
     cp_size: int = 1,
     ulysses_size: int = 1,
     dp_mode: DpMode = "fsdp2",
+    sections: ParallelPlan | None = None,
 ) -> ParallelState:
     """Factorise all ranks, and make the result the default that :func:`get_parallel_state` returns.
 
@@ -350,6 +387,7 @@ def init_parallel_state(
         ulysses_size: ranks that share a sequence and exchange it for attention heads: the axis ``sp``.
         dp_mode: ``fsdp2``: one copy of the parameters, unless ``dp_replicate_size`` is set. ``hsdp``: several copies;
             set ``dp_replicate_size`` or ``dp_shard_size``. ``replicate``: a copy on every rank; ``dp_shard_size`` is 1.
+        sections: a plan with sections; the other arguments are for the ranks that they leave. None: no sections.
 
     Raises:
         UserError: the degrees do not fit the number of ranks. The message lists degrees that do.
@@ -358,8 +396,10 @@ def init_parallel_state(
     data = _data_degrees(dp_mode, dp_replicate_size, dp_shard_size, _DEGREE_ARGUMENTS)
     global _default
     _ensure_process_group()
-    shape = fit_mesh(dist.get_world_size(), dp=dp_size, **data, **sizes, keys=_DEGREE_ARGUMENTS)
-    _default = _state(shape, dp_mode)
+    plan = sections or ParallelPlan()
+    ranks = _ranks_of_main(plan, dist.get_world_size())
+    shape = fit_mesh(ranks, dp=dp_size, **data, **sizes, keys=_DEGREE_ARGUMENTS)
+    _default = _with_groups(_all_sections(plan, shape, dp_mode))
     return _default
 
 
@@ -371,7 +411,7 @@ def init_state_of(plan: ParallelPlan) -> ParallelState:
     """
     global _default
     _ensure_process_group()
-    _default = _state(*_shape_of(plan, dist.get_world_size()))
+    _default = _with_groups(_states_of(plan, dist.get_world_size()))
     return _default
 
 
@@ -381,19 +421,52 @@ def state_without_groups(plan: ParallelPlan, world_size: int) -> ParallelState:
     Raises:
         UserError: the degrees do not fit the number of ranks. The message has degrees and a number of ranks that do.
     """
-    shape, mode = _shape_of(plan, world_size)
-    return ParallelState(shape, 0, "cpu", mode, {})
+    return _states_of(plan, world_size)[MAIN]
 
 
-def _shape_of(plan: ParallelPlan, world_size: int) -> tuple[MeshShape, DpMode]:
-    mode, degrees = _degrees_of(plan)
+def _states_of(plan: ParallelPlan, world_size: int) -> dict[str, ParallelState]:
+    """Section -> its state without groups."""
+    return _all_sections(plan, *_shape_of(plan, FOUNDATION, _ranks_of_main(plan, world_size)))
+
+
+def _all_sections(plan: ParallelPlan, main: MeshShape, dp_mode: DpMode) -> dict[str, ParallelState]:
+    """Section -> its state without groups: first ``main``, then the others. Each state knows all of them."""
+    states: dict[str, ParallelState] = {}
+    known = states if plan.sections else {}
+    states[MAIN] = ParallelState(main, 0, "cpu", dp_mode, {}, sections=known)
+    first_rank = main.world_size
+    for name, section in plan.sections.items():
+        shape, mode = _shape_of(plan, section.components[0], section.ranks)
+        states[name] = ParallelState(shape, first_rank, "cpu", mode, {}, name, first_rank, known)
+        first_rank += section.ranks
+    return states
+
+
+def _ranks_of_main(plan: ParallelPlan, world_size: int) -> int:
+    """The number of ranks that the sections leave."""
+    elsewhere = sum(section.ranks for section in plan.sections.values())
+    if plan.sections and world_size <= elsewhere:
+        raise UserError(
+            f"parallel.sections: {', '.join(plan.sections)} have {elsewhere} ranks of their own, and the run has "
+            f"{world_size}; start it with more, such as --nproc {elsewhere + 1}, or give sections fewer"
+        )
+    return world_size - elsewhere
+
+
+def _shape_of(plan: ParallelPlan, component: str, num_ranks: int) -> tuple[MeshShape, DpMode]:
+    """The factorisation of a section's ranks by the degrees of its leading component."""
+    mode, degrees = _degrees_of(plan.of(component))
     try:
-        return fit_mesh(world_size, **degrees), mode
+        return fit_mesh(num_ranks, **degrees), mode
     except UserError as error:
         _, *problems = str(error).splitlines()
-        fitting = _fitting_world_size(degrees, world_size)
-        advice = "" if fitting is None else f"; or start it with --nproc {fitting}"
-        raise UserError(f"parallel: {'; '.join(problems)}{advice}") from None
+        if component != FOUNDATION:
+            path = f"parallel.sections.{plan.section_of(component)}"
+            raise UserError(f"{path}.ranks: found {num_ranks}, but {component}: {'; '.join(problems)}") from None
+        fitting, elsewhere = _fitting_world_size(degrees, num_ranks), sum(s.ranks for s in plan.sections.values())
+        where = "parallel: on the ranks that sections leave, " if elsewhere else "parallel: "
+        advice = "" if fitting is None else f"; or start it with --nproc {fitting + elsewhere}"
+        raise UserError(f"{where}{'; '.join(problems)}{advice}") from None
 
 
 def _fitting_world_size(degrees: Mapping[str, Any], world_size: int) -> int | None:
@@ -412,12 +485,11 @@ def _fits(world_size: int, degrees: Mapping[str, Any]) -> bool:
     return True
 
 
-def _degrees_of(plan: ParallelPlan) -> tuple[DpMode, dict[str, Any]]:
-    foundation = plan.of(FOUNDATION)
-    replicate = foundation.dp_replicate or (None if foundation.mode == "replicate" else 1)
-    sizes = {axis: getattr(foundation, field) or 1 for axis, field in _PLAN_FIELDS.items()}
-    mode, keys = foundation.mode or "fsdp2", {"sp": "ulysses"}
-    return mode, {**_data_degrees(mode, replicate, foundation.dp_shard, keys), **sizes, "keys": keys}
+def _degrees_of(plan: ComponentPlan) -> tuple[DpMode, dict[str, Any]]:
+    replicate = plan.dp_replicate or (None if plan.mode == "replicate" else 1)
+    sizes = {axis: getattr(plan, field) or 1 for axis, field in _PLAN_FIELDS.items()}
+    mode, keys = plan.mode or "fsdp2", {"sp": "ulysses"}
+    return mode, {**_data_degrees(mode, replicate, plan.dp_shard, keys), **sizes, "keys": keys}
 
 
 def _data_degrees(mode: DpMode, replicate: int | None, shard: int | None, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -458,8 +530,8 @@ def loss_peers(state: ParallelState | None = None) -> Peers:
     Raises:
         UserError: :func:`init_parallel_state` was not called.
     """
-    shape = (state or get_parallel_state()).shape
-    return GlooGroup(shape.groups("loss")) if shape.world_size > 1 else SINGLE_PROCESS
+    state = state or get_parallel_state()
+    return GlooGroup(state.groups("loss")) if state.world_size > 1 else SINGLE_PROCESS
 
 
 def forget_parallel_state() -> None:
@@ -499,6 +571,9 @@ def _ensure_process_group() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _state(shape: MeshShape, dp_mode: DpMode) -> ParallelState:
+def _with_groups(states: Mapping[str, ParallelState]) -> ParallelState:
+    """The state of this rank, with its process groups."""
     device_type = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-    return ParallelState(shape, dist.get_rank(), device_type, dp_mode, device_meshes(shape, device_type))
+    own = next(state for state in states.values() if dist.get_rank() in state.ranks)
+    meshes = device_meshes(own.shape, device_type, own.first_rank)
+    return replace(own, rank=dist.get_rank(), device_type=device_type, _meshes=meshes)

@@ -22,6 +22,7 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "data": ("cp", "sp", "tp"),
     "stage": ("dp_replicate", "dp_shard", "cp", "sp", "tp"),
     "pp_loss": ("pp", "dp_replicate", "dp_shard", "cp", "sp"),
+    "all": DENSE_AXES,
 }
 
 
@@ -35,10 +36,11 @@ class MeshShape:
         pp x dp_replicate x ep_fsdp  x  ep     x tp       the experts
 
     so that ep x ep_fsdp = dp_shard x cp x sp, and adjacent ranks are adjacent in ``tp``, then ``sp`` (or ``ep``).
-    Seven products have names: ``dp`` = dp_replicate x dp_shard, ranks that draw different samples; ``sequence`` =
+    Eight products have names: ``dp`` = dp_replicate x dp_shard, ranks that draw different samples; ``sequence`` =
     cp x sp, ranks that share every packed sequence; ``fsdp`` = dp_shard x sequence, ranks over which parameters are
     sharded; ``loss`` = dp_replicate x fsdp, ranks over which losses add up; ``data`` = sequence x tp, ranks that hold
-    the same samples; ``stage`` = loss x tp, all ranks of a pipeline stage; ``pp_loss`` = pp x loss.
+    the same samples; ``stage`` = loss x tp, all ranks of a pipeline stage; ``pp_loss`` = pp x loss;
+    ``all`` = pp x stage.
 
     :func:`fit_mesh` makes one and checks it.
     """

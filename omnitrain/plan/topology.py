@@ -81,6 +81,8 @@ class Topology:
             them in its table.
         first_stage: for each rank, the rank of the first pipeline stage that has the same samples; only ranks of the
             first stage list samples and need features. Empty: one stage.
+        readers: ranks that have samples, directly or from the first stage. The others only encode (sections), and have
+            no packs. Empty: all ranks.
 
     Raises:
         ValueError: invalid ranks, names or places; the message lists all problems.
@@ -91,12 +93,15 @@ class Topology:
     losses: tuple[str, ...]
     data_groups: tuple[tuple[int, ...], ...] = ()
     first_stage: tuple[int, ...] = ()
+    readers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.data_groups:
             object.__setattr__(self, "data_groups", tuple((rank,) for rank in range(self.world_size)))
         if not self.first_stage:
             object.__setattr__(self, "first_stage", tuple(range(self.world_size)))
+        if not self.readers:
+            object.__setattr__(self, "readers", tuple(range(self.world_size)))
         problems = [*self._rank_problems(), *self._name_problems()]
         if problems:
             raise ValueError("\n".join(problems))
@@ -132,7 +137,17 @@ class Topology:
 
     def acts_as(self, rank: int, component: str) -> int:
         """Return the rank whose calls of a component ``rank`` makes: itself, or its peer on the first stage."""
-        return rank if rank in self.component(component).ranks else self.first_stage[rank]
+        is_own = rank in self.component(component).ranks or self.is_apart(component)
+        return rank if is_own else self.first_stage[rank]
+
+    def is_apart(self, component: str) -> bool:
+        """Whether only ranks without packs have the component."""
+        return self._drawing.isdisjoint(self.component(component).ranks)
+
+    @cached_property
+    def _drawing(self) -> set[int]:
+        """The ranks that list samples, and those that hold the same."""
+        return {self.first_stage[rank] for rank in self.readers}
 
     def call_group_of(self, component: str) -> np.ndarray:
         """Return ``[world_size, size]`` int64: the ranks with which each rank makes the component's calls."""
@@ -166,7 +181,7 @@ class Topology:
         return range(media[0], media[-1] + 1) if media else range(0)
 
     def _rank_problems(self) -> Iterable[str]:
-        everyone, drawing = set(range(self.world_size)), set(self.first_stage)
+        everyone, drawing = set(range(self.world_size)), self._drawing
         listed = [rank for group in self.data_groups for rank in group]
         if sorted(listed) != sorted(everyone):
             yield f"data groups {self.data_groups}: expected each of {self.world_size} ranks in exactly one group"
@@ -184,7 +199,7 @@ class Topology:
                 yield from self._call_group_problems(component)
 
     def _place_problems(self, component: PlannedComponent) -> Iterable[str]:
-        ranks, drawing = set(component.ranks), set(self.first_stage)
+        ranks, drawing = set(component.ranks), self._drawing
         if component.place == "local" and drawing - ranks:
             missing = sorted(drawing - ranks)
             yield f"{component.name}: `place: local`, but ranks {missing} do not hold it; use `place: world`"

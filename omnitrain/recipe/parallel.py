@@ -15,8 +15,10 @@ from omnitrain.recipe.located_problem import located
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
+from omnitrain.recipe.useless_keys import Idle
 
 FOUNDATION = "foundation"
+MAIN = "main"  # the section of all components that no other section names
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "ep")
 
 # Fields that belong together: a component that sets one of them inherits none of the others from the default.
@@ -299,6 +301,36 @@ class ComponentPlan(Strict):
         return ComponentPlan(**(inherited | fields))
 
 
+# A component of a section has ranks of its own: it does not inherit these fields from the default plan.
+_OF_RANKS = (*AXES, "mode", "schedule", "place", "window", "quadratic_cost", "sequence_parallel", "async_ulysses")
+
+
+class Section(Strict):
+    """Components on ranks of their own. They encode for the other ranks, which hold the rest of the model."""
+
+    components: list[str] = Field(
+        min_length=1, description="The encoders of this section. The first one's degrees factorise its ranks."
+    )
+    ranks: int = Field(ge=1, description="Number of ranks. Sections come after the other ranks, in this order.")
+    micro_batch: int = Field(
+        1, ge=1, description="Number of micro-batches of the other ranks whose items are encoded together."
+    )
+    slots: int = Field(2, ge=1, description="Number of messages with features for which each receiving rank has room.")
+    in_flight: Degree = Field(
+        None,
+        description="Of trained encoders: number of encoded micro-batches (of this section) whose activations are "
+        "kept at a time. Unset: no limit.",
+    )
+    encode_twice: bool = Field(
+        False, description="Keep no activations; the backward of trained encoders repeats their forward."
+    )
+
+    def idle(self) -> Iterator[Idle]:
+        """Yield the keys that can have no effect."""
+        if self.encode_twice:
+            yield Idle("in_flight", "but `encode_twice: true` keeps no activations; remove one of the two")
+
+
 def _set_fields(node: Strict) -> dict[str, Any]:
     return {name: value for name in type(node).model_fields if (value := getattr(node, name)) is not None}
 
@@ -319,6 +351,11 @@ class ParallelPlan(Strict):
         default_factory=ComponentPlan, description="Plan for all components. The plan of a component overrides it."
     )
     components: dict[str, ComponentPlan] = Field(default_factory=dict, description="Component name -> its plan.")
+    sections: dict[str, Section] = Field(
+        default_factory=dict,
+        description="Section name -> encoders on ranks of their own. All other components are on the ranks that are "
+        "left, the section `main`.",
+    )
     tp_plan: dict[str, str] | None = Field(
         None,
         description="Glob of module names -> tensor parallel style: `colwise`, `rowwise`, ... Unset: the model's own "
@@ -346,8 +383,15 @@ class ParallelPlan(Strict):
         return self
 
     def of(self, component: str) -> ComponentPlan:
-        """Return the component's plan, completed by the default plan."""
-        return self.components.get(component, ComponentPlan()).over(self.default)
+        """Return the component's plan, completed by the default plan; a section inherits nothing about ranks."""
+        default = self.default
+        if self.section_of(component) != MAIN:
+            default = default.model_copy(update=dict.fromkeys(_OF_RANKS))
+        return self.components.get(component, ComponentPlan()).over(default)
+
+    def section_of(self, component: str) -> str:
+        """Return the name of the section that has the component."""
+        return next((name for name, section in self.sections.items() if component in section.components), MAIN)
 
     def problems(
         self,

@@ -95,7 +95,7 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
     state = init_state_of(plan)
     peers = loss_peers = meter_peers = GlooGroup() if state.world_size > 1 else SINGLE_PROCESS
     if len(state.loss_ranks) < state.world_size:
-        loss_peers = GlooGroup(state.shape.groups("loss"))
+        loss_peers = GlooGroup(state.groups("loss"))
         if state.size("tp") > 1:
-            meter_peers = GlooGroup(state.shape.groups("pp", "loss")) if state.size("pp") > 1 else loss_peers
+            meter_peers = GlooGroup(state.groups("pp", "loss")) if state.size("pp") > 1 else loss_peers
     return Ranks(state, peers, loss_peers, meter_peers, open_rendezvous())

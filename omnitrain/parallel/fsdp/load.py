@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import TypeVar, cast
 
 import torch
@@ -101,7 +101,7 @@ def require_one_source(model: OmniModel, path: str | None, *, is_bare: bool) -> 
     Args:
         model: with or without adapters.
         path: path of the checkpoint, if any.
-        is_bare: whether the model of rank 0 is on the meta device.
+        is_bare: whether the model of rank 0, or of the first rank of a section, is on the meta device.
 
     Raises:
         UserError: no source exists, or the checkpoint would replace trained adapters.
@@ -109,7 +109,7 @@ def require_one_source(model: OmniModel, path: str | None, *, is_bare: bool) -> 
     if path is None and is_bare:
         raise UserError(
             "the model on rank 0 is on the meta device, but weights_path is not set; pass weights_path, or build the "
-            "model with init_device='cpu' on rank 0"
+            "model with init_device='cpu' on rank 0 (with sections: on the first rank of each)"
         )
     if path is not None and adapters_of(model) and not is_bare:
         raise UserError(
@@ -161,31 +161,34 @@ def _fingerprint(parameter: Tensor) -> tuple[float, ...]:
     return (float(total), float(size), *map(float, parameter.shape))
 
 
-def rank0_first(work: Callable[[], T]) -> T:
-    """Run ``work`` on rank 0 while the other ranks wait; all ranks must call this.
+def first_ranks(work: Callable[[], T], ranks: Collection[int] = (0,)) -> T:
+    """Run ``work`` on some ranks while the others wait; all ranks must call this.
+
+    Args:
+        work: it must return the same on these ranks.
+        ranks: global ranks, such as the first rank of each section.
 
     Returns:
         The return value of ``work``, on all ranks; it must be picklable.
 
     Raises:
-        UserError: rank 0 raised it; raised on all ranks.
-        TrainingError: rank 0 raised another error; raised on the other ranks, while rank 0 raises its error.
+        UserError: one of these ranks raised it; raised on all ranks.
+        TrainingError: one of them raised another error; raised on the other ranks, while that rank raises its error.
     """
     result: T | None = None
     failed: Exception | None = None
-    if dist.get_rank() == 0:
+    if dist.get_rank() in ranks:
         try:
             result = work()
-        except Exception as error:  # raised below, after the broadcast
+        except Exception as error:  # raised below, after the others know
             failed = error
     reported = failed
     if failed is not None and not isinstance(failed, UserError):
-        reported = TrainingError(f"rank 0 failed: {type(failed).__name__}: {failed}")
-    for_all = [reported, result]
-    dist.broadcast_object_list(for_all, src=0)
+        reported = TrainingError(f"rank {dist.get_rank()} failed: {type(failed).__name__}: {failed}")
+    of_all = gathered_objects((reported, result))
     if failed is not None:
         raise failed
-    reported, result = cast("tuple[Exception | None, T]", for_all)
-    if reported is not None:
-        raise reported
-    return result
+    for reported, _ in of_all:
+        if reported is not None:
+            raise reported
+    return cast(T, of_all[min(ranks)][1])

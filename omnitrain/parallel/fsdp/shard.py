@@ -62,6 +62,7 @@ def shard(
     how: Mapping[str, Sharding],
     fill: Callable[[nn.Module], None] | None,
     absent: Collection[str] = (),
+    root: str = FOUNDATION,
 ) -> None:
     """Shard every component's units over its mesh, in place; the model is the only root.
 
@@ -72,11 +73,12 @@ def shard(
     Args:
         model: its parameters are equal on all ranks.
         units: component -> its units.
-        how: component -> its sharding; parameters of the root itself are sharded like the foundation's.
+        how: component -> its sharding; for the components that this rank holds.
         fill: called with each unit before it is sharded, and with the model at the end, to replace parameters on the
             meta device by their weights. None: no parameter is on the meta device.
-        absent: names of the parameters that other pipeline stages hold. They stay on the meta device, and a unit that
-            has no others is not sharded.
+        absent: names of the parameters that other pipeline stages or sections hold. They stay on the meta device, and a
+            unit that has no others is not sharded.
+        root: the component like which parameters of the root itself are sharded.
     """
     # No caller writes to the foundation's output, a view in most models.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -85,18 +87,18 @@ def shard(
     ignored = fixed | elsewhere
     for component, of_component in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
         for name in of_component.all:
-            inner = how[component]
-            if name in of_component.fp32:
-                inner = replace(inner, compute_dtype=torch.float32)
-            if name in of_component.experts:
-                assert inner.expert_mesh is not None
-                inner = replace(inner, mesh=inner.expert_mesh)
             module, is_attached = model.get_submodule(name), name == component and component != FOUNDATION
             is_other = name in of_component.rest and name != FOUNDATION and not is_attached
             if fill is not None:
                 fill(module)
             if elsewhere.issuperset(module.parameters()):
                 continue
+            inner = how[component]
+            if name in of_component.fp32:
+                inner = replace(inner, compute_dtype=torch.float32)
+            if name in of_component.experts:
+                assert inner.expert_mesh is not None
+                inner = replace(inner, mesh=inner.expert_mesh)
             _shard_unit(
                 module,
                 inner,
@@ -109,12 +111,12 @@ def shard(
                 _gather_in_methods(model, component, dtype)
     if fill is not None:
         fill(model)
-    root = _shard_unit(model, how[FOUNDATION], ignored, casts_inputs=False, keeps_unsharded=True)
-    model.compute_device = device_of(how[FOUNDATION].mesh)
+    root_unit = _shard_unit(model, how[root], ignored, casts_inputs=False, keeps_unsharded=True)
+    model.compute_device = device_of(how[root].mesh)
     for parameter in fixed:
         parameter.data = parameter.data.to(model.compute_device)
     _require_embedding_grad(model)
-    initialise_root(root)
+    initialise_root(root_unit)
 
 
 def initialise_root(root: FSDPModule) -> None:

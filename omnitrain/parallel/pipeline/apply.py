@@ -93,7 +93,7 @@ def cut_into_stages(
     ignore_absent_in_device()
     held_by = holders(model, stages, model.stage_contract.readers, on_all)
     group = state.pp_mesh.get_group()
-    columns = state.shape.groups("pp")
+    columns = state.groups("pp")
     directions: list[Direction] = [(kind, is_up) for kind in "FB" for is_up in (True, False)]
     if dist.get_backend(group) == "gloo" or state.device_type == "cpu":
         groups = dict.fromkeys(directions, group)
@@ -171,9 +171,11 @@ def _lowered(
 
 
 def _new_group(columns: np.ndarray) -> dist.ProcessGroup:
-    """Create a group for each row of ranks; return the one of this rank, else any."""
-    made = [dist.new_group(ranks.tolist(), group_desc="pp") for ranks in columns]
-    return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), made[0])
+    """Create the group of this rank's row of ranks, if there is one."""
+    own = next((row for row in columns.tolist() if dist.get_rank() in row), None)
+    if own is None:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    return dist.new_group(own, group_desc="pp", use_local_synchronization=True)
 
 
 def units_by_stage(

@@ -15,7 +15,7 @@ from omnitrain.parallel.fsdp.units import find_units, ignored_params
 from omnitrain.parallel.pipeline.stages import stages_of
 from omnitrain.parallel.sequence.ulysses import head_problem
 from omnitrain.parallel.state import ParallelState
-from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan, PipelineSchedule
 
 
 def model_problems(
@@ -92,16 +92,19 @@ def _spread_problems(
 def _window_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     """An encoder that runs outside of the forwards needs FSDP units with all of its parameters."""
     for name in (name for name in model.media_names if name not in model.decoder_names):
-        merged = plan.of(name)
-        if (merged.window or 1) == 1 and not (state.size("pp") > 1 and merged.place == "world"):
+        merged, section = plan.of(name), plan.section_of(name)
+        if section == MAIN and (merged.window or 1) == 1 and not (state.size("pp") > 1 and merged.place == "world"):
             continue
         inside = {p for unit in find_units(model)[name].all for p in model.get_submodule(unit).parameters()}
         outside = [path for path, p in model.components[name].items() if p not in inside | ignored_params(model)]
         if outside:
             field = "window" if merged.window is not None else "place"
+            found = f"{plan.path_of(name, field)}.{field}: found {getattr(merged, field)}"
+            if section != MAIN:
+                found = f"sections.{section}.components: found {name}"
             yield (
-                f"{plan.path_of(name, field)}.{field}: found {getattr(merged, field)}, but {outside[0]} belongs to "
-                "modules that ranks call unequally often, or that other components use; remove it"
+                f"{found}, but {outside[0]} belongs to modules that ranks call unequally often, or that other "
+                "components use; remove it"
             )
 
 
@@ -147,10 +150,12 @@ def _skipped_module_problems(model: OmniModel, state: ParallelState) -> Iterator
 
 def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     """A tower's call can be shared by all ranks of a sequence group, or by none of them."""
-    ranks = state.size("sequence")
     for name, tower in plan.components.items():
         if name == FOUNDATION or name not in model.components:
             continue
+        section = plan.section_of(name)
+        own = state.of_section(section)
+        ranks = own.size("sequence")
         path, instead = f"components.{name}", "remove it (`place: group` divides whole items among these ranks)"
         if (tower.cp or 1) > 1:
             yield f"{path}.cp: found {tower.cp}, but only the foundation supports ring attention; {instead}"
@@ -158,9 +163,10 @@ def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) 
             continue
         found = f"{path}.ulysses: found {tower.ulysses}"
         if tower.ulysses != ranks:
-            allowed = f"use 1 or {ranks}" if ranks > 1 else "set ulysses or cp of the foundation, or remove it"
+            whose = "the foundation" if section == MAIN else plan.sections[section].components[0]
+            allowed = f"use 1 or {ranks}" if ranks > 1 else f"set ulysses or cp of {whose}, or remove it"
             sharing = "no ranks share" if ranks == 1 else f"{ranks} ranks share"
-            yield f"{found}, but {sharing} a sequence of the foundation ({state.shape}); {allowed}"
+            yield f"{found}, but {sharing} a sequence of {whose} ({own.shape}); {allowed}"
         elif tower.place in ("local", "world"):
             yield (
                 f"{found} with `place: {tower.place}`, but with ulysses the ranks that share a sequence share each "

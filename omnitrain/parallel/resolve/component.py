@@ -12,6 +12,7 @@ from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, Precision
 
 _OF_WINDOWS = ("features_on", "feature_bytes")
+_OF_PLACE = ("place", "window", "quadratic_cost", *_OF_WINDOWS)
 _MODEL_AXES = ("pp", "cp", "ulysses")  # axes of the foundation; other components have degree 1 by default
 
 
@@ -65,6 +66,13 @@ def _media_fields(request: Request) -> dict[str, Any]:
                 "are encoded on the ranks of one stage; use `place: group`, or remove it",
             )
         return {"place": place, "quadratic_cost": request.merged.quadratic_cost}
+    if (section := request.section) is not None:
+        for field in _OF_PLACE:
+            if (found := getattr(request.explicit, field)) is not None:
+                request.problem(
+                    field, f"found {found}, but the ranks of sections.{section} encode for all others; remove it"
+                )
+        return {"place": "world", "window": request.plans.sections[section].micro_batch}
     if stages > 1 and place == "world":
         window = window or "step"
     elif request.explicit.window is not None and stages > 1:

@@ -16,11 +16,12 @@ from omnitrain.parallel.fsdp.units import blocks_of, stays_fp32
 from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
+from omnitrain.parallel.resolve.sections import section_problems
 from omnitrain.parallel.resolve.sources import STATE_AXIS, CallFlags, Request
 from omnitrain.parallel.state import ParallelState, state_without_groups
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.recipe.globs import matches
-from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, PlanError, raise_problems
+from omnitrain.recipe.parallel import AXES, FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PlanError, raise_problems
 
 
 def resolve_plans(
@@ -49,12 +50,14 @@ def resolve_plans(
     """
     components, names = model.components, _names(model)
     frozen = [name for name, parameters in components.items() if not any(p.requires_grad for p in parameters.values())]
-    degrees = {axis: state.size(STATE_AXIS.get(axis, axis)) for axis in AXES}
+    main = state.of_section(MAIN)
+    degrees = {axis: main.size(STATE_AXIS.get(axis, axis)) for axis in AXES}
+    raise_problems(section_problems(model, plan, state))
     problems = plan.problems(names, frozen=frozen, degrees=degrees)
     blocks, layers = blocks_of(model), expert_layers(model)
     adapters, adapter_problems = adapters_for(model, plan, present)
     problems += [*adapter_problems, *lora_problems({**present, **adapters}, layers, plan), *tensors.problems]
-    problems += model_problems(model, layers, plan, state)
+    problems += model_problems(model, layers, plan, main)
     every_name = [name for of_component in names.values() for name in of_component]
     ep_globs = {
         glob: dim for glob, dim in (plan.ep_plan or {}).items() if any(matches(glob, name) for name in every_name)
@@ -62,12 +65,13 @@ def resolve_plans(
     problems += ep_plan_problems(layers, ep_globs)
     plans = {}
     for name in components:
-        tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
+        own = state.of_section(plan.section_of(name))
+        tp = own.size("tp") if name == FOUNDATION or name in tensors.components else 1
         sharded = chosen_layers(model, layers[name], plan.ep_plan)
         request = Request(
             name=name,
             plans=plan,
-            state=state,
+            state=own,
             flags=flags,
             is_frozen_already=name in frozen,
             has_blocks=bool(blocks[name]),

@@ -9,7 +9,7 @@ from typing import Any
 
 from omnitrain.parallel.expert.apply import ExpertLayer
 from omnitrain.parallel.state import ParallelState
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 
 STATE_AXIS = {"ulysses": "sp"}  # plan field -> axis of the state, where the names differ
 
@@ -44,7 +44,7 @@ class Request:
     Attributes:
         name: name of the component.
         plans: the plans of all components.
-        state: the factorisation of the ranks that the foundation uses.
+        state: the factorisation of the ranks of its section.
         flags: the flags of the call.
         is_frozen_already: whether all its parameters are frozen before the plan is applied.
         has_blocks: whether it has blocks that transformers can recompute.
@@ -97,6 +97,12 @@ class Request:
     def is_foundation(self) -> bool:
         """Whether it is the foundation."""
         return self.name == FOUNDATION
+
+    @property
+    def section(self) -> str | None:
+        """The section that has it; None: that of the foundation."""
+        name = self.plans.section_of(self.name)
+        return None if name == MAIN else name
 
     @property
     def is_frozen(self) -> bool:

@@ -24,7 +24,7 @@ class StepBatch:
     """One optimizer step of one rank.
 
     Attributes:
-        packs: its micro-batches.
+        packs: its micro-batches; none on ranks that only encode for others.
         plan: the plan of all ranks.
         media_calls: for each micro-batch, media name -> the items of each call that this rank makes. Media without an
             entry: the calls of the rank's pack.
@@ -48,7 +48,7 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
     moving = [component.name for component in topology.components if topology.moves(component.name)]
     component_of = {name: component for component in moving for name in topology.component(component).media}
     if not component_of:
-        return StepBatch(tuple(packs), plan, tuple({} for _ in packs))
+        return StepBatch(tuple(packs), plan, tuple({} for _ in range(plan.num_micro_batches)))
     parcels: list[dict[int, MediaGroup]] = [{} for _ in range(topology.world_size)]
     items: dict[int, MediaGroup] = {}
     for index, name, item in _drawn_items(plan, rank, packs):
@@ -66,7 +66,8 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
         items |= pickle.loads(parcel)
     names = set(component_of)
     calls = tuple(
-        dict.fromkeys(names, ()) | _calls(plan, rank, moving, micro_batch, items) for micro_batch in range(len(packs))
+        dict.fromkeys(names, ()) | _calls(plan, rank, moving, micro_batch, items)
+        for micro_batch in range(plan.num_micro_batches)
     )
     return StepBatch(tuple(_without_features(pack, names) for pack in packs), plan, calls)
 

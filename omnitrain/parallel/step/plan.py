@@ -34,7 +34,7 @@ from omnitrain.plan import (
 from omnitrain.plan.item_cost import item_cost
 from omnitrain.plan.topology import Place
 from omnitrain.plan.windows import WindowChooser
-from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.parallel import FOUNDATION, MAIN
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -63,22 +63,28 @@ def topology_of(model: OmniModel) -> Topology:
     trained = {name: any(p.requires_grad for p in weights.values()) for name, weights in model.components.items()}
     copies = {name: len(everyone) for name in trained}
     windows: dict[str, int | None] = {}
-    first_stage = everyone
+    first_stage = readers = everyone
     places: dict[str, Place] = {}
     data_groups: Groups = ()
     call_groups: dict[str, Groups] = {}
     shared: set[str] = set()
     if layout is not None:
-        state, plans = layout.state, {name: component.plan for name, component in layout.components.items()}
-        data_groups = _groups(state, planned, "data")
-        first_stage = tuple(rank % state.size("stage") for rank in everyone)
+        plans = {name: component.plan for name, component in layout.components.items()}
+        main, states = layout.state_of(FOUNDATION), {name: layout.state_of(name) for name in plans}
+        of_sections = [state for name, state in main.sections.items() if name != MAIN]
+        data_groups = tuple(group for state in (main, *of_sections) for group in _groups(state, planned, "data"))
+        readers = tuple(np.searchsorted(planned, [rank for rank in planned if rank in main.ranks]).tolist())
+        of_stage = main.size("stage")
+        first_stage = tuple(rank % of_stage if rank in readers else rank for rank in everyone)
         for name, plan in plans.items():
-            ranks[name] = everyone if is_separate(plan) else everyone[: state.size("stage")]
+            ranks[name] = readers if is_separate(plan) else readers[:of_stage]
+            if states[name] is not main:
+                ranks[name] = tuple(np.searchsorted(planned, states[name].ranks).tolist())
             windows[name] = 1 if plan.window is None else None if isinstance(plan.window, str) else plan.window
         copies = {n: len(ranks[n]) // (layout.components[n].num_shards * (p.tp or 1)) for n, p in plans.items()}
         places = {name: plan.place or "local" for name, plan in plans.items()}
         call_groups = {
-            name: tuple(group for group in _groups(state, planned, *call_axes(plan)) if group[0] in ranks[name])
+            name: tuple(group for group in _groups(states[name], planned, *call_axes(plan)) if group[0] in ranks[name])
             for name, plan in plans.items()
         }
         shared = {name for name, plan in plans.items() if (plan.ulysses or 1) > 1 or (plan.tp or 1) > 1}
@@ -99,12 +105,12 @@ def topology_of(model: OmniModel) -> Topology:
         for name in (*model.media_names, FOUNDATION)
     ]
     losses = ("text", *model.decoder_names)
-    return Topology(len(everyone), tuple(components), losses, data_groups, first_stage)
+    return Topology(len(everyone), tuple(components), losses, data_groups, first_stage, readers)
 
 
 def _groups(state: ParallelState, ranks: Sequence[int], *axes: str) -> Groups:
     """The groups of these ranks on the product of ``axes``, in the numbering of the plan."""
-    inside = [group for group in state.shape.groups(*axes) if group[0] in ranks]
+    inside = [group for group in state.groups(*axes) if group[0] in ranks]
     return tuple(tuple(np.searchsorted(ranks, group).tolist()) for group in inside)
 
 
@@ -205,9 +211,10 @@ class StepPlanner:
         costs = self.costs | dict(self.measured.next_step() if self.measured is not None else {})
         tables = self._tables(rank, packs, costs)
         most = len(tables.counts)
-        owners = {self.topology.owner_of(other) for other in range(self.topology.world_size)}
+        owners = {self.topology.owner_of(other) for other in self.topology.readers}
         if any(tables.num_micro_batches[owner] < most for owner in owners):
-            packs = [*packs, *[Pack.from_samples([self.idle])] * (most - len(packs))]
+            if rank in self.topology.readers:
+                packs = [*packs, *[Pack.from_samples([self.idle])] * (most - len(packs))]
             tables = self._tables(rank, packs, costs)
 
         def swap(parcels: Sequence[bytes]) -> list[bytes]:

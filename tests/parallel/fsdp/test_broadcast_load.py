@@ -17,7 +17,7 @@ from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.experts import experts_in, settings_of
-from omnitrain.parallel.fsdp.load import rank0_first
+from omnitrain.parallel.fsdp.load import first_ranks
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
 from tests.families import FAMILIES
@@ -134,7 +134,7 @@ def told_of(error: Exception) -> str:
         raise error
 
     with pytest.raises(Exception) as told:
-        rank0_first(fail)
+        first_ranks(fail)
     return repr(told.value)
 
 
