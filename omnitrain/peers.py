@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -90,11 +89,10 @@ SINGLE_PROCESS = SingleProcess()
 class GlooGroup:
     """:class:`Peers` over a separate gloo group: calls do not wait for the device, and do not time out.
 
-    All ranks of a group must create it, in the same order relative to their other process groups.
+    Every rank must create it, in the same order relative to other process groups.
 
     Args:
-        groups: ``[num_groups, ranks per group]``, global ranks, one of which is this one; a rank communicates within
-            its group. None: one group of all ranks.
+        groups: global ranks of each group; a rank communicates within its group. None: one group of all ranks.
 
     Attributes:
         rank: index of this rank in its group.
@@ -102,13 +100,12 @@ class GlooGroup:
         group: the process group.
     """
 
-    def __init__(self, groups: np.ndarray | None = None) -> None:
-        all_groups = np.arange(dist.get_world_size())[None] if groups is None else groups
-        ranks = next(ranks for ranks in all_groups.tolist() if dist.get_rank() in ranks)
-        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
-        self.group: dist.ProcessGroup | None = dist.new_group(
-            ranks, backend="gloo", timeout=_PATIENCE, group_desc="peers", use_local_synchronization=True
-        )
+    def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
+        for ranks in [range(dist.get_world_size())] if groups is None else groups:
+            group = dist.new_group(list(ranks), backend="gloo", timeout=_PATIENCE, group_desc="peers")
+            if dist.get_rank() in ranks:
+                self.group: dist.ProcessGroup | None = group
+                self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
 
     def close(self) -> None:
         """Destroy the process group; all its ranks call this."""

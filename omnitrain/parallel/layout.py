@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,12 +14,13 @@ from omnitrain.ops.compile.blocks import CompiledBlocks
 from omnitrain.parallel.layout_table import LayoutRow, LayoutTable
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.pipeline.apply import Pipeline
+from omnitrain.parallel.sections.edges import FeatureEdge
 from omnitrain.parallel.sequence.async_ulysses.apply import AsyncUlyssesModules
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
 from omnitrain.plan import StepPlan
 from omnitrain.plan.schedule.encoders import EncoderWindows
-from omnitrain.recipe.parallel import ComponentPlan
+from omnitrain.recipe.parallel import MAIN, ComponentPlan, Section
 
 _ATTRIBUTE = "_applied_layout"
 
@@ -95,12 +96,18 @@ class ModelLayout:
         components: component -> its layout.
         pipeline: the pipeline of the foundation; None: every rank of ``main`` has all blocks.
         section_of: component -> the section that has it.
+        section: the section of this rank; None: ``main``.
+        edges: component of a section -> this rank's end of its edge. Empty on ranks that no edge reaches.
+        sections: section -> its settings, in the order of ranks.
     """
 
     state: ParallelState
     components: Mapping[str, ComponentLayout]
     pipeline: Pipeline | None
     section_of: Mapping[str, str]
+    section: Section | None = None
+    edges: Mapping[str, FeatureEdge] = field(default_factory=dict)
+    sections: Mapping[str, Section] = field(default_factory=dict)
 
     @property
     def planned_ranks(self) -> tuple[int, ...]:
@@ -112,13 +119,21 @@ class ModelLayout:
         is_world = any(is_separate(component.plan) for component in self.components.values())
         return tuple(range(self.state.num_ranks)) if is_world else self.state.stage_ranks
 
+    def holds(self, component: str) -> bool:
+        """Whether this rank's section has the component."""
+        return self.section_of[component] == self.state.section
+
     def state_of(self, component: str) -> ParallelState:
         """Return the state of the section that has a component; another section's has no process groups."""
         return self.state.of_section(self.section_of[component])
 
     def encoders(self, plan: StepPlan) -> tuple[EncoderWindows, ...]:
-        """Return the windows of a step, for each component that is encoded outside of forwards."""
-        planned = {name: plan.topology.component(name) for name, c in self.components.items() if is_separate(c.plan)}
+        """Return the windows of a step, for each component of ``main`` that is encoded outside of forwards."""
+        planned = {
+            name: plan.topology.component(name)
+            for name, component in self.components.items()
+            if is_separate(component.plan) and self.section_of[name] == MAIN
+        }
         return tuple(
             EncoderWindows(name, component.window or plan.num_micro_batches, self.components[name].is_trained)
             for name, component in planned.items()

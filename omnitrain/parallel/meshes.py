@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -16,23 +18,20 @@ _STANDALONE_AXES = ("dp", "loss", "cp", "sp", "sequence", "data", "stage", "pp_l
 
 
 def device_meshes(shape: MeshShape, device_type: str, first_rank: int = 0) -> dict[str, DeviceMesh]:
-    """Create the process groups of this rank, and return axis (or product of axes) -> mesh.
+    """Create process groups, and return axis (or product of axes) -> mesh; empty on ranks that ``shape`` does not have.
 
-    All ranks of ``shape`` must call it. The meshes ``fsdp`` and ``ep_fsdp`` have a first axis ``dp_replicate`` if there
+    All ranks of the run must call it. The meshes ``fsdp`` and ``ep_fsdp`` have a first axis ``dp_replicate`` if there
     are several copies.
 
     Args:
-        shape: the factorisation of the ranks.
+        shape: a factorisation of ranks.
         device_type: ``cpu`` or ``cuda``.
         first_rank: global rank of the first rank of ``shape``; the others follow.
     """
-    groups = _Groups(shape, first_rank)
-
-    def root(dims: tuple[str, ...]) -> DeviceMesh:
-        ranks = torch.arange(shape.world_size).reshape([shape.size(dim) for dim in dims]) + first_rank
-        return DeviceMesh.from_group([groups[dim] for dim in dims], device_type, ranks, mesh_dim_names=dims)
-
-    dense, expert = root(_DENSE_ROOT), root(_EXPERT_ROOT)
+    groups = _Groups(shape, first_rank, (*_DENSE_ROOT, *_EXPERT_ROOT, *_STANDALONE_AXES))
+    if not groups.has_this_rank:
+        return {}
+    dense, expert = groups.mesh(_DENSE_ROOT, device_type), groups.mesh(_EXPERT_ROOT, device_type)
     has_copies = shape.dp_replicate > 1
     meshes = {
         "fsdp": dense["dp_replicate", "fsdp"] if has_copies else dense["fsdp"],
@@ -42,54 +41,68 @@ def device_meshes(shape: MeshShape, device_type: str, first_rank: int = 0) -> di
         "pp": dense["pp"],
     }
     for dim in _STANDALONE_AXES:
-        meshes[dim] = DeviceMesh.from_group(groups[dim], device_type, mesh_dim_names=(dim,))
+        meshes[dim] = DeviceMesh.from_group(groups.of_axis[dim], device_type, mesh_dim_names=(dim,))
     return meshes
 
 
-def data_mesh(shape: MeshShape, device_type: str, first_rank: int = 0) -> DeviceMesh:
+def data_mesh(shape: MeshShape, device_type: str, first_rank: int = 0) -> DeviceMesh | None:
     """Create only the mesh ``fsdp`` of :func:`device_meshes`, for a component with degrees of its own.
 
     Its root also has the axes ``pp`` and ``tp``, so each pipeline stage, and each tensor parallel rank in it, shards
-    its parameters over ranks of its own.
+    its parameters over ranks of its own. All ranks of the run must call it; it is None on ranks that ``shape`` does not
+    have.
     """
-    groups = _Groups(shape, first_rank)
-    ranks = torch.arange(shape.world_size).reshape([shape.size(dim) for dim in _DENSE_ROOT]) + first_rank
-    root = DeviceMesh.from_group([groups[dim] for dim in _DENSE_ROOT], device_type, ranks, mesh_dim_names=_DENSE_ROOT)
+    groups = _Groups(shape, first_rank, _DENSE_ROOT)
+    if not groups.has_this_rank:
+        return None
+    root = groups.mesh(_DENSE_ROOT, device_type)
     return root["dp_replicate", "fsdp"] if shape.dp_replicate > 1 else root["fsdp"]
 
 
-class _Groups(dict[str, dist.ProcessGroup]):
-    """Axis (or product of axes) -> this rank's process group. Axes with the same ranks share a group, except ``ep``.
+class _Groups:
+    """The process groups of some axes (or products of axes). Axes with the same ranks share a group, except ``ep``.
 
     A group runs its CUDA collectives in one order, so in a shared group the all-to-alls of experts would wait for
-    FSDP's all-gathers. All ranks must look up the same axes in the same order. Every group also takes CPU tensors,
-    even after ``init_process_group("nccl")``.
+    FSDP's all-gathers. Every group also takes CPU tensors, even after ``init_process_group("nccl")``.
+
+    Attributes:
+        has_this_rank: whether this rank is in the groups.
+        of_axis: axis -> this rank's group; empty on other ranks.
     """
 
-    def __init__(self, shape: MeshShape, first_rank: int) -> None:
+    def __init__(self, shape: MeshShape, first_rank: int, axes: Sequence[str]) -> None:
         self._shape, self._first_rank = shape, first_rank
-        self._created: dict[tuple[tuple[int, ...], bytes], dist.ProcessGroup] = {}
-        self._backend: str | None = None
-        assert dist.group.WORLD is not None
+        self.has_this_rank = first_rank <= dist.get_rank() < first_rank + shape.world_size
+        created: dict[tuple[tuple[int, ...], bytes], dist.ProcessGroup | None] = {}
+        backend: str | None = None
         configured = dist.get_backend_config()
         if "cpu:" not in configured:
-            self._backend = f"cpu:gloo,{configured}"
+            backend = f"cpu:gloo,{configured}"
         elif shape.world_size == dist.get_world_size():
-            self._created[_key(np.arange(shape.world_size)[None])] = dist.group.WORLD
+            created[_key(np.arange(shape.world_size)[None])] = dist.group.WORLD
+        found: dict[str, dist.ProcessGroup | None] = {}
+        for axis in dict.fromkeys(axes):
+            partition = shape.groups(axis)
+            key = _key(partition)
+            is_own = axis == "ep" and partition.shape[1] > 1
+            if is_own or key not in created:
+                made = _new_group(partition + first_rank, backend, axis)
+                if not is_own:
+                    created[key] = made
+            found[axis] = made if is_own else created[key]
+        self.of_axis = {axis: group for axis, group in found.items() if group is not None}
 
-    def __missing__(self, axis: str) -> dist.ProcessGroup:
-        partition = self._shape.groups(axis)
-        key = _key(partition)
-        if axis == "ep" and partition.shape[1] > 1:
-            return self.setdefault(axis, self._new_group(partition, axis))
-        if key not in self._created:
-            self._created[key] = self._new_group(partition, axis)
-        return self.setdefault(axis, self._created[key])
+    def mesh(self, dims: Sequence[str], device_type: str) -> DeviceMesh:
+        """Return the mesh of all ranks of the shape, with these axes."""
+        ranks = torch.arange(self._shape.world_size).reshape([self._shape.size(dim) for dim in dims])
+        groups = [self.of_axis[dim] for dim in dims]
+        return DeviceMesh.from_group(groups, device_type, ranks + self._first_rank, mesh_dim_names=tuple(dims))
 
-    def _new_group(self, partition: np.ndarray, axis: str) -> dist.ProcessGroup:
-        """Create this rank's group of the axis."""
-        own = next(row for row in (partition + self._first_rank).tolist() if dist.get_rank() in row)
-        return dist.new_group(own, backend=self._backend, group_desc=axis, use_local_synchronization=True)
+
+def _new_group(partition: np.ndarray, backend: str | None, axis: str) -> dist.ProcessGroup | None:
+    """Create all groups of an axis, as ``new_group`` requires, and return the one of this rank."""
+    groups = [dist.new_group(ranks.tolist(), backend=backend, group_desc=axis) for ranks in partition]
+    return next((group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
 
 def _key(partition: np.ndarray) -> tuple[tuple[int, ...], bytes]:

@@ -43,6 +43,7 @@ from omnitrain.parallel.pipeline.apply import cut_into_stages
 from omnitrain.parallel.pipeline.relay import PipelineRelay
 from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
+from omnitrain.parallel.sections.connect import connect_sections
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state
@@ -211,8 +212,9 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     # Sections and pipeline: which parameters this rank has
     if elsewhere:
         ignore_absent_in_device()
-    on_all = {name for name, plan in plans.items() if is_separate(plan)}
-    pipeline = cut_into_stages(omni, plans[FOUNDATION], state, on_all) if FOUNDATION in plans else None
+    main = state.of_section(MAIN)
+    on_all = {name for name, plan in prepared.plans.items() if is_separate(plan) and section_of[name] == MAIN}
+    pipeline = cut_into_stages(omni, prepared.plans[FOUNDATION], main, on_all)
     absent = elsewhere if pipeline is None else pipeline.absent | elsewhere
     if loader is not None:
         loader.absent = absent
@@ -238,15 +240,20 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     activations = _apply_recompute_and_offload(omni, plans, units, state)
     is_compiled = FOUNDATION in plans and plans[FOUNDATION].compile
     compiled = compile_blocks(omni.foundation, device) if is_compiled else None
-    sharding = _shardings(plans, state, full_shard)
+    sharding = _shardings(prepared.plans | plans, prepared.plan, state, full_shard)
     shard(omni, units, sharding, None if loader is None else loader.fill, absent, root)
 
     # What was applied
     of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}
     components = _layouts(omni, prepared.plans | plans, units, activations, towers, of_foundation)
-    remember_layout(omni, ModelLayout(state, components, pipeline, section_of))
-    if pipeline is not None:
-        omni.relay = PipelineRelay(pipeline, GlooGroup(state.groups("pp")), device)
+    sections = prepared.plan.sections
+    edges = connect_sections(omni, sections, state, device) if sections else {}
+    remember_layout(
+        omni, ModelLayout(state, components, pipeline, section_of, sections.get(state.section), edges, sections)
+    )
+    column = GlooGroup(main.groups("pp").tolist()) if main.size("pp") > 1 else None
+    if pipeline is not None and column is not None:
+        omni.relay = PipelineRelay(pipeline, column, device)
     omni.takes_batches = False
 
 
@@ -342,17 +349,28 @@ def _apply_recompute_and_offload(
     return offloads
 
 
-def _shardings(plans: Mapping[str, ComponentPlan], state: ParallelState, full_shard: bool) -> dict[str, Sharding]:
-    """Component -> its sharding. Components with the same degrees share a mesh."""
-    meshes = {(state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh}
+def _shardings(
+    plans: Mapping[str, ComponentPlan], of_user: ParallelPlan, state: ParallelState, full_shard: bool
+) -> dict[str, Sharding]:
+    """Component of this rank's section -> its sharding. Components of a section with the same degrees share a mesh."""
+    meshes: dict[tuple[str, int, int], DeviceMesh | None] = {
+        (state.section, state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh
+    }
     shardings = {}
     for name, plan in plans.items():
-        degrees = (plan.dp_replicate or 1, plan.dp_shard or 1)
-        if degrees not in meshes:
-            shape = MeshShape(state.size("pp"), *degrees, tp=state.size("tp"))
-            meshes[degrees] = data_mesh(shape, state.device_type, state.first_rank)
-        shardings[name] = _sharding(plan, meshes[degrees], state, full_shard)
+        section = state.of_section(of_user.section_of(name))
+        key = (section.section, *_copies(plan))
+        if key not in meshes and _copies(plan) != (section.shape.dp_replicate, section.size("fsdp")):
+            shape = MeshShape(section.size("pp"), *_copies(plan), tp=section.size("tp"))
+            meshes[key] = data_mesh(shape, section.device_type, section.first_rank)  # all ranks make its groups
+        if section is state and (mesh := meshes[key]) is not None:
+            shardings[name] = _sharding(plan, mesh, state, full_shard)
     return shardings
+
+
+def _copies(plan: ComponentPlan) -> tuple[int, int]:
+    """Number of copies of a component, and of ranks that share one."""
+    return plan.dp_replicate or 1, plan.dp_shard or 1
 
 
 def _sharding(plan: ComponentPlan, mesh: DeviceMesh, state: ParallelState, full_shard: bool) -> Sharding:

@@ -72,6 +72,11 @@ class ParallelState:
         """Return ``[number of groups, size of each]`` int64: :meth:`ranks_along` of all ranks of the section."""
         return self.shape.groups(*axes) + self.first_rank
 
+    def all_groups(self, *axes: str) -> list[list[int]]:
+        """Return :meth:`groups` of all sections: each rank of the run is in one group."""
+        states = self.sections.values() or [self]
+        return [ranks for state in states for ranks in state.groups(*axes).tolist()]
+
     def of_section(self, section: str) -> ParallelState:
         """Return the state of a section; another one's has no process groups."""
         return self if section == self.section else self.sections[section]
@@ -531,7 +536,7 @@ def loss_peers(state: ParallelState | None = None) -> Peers:
         UserError: :func:`init_parallel_state` was not called.
     """
     state = state or get_parallel_state()
-    return GlooGroup(state.groups("loss")) if state.world_size > 1 else SINGLE_PROCESS
+    return GlooGroup(state.all_groups("loss")) if state.num_ranks > 1 else SINGLE_PROCESS
 
 
 def forget_parallel_state() -> None:
@@ -571,9 +576,10 @@ def _ensure_process_group() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _with_groups(states: Mapping[str, ParallelState]) -> ParallelState:
+def _with_groups(states: dict[str, ParallelState]) -> ParallelState:
     """The state of this rank, with its process groups."""
     device_type = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    states.update({name: replace(state, device_type=device_type) for name, state in states.items()})
     own = next(state for state in states.values() if dist.get_rank() in state.ranks)
-    meshes = device_meshes(own.shape, device_type, own.first_rank)
-    return replace(own, rank=dist.get_rank(), device_type=device_type, _meshes=meshes)
+    of_sections = {name: device_meshes(s.shape, device_type, s.first_rank) for name, s in states.items()}
+    return replace(own, rank=dist.get_rank(), _meshes=of_sections[own.section])

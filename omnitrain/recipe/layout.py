@@ -1,14 +1,15 @@
-"""Layouts as short strings: ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``, ``tp2.dp2``."""
+"""Layouts as short strings: ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``, ``tp2.dp2``, ``vision1+dp2``."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, Literal
 
 from omnitrain.errors import UserError
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSchedule
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSchedule, Section
 from omnitrain.recipe.suggest import nearest
 
 # Word -> field, in written order: some words come before the word of data parallelism, some after it.
@@ -17,6 +18,9 @@ _AFTER = {"cp": "cp", "sp": "ulysses", "ep": "ep", "accum": "accumulation", "win
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "ulysses", "cp", "ep", "pp")
 _FLAGS = ("gpipe", "zbv", "paired", "recompute", "offload", "world", "group")
 _NUMBERED = ("dp", "replicate", *_BEFORE, *_AFTER)
+# Word of a section -> its components; another word is the name of a component.
+_SECTIONS = {"vision": ["image_encoder"], "audio": ["audio_encoder"], "encoders": ["image_encoder", "audio_encoder"]}
+_OF_SECTION = {"window": "micro_batch", "slots": "slots", "flight": "in_flight"}
 _EXAMPLES = {word: f"{word}2" for word in _NUMBERED} | {"hsdp": "hsdp2x2"} | {flag: flag for flag in _FLAGS}
 
 
@@ -43,6 +47,7 @@ class Layout:
         world: any rank encodes an item; with ``pp``, ranks of all stages.
         group: any of the ranks that hold a sample encodes its items.
         window: micro-batches whose items are encoded together; 1: the default of the plan.
+        sections: names and settings of sections, which have ranks of their own.
     """
 
     dp_replicate: int = 1
@@ -63,6 +68,7 @@ class Layout:
     world: bool = False
     group: bool = False
     window: int = 1
+    sections: tuple[tuple[str, Section], ...] = ()
 
     def __post_init__(self) -> None:
         """Check the degrees.
@@ -77,8 +83,9 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks; ``ep`` uses ranks of the other degrees."""
-        return math.prod((self.dp_replicate, self.dp_shard, self.tp, self.ulysses, self.cp, self.pp))
+        """Number of ranks, those of sections included; ``ep`` uses ranks of the other degrees."""
+        of_main = math.prod((self.dp_replicate, self.dp_shard, self.tp, self.ulysses, self.cp, self.pp))
+        return of_main + sum(section.ranks for _, section in self.sections)
 
     def plan(self) -> ParallelPlan:
         """Return the parallel plan with this layout for all components."""
@@ -98,7 +105,8 @@ class Layout:
                 optimizer_offload=self.offload or None,
                 place="world" if self.world else "group" if self.group else None,
                 window=self.window if self.window > 1 else None,
-            )
+            ),
+            sections=dict(self.sections),
         )
 
     def __str__(self) -> str:
@@ -109,28 +117,40 @@ class Layout:
         }
         words = [*self._degrees(_BEFORE), data[self.mode], *self._degrees(_AFTER)]
         words += [flag for flag in _FLAGS if getattr(self, flag)]
-        return ".".join(filter(None, words)) or "dp1"
+        return "+".join([*starmap(_section_words, self.sections), ".".join(filter(None, words)) or "dp1"])
 
     def _degrees(self, fields: dict[str, str]) -> list[str]:
         return [f"{word}{size}" for word, field in fields.items() if (size := getattr(self, field)) > 1]
 
 
 def parse_layout(text: str) -> Layout:
-    """Parse a layout: words joined by dots, in any order.
+    """Parse a layout: words joined by dots, in any order; before them, each with a ``+``, sections.
 
     ``dpN`` (FSDP over N ranks), ``hsdpAxB`` (A copies, each over B ranks), ``replicateN``, ``tpN``, ``spN`` (Ulysses),
     ``cpN``, ``epN``, ``ppN`` (pipeline ranks), ``vN`` (pipeline stages per rank), ``gpipe``, ``zbv``, ``paired``
     (``overlap`` of the schedule), ``accumN`` (micro-batches per step), ``recompute``, ``offload``, ``world`` and
     ``group`` (``place``), ``windowN`` (micro-batches whose items are encoded together).
 
+    ``vision1+dp2``: the image encoder has a rank of its own, the rest of the model two. The word of a section is
+    ``vision``, ``audio``, ``encoders`` (both, together) or the name of a component, with its number of ranks. Further
+    words of a section: ``twice`` (``encode_twice``), ``windowN`` (``micro_batch``), ``slotsN``, ``flightN``
+    (``in_flight``).
+
     Raises:
         UserError: a word is unknown or sets a field twice; lists all such words, and the valid ones.
     """
     if not isinstance(text, str):
         raise UserError(f"layout: found {text!r}; expected words such as 'dp2', joined by dots")
+    *sections, main = text.split("+")
     fields: dict[str, Any] = {}
     problems = []
-    for word in text.split("."):
+    parsed_sections = []
+    for section in sections:
+        if (found := _parse_section(section)) is None:
+            problems.append(f"`{section}`: not understood; a section looks like `vision1` or `vision1.twice.window2`")
+        else:
+            parsed_sections.append(found)
+    for word in main.split("."):
         parsed = _parse_word(word)
         if parsed is None:
             close = nearest(re.sub(r"\d.*", "", word), _EXAMPLES)
@@ -143,7 +163,35 @@ def parse_layout(text: str) -> Layout:
     if problems:
         words = ", ".join(_EXAMPLES.values())
         raise UserError("\n  ".join([f"layout {text!r}: expected words such as {words}, joined by dots", *problems]))
-    return Layout(**fields)
+    return Layout(**fields, sections=tuple(parsed_sections))
+
+
+def _parse_section(text: str) -> tuple[str, Section] | None:
+    """The name of a section, and its settings."""
+    first, *words = text.split(".")
+    match = re.fullmatch(r"([a-z]\w*?)([1-9]\d*)", first)
+    if match is None:
+        return None
+    fields: dict[str, Any] = {}
+    for word in words:
+        setting = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
+        if word == "twice":
+            fields["encode_twice"] = True
+        elif setting is not None and setting[1] in _OF_SECTION:
+            fields[_OF_SECTION[setting[1]]] = int(setting[2])
+        else:
+            return None
+    name = match[1]
+    return name, Section(components=_SECTIONS.get(name, [name]), ranks=int(match[2]), **fields)
+
+
+def _section_words(name: str, section: Section) -> str:
+    numbers = [
+        f"{word}{value}"
+        for word, field in _OF_SECTION.items()
+        if (value := getattr(section, field)) != Section.model_fields[field].default
+    ]
+    return ".".join([f"{name}{section.ranks}", *(["twice"] if section.encode_twice else []), *numbers])
 
 
 def _parse_word(word: str) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from omnitrain.parallel.step.rendezvous import Rendezvous, open_rendezvous
 from omnitrain.parallel.watch.monitor import StallMonitor
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers, all_or_raise
 from omnitrain.recipe import ParallelPlan
+from omnitrain.recipe.parallel import MAIN
 from omnitrain.train.launch.environment import name_to_launcher
 
 T = TypeVar("T")
@@ -93,9 +94,10 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
     if device.type == "cpu" and num_ranks > 1 and not is_initialized:
         dist.init_process_group("gloo")
     state = init_state_of(plan)
-    peers = loss_peers = meter_peers = GlooGroup() if state.world_size > 1 else SINGLE_PROCESS
-    if len(state.loss_ranks) < state.world_size:
-        loss_peers = GlooGroup(state.groups("loss"))
-        if state.size("tp") > 1:
-            meter_peers = GlooGroup(state.groups("pp", "loss")) if state.size("pp") > 1 else loss_peers
+    main = state.of_section(MAIN)
+    peers = loss_peers = meter_peers = GlooGroup() if state.num_ranks > 1 else SINGLE_PROCESS
+    if len(main.groups("loss")[0]) < state.num_ranks:
+        loss_peers = GlooGroup(state.all_groups("loss"))
+        if main.size("tp") > 1 or len(state.sections) > 1:
+            meter_peers = GlooGroup(state.all_groups("pp", "loss")) if main.size("pp") > 1 else loss_peers
     return Ranks(state, peers, loss_peers, meter_peers, open_rendezvous())

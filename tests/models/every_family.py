@@ -168,7 +168,7 @@ def step_on_rank(
         with doubling() if in_fp64 else nullcontext():
             model = model.double() if in_fp64 else model
             build_parallelize_model(model, parallel_plan=plan, enable_mixed_precision=False)
-            outcome = train(model, table, state.dp_rank)
+            outcome = train(model, table[state.dp_rank])
     except UserError as refusal:
         return str(refusal)
     return outcome.loss, {name.removeprefix("foundation."): value for name, value in outcome.gradients.items()}

@@ -80,32 +80,31 @@ def cut_into_stages(
     Args:
         model: before tensors are sharded.
         plan: the complete plan of the foundation.
-        state: the parallel state.
+        state: the parallel state of the foundation's ranks.
         on_all: encoders that run on all pipeline ranks.
 
     Returns:
-        The pipeline; None without one.
+        The pipeline; None without one, and on the ranks of other sections.
     """
     if state.size("pp") == 1:
         return None
     schedule = plan.schedule or PipelineSchedule()
     stages = stages_of(model, schedule, state)
-    ignore_absent_in_device()
     held_by = holders(model, stages, model.stage_contract.readers, on_all)
-    group = state.pp_mesh.get_group()
     columns = state.groups("pp")
+    is_on_cpu = state.device_type == "cpu" or dist.get_backend() == "gloo"
     directions: list[Direction] = [(kind, is_up) for kind in "FB" for is_up in (True, False)]
-    if dist.get_backend(group) == "gloo" or state.device_type == "cpu":
-        groups = dict.fromkeys(directions, group)
-    else:
-        groups = {direction: _new_group(columns) for direction in directions}
-    shared = {}
-    for ranks in sorted({ranks for ranks in held_by.values() if len(ranks) > 1}):
-        is_whole = len(ranks) == state.size("pp")
-        made = group if is_whole else _new_group(columns[:, list(ranks)])
-        if stages.rank in ranks:
-            shared[ranks] = made
-    return Pipeline(stages, schedule, group, StageChannel(groups, stages.rank), held_by, shared)
+    own_groups = {} if is_on_cpu else {direction: _new_group(columns) for direction in directions}  # for NCCL
+    partly = sorted({ranks for ranks in held_by.values() if 1 < len(ranks) < state.size("pp")})
+    made = {ranks: _new_group(columns[:, list(ranks)]) for ranks in partly}
+    if dist.get_rank() not in state.ranks:
+        return None
+    ignore_absent_in_device()
+    group = state.pp_mesh.get_group()
+    shared = {ranks: found for ranks, found in made.items() if found is not None and stages.rank in ranks}
+    shared |= {ranks: group for ranks in held_by.values() if len(ranks) == state.size("pp")}
+    channel = StageChannel({direction: own_groups.get(direction) or group for direction in directions}, stages.rank)
+    return Pipeline(stages, schedule, group, channel, held_by, shared)
 
 
 def complete_schedule(
@@ -170,12 +169,10 @@ def _lowered(
     return schedule
 
 
-def _new_group(columns: np.ndarray) -> dist.ProcessGroup:
-    """Create the group of this rank's row of ranks, if there is one."""
-    own = next((row for row in columns.tolist() if dist.get_rank() in row), None)
-    if own is None:
-        return dist.GroupMember.NON_GROUP_MEMBER
-    return dist.new_group(own, group_desc="pp", use_local_synchronization=True)
+def _new_group(columns: np.ndarray) -> dist.ProcessGroup | None:
+    """Create a group for each row of ranks; return the one of this rank."""
+    made = [dist.new_group(ranks.tolist(), group_desc="pp") for ranks in columns]
+    return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
 
 def units_by_stage(

@@ -1,10 +1,14 @@
-"""Run encoders outside of the forwards of micro-batches: ``ENCODE``, ``EXCHANGE`` and ``ENCODE_B`` of a schedule."""
+"""Run encoders outside of the forwards of micro-batches: ``ENCODE``, ``EXCHANGE`` and ``ENCODE_B`` of a schedule.
+
+Encoders that have ranks of their own run there (``section.py``); here their features are received, and their gradients
+sent back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -33,18 +37,20 @@ class _Window:
 
     Attributes:
         pattern: the form of the features, without any.
+        has_gradient: for each tensor of the features, whether it gets a gradient.
         roots: the results whose backward runs: the features that this rank received, then those of calls without data.
-            Only their nodes in the graph are kept.
+            Only their nodes in the graph are kept. None if a section has encoded them.
         held: micro-batch -> its part of the received features, in the memory where it waits.
         leaves: micro-batch -> the same on the device, while its forward and backward need it.
         gradients: micro-batch -> gradients of ``leaves``, in the memory where they wait.
     """
 
     pattern: MediaFeatures
+    has_gradient: Sequence[bool]
     roots: list[_Root]
     held: dict[int, list[Tensor]]
-    leaves: dict[int, tuple[Tensor, ...]]
-    gradients: dict[int, list[Tensor]]
+    leaves: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    gradients: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 class _Root(NamedTuple):
@@ -73,10 +79,12 @@ class SeparateEncoders:
         self._is_first_stage = is_first_stage
         layout = layout_of(model)
         windows = () if layout is None else layout.encoders(batch.plan)
+        self._edges = {} if layout is None else layout.edges
         self._sizes = {window.component: window.size for window in windows}
         self._plans, self._rank = {}, 0
         if layout is not None:
             self._rank = layout.state.rank  # all ranks plan together
+            self._sizes |= {name: batch.plan.topology.component(name).window or 1 for name in self._edges}
             self._plans = {name: layout.components[name].plan for name in self._sizes}
         self._encoded: dict[tuple[str, int], tuple[MicroBatchWork, ComponentCalls]] = {}
         self._live: dict[tuple[str, int], _Window] = {}
@@ -98,19 +106,27 @@ class SeparateEncoders:
             return
         work, calls = self._encoded.pop((component, start))
         received = exchange_features(self._model, component, calls, work.exchanges[component])
-        micro_batches = range(start, min(start + self._sizes[component], len(self._batch.packs)))
-        numbers = [self._num_features(component, k) for k in micro_batches]
-        pieces = zip(*(tensor.detach().split(numbers) for tensor in received), strict=True)
-        self._live[component, start] = _Window(
-            pattern=calls.pattern.without_items(),
-            roots=[_root(tensor) for tensor in (*received, *calls.idle)],
-            held={k: self._waiting(component, piece) for k, piece in zip(micro_batches, pieces, strict=True)},
-            leaves={},
-            gradients={},
-        )
+        roots = [_root(tensor) for tensor in (*received, *calls.idle)]
+        has_gradient = [root.edge is not None for root in roots[: len(received)]]
+        window = _Window(calls.pattern.without_items(), has_gradient, roots, self._split(component, start, received))
+        self._live[component, start] = window
         limit, waiting = self._plans[component].feature_bytes, self.waiting_bytes(component)
         if limit is not None and waiting > limit:
             raise RuntimeError(f"{waiting:,} bytes of features of {component} wait, more than feature_bytes {limit:,}")
+
+    def receive(self, action: Action) -> None:
+        """Wait for the features of a window that a section has encoded."""
+        component, start = _key(action)
+        edge = self._edges[component]
+        held = self._split(component, start, edge.take(start))
+        self._live[component, start] = _Window(edge.form.pattern, edge.form.has_gradient, [], held)
+
+    def _split(self, component: str, start: int, received: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        """Micro-batch -> its part of the features of a window, in the memory where it waits."""
+        micro_batches = range(start, min(start + self._sizes[component], len(self._batch.packs)))
+        numbers = [self._num_features(component, k) for k in micro_batches]
+        pieces = zip(*(tensor.detach().split(numbers) for tensor in received), strict=True)
+        return {k: self._waiting(component, piece) for k, piece in zip(micro_batches, pieces, strict=True)}
 
     def waiting_bytes(self, component: str) -> int:
         """Return the bytes of features and gradients of a component that wait on this rank now."""
@@ -123,8 +139,8 @@ class SeparateEncoders:
         found = {}
         for component, window in self._windows_of(micro_batch):
             leaves = tuple(
-                tensor.to(self._model.device, non_blocking=True).requires_grad_(root.edge is not None)
-                for tensor, root in zip(window.held.pop(micro_batch), window.roots, strict=False)
+                tensor.to(self._model.device, non_blocking=True).requires_grad_(has_gradient)
+                for tensor, has_gradient in zip(window.held.pop(micro_batch), window.has_gradient, strict=True)
             )
             window.leaves[micro_batch] = leaves
             found[component] = ReceivedFeatures(leaves, window.pattern)
@@ -134,7 +150,7 @@ class SeparateEncoders:
         """Keep the gradients of a micro-batch's features, after its backward on the first stage."""
         for component, window in self._windows_of(micro_batch):
             leaves = window.leaves.pop(micro_batch)
-            if all(root.edge is None for root in window.roots):
+            if not any(window.has_gradient) and all(root.edge is None for root in window.roots):
                 continue  # a frozen encoder has no backward
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             window.gradients[micro_batch] = self._waiting(component, gradients)
@@ -144,8 +160,7 @@ class SeparateEncoders:
         if (window := self._live.pop(_key(action), None)) is None:
             return
         device = self._model.device
-        in_order = [window.gradients[k] for k in sorted(window.gradients)]
-        of_features = [torch.cat([g.to(device) for g in gradients]) for gradients in zip(*in_order, strict=True)]
+        of_features = self._gradients_of(window)
         edges, gradients = [], []
         for index, root in enumerate(window.roots):
             if root.edge is not None:
@@ -155,6 +170,18 @@ class SeparateEncoders:
                 gradients.append(of_features[index] if is_feature else zeros)
         if edges:
             torch.autograd.backward(edges, gradients)
+
+    def give_back(self, action: Action) -> None:
+        """Send the gradients of a window to the section that has encoded it."""
+        component, start = _key(action)
+        window = self._live.pop((component, start))
+        of_features = zip(self._gradients_of(window), window.has_gradient, strict=True)
+        self._edges[component].give_back(start, [gradient for gradient, is_sent in of_features if is_sent])
+
+    def _gradients_of(self, window: _Window) -> list[Tensor]:
+        """The gradients of all features of a window, on the device: one for each tensor."""
+        in_order = [window.gradients[k] for k in sorted(window.gradients)]
+        return [torch.cat([g.to(self._model.device) for g in tensors]) for tensors in zip(*in_order, strict=True)]
 
     def _waiting(self, component: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors in the memory where they wait."""

@@ -21,12 +21,13 @@ from omnitrain.ops.timing import SpanRecorder, What
 from omnitrain.ops.turns import run_in_turns
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.fsdp.hold import HeldUnits
-from omnitrain.parallel.layout import layout_of, reduce_all_replicas, reduce_replicas
+from omnitrain.parallel.layout import ModelLayout, layout_of, reduce_all_replicas, reduce_replicas
 from omnitrain.parallel.pipeline.apply import units_by_stage
 from omnitrain.parallel.pipeline.messages import StageMessages
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.parallel.schedule.encoders import SeparateEncoders
 from omnitrain.parallel.schedule.position import stage_action
+from omnitrain.parallel.schedule.section import SectionEncoders
 from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import work_of
@@ -103,7 +104,7 @@ class Executor:
         self._on_output, self._on_phase = on_output, on_phase
         self._contexts = [c for c in (forward_context, routers.watched if routers is not None else None) if c]
         self._routers = routers
-        layout = layout_of(model)
+        self._layout = layout = layout_of(model)
         self._pipeline = None if layout is None else layout.pipeline
         self._last = 0 if self._pipeline is None else self._pipeline.stages.num_stages - 1
         # Tensor parallel ranks compute the same loss, which counts once.
@@ -123,6 +124,8 @@ class Executor:
         self._units: dict[int | str, tuple[str, ...]] = {}  # stage, or encoder that has its own actions
         is_first_stage = self._pipeline is None or self._pipeline.stages.rank == self._pipeline.stages.first_rank
         self._encoders = SeparateEncoders(model, batch, self._draws, is_first_stage=is_first_stage)
+        is_apart = layout is not None and layout.section is not None
+        self._section = SectionEncoders(model, batch, self._draws) if is_apart else None
 
     def run(self, schedule: Schedule) -> Tensor:
         """Run the actions of this rank.
@@ -130,13 +133,15 @@ class Executor:
         Returns:
             This rank's part of the total loss, a scalar without gradient.
         """
-        rank = 0 if self._pipeline is None else self._pipeline.stages.rank
-        actions = schedule.actions[rank]
+        row = row_of(self._layout, schedule)
+        actions = schedule.actions[row]
+        self._expect_features(schedule)
         self._splits_backward = any(action.kind is Kind.W for action in actions)
         with ExitStack() as stack:
-            if self._pipeline is not None:
+            if self._pipeline is not None or schedule.sections:
                 for pack in self._batch.packs:  # before any stage waits for another
                     self._model.runner.in_forward.require_whole_model(pack)
+            if self._pipeline is not None:
                 self._messages = self._open_messages()
             if any(action.kind in WEIGHTS for action in actions):
                 self._held = HeldUnits(self._model)
@@ -156,6 +161,8 @@ class Executor:
                 self._held.finish()
             if self._pipeline is not None:
                 self._pipeline.channel.finish()
+            for edge in () if self._layout is None else self._layout.edges.values():
+                edge.finish()
         left = {
             *self._live,
             *self._delayed,
@@ -167,11 +174,23 @@ class Executor:
         assert not left, f"(stage, micro-batch) without all their actions: {sorted(left)}"
         return self._total
 
+    def _expect_features(self, schedule: Schedule) -> None:
+        """Prepare for the messages between sections and the first stage."""
+        if self._layout is None or not schedule.num_micro_batches:
+            return
+        for component, edge in self._layout.edges.items():
+            row = schedule.actions[
+                schedule.num_pipeline_ranks + list(self._layout.sections).index(self._layout.section_of[component])
+            ]
+            windows = [a.micro_batch for a in row if a.kind is Kind.ENCODE and a.component == component]
+            edge.expect(self._batch.plan, [w for w in windows if w is not None], trains=self._trains)
+
     def _units_of_actions(self, held: HeldUnits) -> dict[int | str, tuple[str, ...]]:
         layout = layout_of(self._model)
         assert layout is not None
-        encoders = layout.encoders(self._batch.plan)
-        of_encoders = {encoder.component: layout.components[encoder.component].units for encoder in encoders}
+        separate = [encoder.component for encoder in layout.encoders(self._batch.plan)]
+        separate += layout.section.components if layout.section is not None else ()
+        of_encoders = {component: layout.components[component].units for component in separate}
         apart = {name for names in of_encoders.values() for name in names}
         units: dict[int | str, tuple[str, ...]] = dict(of_encoders.items())
         if self._pipeline is None:
@@ -272,7 +291,7 @@ class Executor:
         )
 
     def _encode(self, action: Action) -> None:
-        self._encoders.encode(action)
+        (self._section or self._encoders).encode(action)
 
     def _exchange(self, action: Action) -> None:
         self._encoders.exchange(action)
@@ -283,18 +302,31 @@ class Executor:
         if self._held is None and layout_of(self._model) is not None:
             last = self._batch.plan.last_active(action.component)
             reduce_replicas(self._model, {action.component: last == action.micro_batch})
-        self._encoders.backward(action)
+        (self._section or self._encoders).backward(action)
         if self._held is not None:
             self._held.add_up()
 
     def _send(self, action: Action) -> None:
+        if action.stage is None:
+            self._send_between_sections(action)
+            return
         assert self._messages is not None and action.peer is not None
         is_forward = action.kind is Kind.SEND_F
         if is_forward or self._trains:
             out = (self._forward_out if is_forward else self._backward_out).pop(_key(action))
             self._messages.send(action, out)
 
+    def _send_between_sections(self, action: Action) -> None:
+        if self._section is not None:
+            self._section.send(action)
+        elif self._trains:
+            self._encoders.give_back(action)
+
     def _receive(self, action: Action) -> None:
+        if action.stage is None:
+            if action.kind is Kind.RECV_F:
+                self._encoders.receive(action)
+            return  # the backward of the section's window waits for gradients itself
         assert self._messages is not None and action.peer is not None
         is_forward = action.kind is Kind.RECV_F
         if is_forward or self._trains:
@@ -362,6 +394,15 @@ class Executor:
             self._on_phase(micro_batch=micro_batch, phase=phase, samples=samples, action=place)
         if not action.passes and place is not None:
             self._on_phase(action=place)
+
+
+def row_of(layout: ModelLayout | None, schedule: Schedule) -> int:
+    """Return the index of this rank's list of actions."""
+    if layout is None:
+        return 0
+    if layout.section is not None:
+        return schedule.num_pipeline_ranks + list(layout.sections).index(layout.state.section)
+    return 0 if layout.pipeline is None else layout.pipeline.stages.rank
 
 
 def _key(action: Action) -> _Key:

@@ -29,7 +29,9 @@ def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchW
 
 
 def work_of_window(model: OmniModel, batch: StepBatch, component: str, window: int) -> MicroBatchWork:
-    """Return this rank's calls and exchange for the items of an encoder in a window of micro-batches.
+    """Return this rank's calls for the items of an encoder in a window of micro-batches.
+
+    With the exchange of the features, unless a section encodes them and sends messages.
 
     Args:
         model: parallelized.
@@ -57,7 +59,8 @@ def _work(
         elif call_site.kind == "head" and number:
             heads.add(call_site.name)
     for component in (topology.component(name) for name in names):
-        if topology.moves(component.name) and plan.is_active(component.name, micro_batch):
+        moves = topology.moves(component.name) and not topology.is_apart(component.name)
+        if moves and plan.is_active(component.name, micro_batch):
             acts_as = topology.acts_as(rank, component.name)
             made = [item for call in plan.calls_of(acts_as, component.name, micro_batch) for item in call.items]
             routes = plan.routes(component.name, micro_batch)

@@ -14,7 +14,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.config_value import config_value
 from omnitrain.parallel.tensor.styles import STYLES
 from omnitrain.recipe.globs import any_layer, matches
-from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan
 from omnitrain.recipe.suggest import hint
 
 
@@ -56,6 +56,7 @@ def tensor_plan(model: OmniModel, plan: ParallelPlan, tp: int) -> TensorPlan:
         styles = planning.checked(styles)
     if planning.problems:
         return TensorPlan(problems=tuple(dict.fromkeys(planning.problems)))
+    styles = {name: style for name, style in styles.items() if plan.section_of(planning.component_of(name)) == MAIN}
     named = frozenset(planning.component_of(name) for name in styles)
     problems = [problem for name in model.components for problem in _component_problems(name, plan, tp, name in named)]
     return TensorPlan(styles, named, tuple(problems))

@@ -20,10 +20,10 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.experts import Recording, Replayed, experts_in
 from omnitrain.optim.offload import OffloadedOptimizer
-from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.pipeline.apply import Pipeline
+from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.pipeline.whole import whole_over_stages
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
@@ -73,24 +73,22 @@ def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulatio
 
 def train(
     model: OmniModel,
-    table: list[list[Pack]],
-    rank: int,
+    packs: list[Pack],
     routing: tuple[Recording, ...] | None = None,
     steps: int = STEPS,
 ) -> Outcome:
-    """Train on the packs of ``rank``.
+    """Train on the packs of this rank.
 
     Args:
         model: parallelized, or on one process.
-        table: the packs of every data-parallel rank.
-        rank: data-parallel rank of this process.
+        packs: its micro-batches; none on a rank of a section.
         routing: a recording per step to replay; None: this run routes tokens itself, and records it.
         steps: number of steps; one is enough for the loss and the gradients.
     """
-    batch = step_planner(model)(table[rank])
+    batch = step_planner(model)(packs)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     layout = layout_of(model)
-    whole = partial(_whole, pipeline=None if layout is None else layout.pipeline)
+    whole = partial(_whole, layout=layout)
     before = whole(trained)
     optimizer = _optimizer(model, list(trained.values()))
     gradients: dict[str, Tensor] = {}
@@ -172,6 +170,14 @@ def _summed(value: float) -> float:
     return total.item()
 
 
-def _whole(values: Mapping[str, Tensor | None], pipeline: Pipeline | None) -> dict[str, Tensor]:
+def _whole(values: Mapping[str, Tensor | None], layout: ModelLayout | None) -> dict[str, Tensor]:
     """Return the whole tensors, on all ranks; without those that are None."""
-    return {name: value for name, value in whole_over_stages(values, pipeline).items() if value is not None}
+    if layout is None or not layout.sections:
+        whole = whole_over_stages(values, None if layout is None else layout.pipeline)
+        return {name: value for name, value in whole.items() if value is not None}
+    own = {n for component in layout.components.values() if layout.holds(component.name) for n in component.parameters}
+    held = whole_over_stages({name: value for name, value in values.items() if name in own}, layout.pipeline)
+    found: dict[str, Tensor] = {}
+    for of_rank in gathered_objects(held if layout.state.rank == layout.state.first_rank else {}):
+        found |= {name: value for name, value in of_rank.items() if value is not None}
+    return {name: found[name] for name in values if name in found}

@@ -39,7 +39,7 @@ from omnitrain.parallel.verify.arguments import (
 from omnitrain.parallel.verify.run import STEPS, Outcome, micro_batches, train
 from omnitrain.parallel.verify.tiny_model import described, num_parameters, tiny_model_of
 from omnitrain.recipe.layout import Layout, parse_layout
-from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan
 
 _NOISE_FACTOR = 20.0
 # How much a gradient changes if every weight moves to a neighbouring number differs tenfold with the random directions.
@@ -233,7 +233,8 @@ def _case(layout: str | Layout | ParallelPlan, nproc: int) -> _Case:
         layout = parse_layout(layout)
     if isinstance(layout, Layout):
         return _Case(str(layout), layout.plan(), layout.accumulation, layout.num_ranks)
-    return _Case(_shown(layout), layout, 1, layout.of(FOUNDATION).num_ranks or nproc)
+    of_main, of_sections = layout.of(FOUNDATION).num_ranks, sum(section.ranks for section in layout.sections.values())
+    return _Case(_shown(layout), layout, 1, nproc if of_main is None else of_main + of_sections)
 
 
 def _shown(plan: ParallelPlan) -> str:
@@ -366,8 +367,8 @@ def _reference(
         add_lora(model, dict(adapters))
         if move is not None:
             _nudge_weights(model, seed=move)
-        table = [[Pack.from_samples([sample]) for sample in samples]]
-        return train(model, table, rank=0, routing=routing, steps=STEPS if move is None else 1)
+        packs = [Pack.from_samples([sample]) for sample in samples]
+        return train(model, packs, routing, STEPS if move is None else 1)
 
     reference = trained(batch)
     reversed_order = trained(batch[::-1], reference.routing)
@@ -406,11 +407,12 @@ def _train_on_rank(
     model = _omni(build_with(factory))
     try:
         state = init_state_of(case.plan)
-        table = micro_batches(model, batch, state.dp_size, case.accumulation)
-        for pack in chain(*table) if state.size("sequence") > 1 else ():
+        main = state.of_section(MAIN)
+        table = micro_batches(model, batch, main.dp_size, case.accumulation)
+        for pack in chain(*table) if main.size("sequence") > 1 else ():
             model.runner.in_forward.require_whole_sequence(pack)
         build_parallelize_model(model, parallel_plan=case.plan, enable_mixed_precision=False)
     except UserError as error:
         return str(error)
-    outcome = train(model, table, state.dp_rank, routing)
+    outcome = train(model, table[state.dp_rank] if state.section == MAIN else [], routing)
     return outcome if state.rank == 0 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -56,7 +56,8 @@ class Action(NamedTuple):
     Attributes:
         kind: what it does.
         stage: index of the stage. A ``SEND`` has the stage that sends, a ``RECV`` the stage that receives. None: the
-            action belongs to no stage (``ENCODE``, ``EXCHANGE``, ``ENCODE_B``, ``OPTIMIZER``, ``OVERLAP_F_B``).
+            action belongs to no stage (``ENCODE``, ``EXCHANGE``, ``ENCODE_B``, ``OPTIMIZER``, ``OVERLAP_F_B``, messages
+            between a section and the first stage).
         micro_batch: index of the micro-batch; of encoders: the first one of the window. None: the action is done once
             in the step.
         peer: pipeline rank at the other end of a ``SEND`` or ``RECV``, else None.
@@ -88,8 +89,7 @@ class Action(NamedTuple):
 
     def receive(self, sender: int) -> Action:
         """Return the receive that belongs to this send of rank ``sender``."""
-        assert self.stage is not None
-        stage = self.stage + (1 if self.kind is Kind.SEND_F else -1)
+        stage = None if self.stage is None else self.stage + (1 if self.kind is Kind.SEND_F else -1)
         return self._replace(kind=RECEIVE_OF[self.kind], stage=stage, peer=sender)
 
     @staticmethod
@@ -114,6 +114,22 @@ def _number(text: str | None) -> int | None:
     return int(text) if text else None
 
 
+class SectionOfSchedule(NamedTuple):
+    """Encoders with ranks of their own, in a schedule.
+
+    Attributes:
+        name: name of the section.
+        components: its encoders.
+        size: number of micro-batches that they encode together.
+        slots: number of messages with features of a component for which the first stage has room.
+    """
+
+    name: str
+    components: tuple[str, ...]
+    size: int
+    slots: int
+
+
 @dataclass(frozen=True)
 class Schedule:
     """For each pipeline rank the actions that it runs in a step, in order.
@@ -125,21 +141,33 @@ class Schedule:
         actions: ``[pipeline ranks]``, the actions of each rank.
         stage_ranks: ``[stages]``, the pipeline rank of each stage.
         num_micro_batches: number of micro-batches of the step.
+        sections: sections; after the pipeline ranks, ``actions`` has the list of each of them.
     """
 
     actions: tuple[tuple[Action, ...], ...]
     stage_ranks: tuple[int, ...]
     num_micro_batches: int
+    sections: tuple[SectionOfSchedule, ...] = ()
 
     @property
     def num_ranks(self) -> int:
-        """Number of pipeline ranks."""
+        """Number of lists of actions: pipeline ranks, then sections."""
         return len(self.actions)
+
+    @property
+    def num_pipeline_ranks(self) -> int:
+        """Number of pipeline ranks."""
+        return len(self.actions) - len(self.sections)
 
     @property
     def num_stages(self) -> int:
         """Number of stages on all ranks."""
         return len(self.stage_ranks)
+
+    @cached_property
+    def slots(self) -> Mapping[str, int]:
+        """Component of a section -> number of messages with its features for which the first stage has room."""
+        return {component: section.slots for section in self.sections for component in section.components}
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, ascending."""
@@ -157,7 +185,7 @@ class Schedule:
 
     def with_actions(self, actions: Iterable[Iterable[Action]]) -> Schedule:
         """Return this schedule with other actions on the same stages and micro-batches."""
-        return Schedule(tuple(map(tuple, actions)), self.stage_ranks, self.num_micro_batches)
+        return replace(self, actions=tuple(map(tuple, actions)))
 
     def peak_live(self) -> tuple[int, ...]:
         """Return, for each rank, the largest number of (stage, micro-batch) whose activations it keeps at one time.

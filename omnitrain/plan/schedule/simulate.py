@@ -218,7 +218,9 @@ class _Run:
     ) -> None:
         self.schedule, self.duration, self.link = schedule, duration, link
         self.posted_before = {} if slots is None else _receives_before_sends(schedule, slots)
-        self.has_messages = any(action.kind in SENDS | RECEIVES for row in schedule.actions for action in row)
+        self.has_messages = any(
+            action.kind in SENDS | RECEIVES and action.stage is not None for row in schedule.actions for action in row
+        )
         self.events: list[list[Event]] = [[] for _ in schedule.actions]
         self.compute_free = [_Reached(0, None) for _ in schedule.actions]
         self.communication_free = [_Reached(0, None) for _ in schedule.actions]
@@ -232,7 +234,7 @@ class _Run:
             rank = ready.popleft()
             row = self.schedule.actions[rank]
             while (index := len(self.events[rank])) < len(row):
-                if row[index].kind in COLLECTIVES:
+                if self._is_collective(rank, row[index]):
                     self._become_true((*_fact(row[index]), rank), self.compute_free[rank], waiting, ready)
                 needs = list(self._needs(rank, row[index]))
                 missing = next((fact for fact in needs if fact not in self.facts), None)
@@ -252,11 +254,14 @@ class _Run:
     def _needs(self, rank: int, action: Action) -> Iterator[_Fact]:
         """Yield what has to be true before an action can start."""
         if action.kind in SENDS:
-            yield _fact(action, Kind.F if action.kind is Kind.SEND_F else Kind.I)
+            if action.stage is not None:
+                yield _fact(action, Kind.F if action.kind is Kind.SEND_F else Kind.I)
             if posted := self.posted_before.get((rank, action)):
                 yield posted
-        elif action.kind in COLLECTIVES:
-            yield from ((*_fact(action), other) for other in range(self.schedule.num_ranks))
+        elif action.kind in RECEIVES and action.stage is None:
+            yield _fact(action, Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B)
+        elif self._is_collective(rank, action):
+            yield from ((*_fact(action), other) for other in range(self.schedule.num_pipeline_ranks))
         for part in action.passes:
             if part.kind is Kind.F:
                 yield from self._arrivals(rank, part, Kind.RECV_F, Kind.SEND_F, -1)
@@ -265,6 +270,10 @@ class _Run:
             else:
                 yield _fact(part, Kind.F)
                 yield from self._arrivals(rank, part, Kind.RECV_B, Kind.SEND_B, 1)
+
+    def _is_collective(self, rank: int, action: Action) -> bool:
+        """Whether all pipeline ranks run the action together; a section encodes by itself."""
+        return action.kind in COLLECTIVES and rank < self.schedule.num_pipeline_ranks
 
     def _arrivals(self, rank: int, part: Action, receive: Kind, send: Kind, step: int) -> Iterator[_Fact]:
         """Yield what brings a forward or backward its input from the stage before it."""
@@ -284,7 +293,8 @@ class _Run:
             end = self._compute(rank, action, needs)
             self.compute_free[rank] = end
         elif action.kind in RECEIVES:
-            now = self.compute_free[rank]
+            now = _latest([self.compute_free[rank], *needs])  # a message of a section is waited for here
+            self.compute_free[rank] = now
             self.events[rank].append(Event(action, Stream.COMMUNICATION, now.time, now.time, 0, now.event))
             end = _Reached(now.time, (rank, len(self.events[rank]) - 1))
         else:
@@ -377,14 +387,19 @@ def _places(schedule: Schedule) -> dict[_Fact, tuple[int, int]]:
 
 
 def _receives_before_sends(schedule: Schedule, slots: int) -> dict[tuple[int, Action], _Fact]:
-    """Return, for each send, the receive that has to be posted before it ends."""
-    channels: dict[tuple[int, Kind, int | None], list[Action]] = defaultdict(list)
+    """Return, for each send, the receive that has to be posted before it ends.
+
+    Features of a section have slots of their own, and a receive is posted when the one ``slots`` before it was taken.
+    Gradients for a section never wait: their receives are posted when the section has sent the features.
+    """
+    channels: dict[tuple[int, Kind, int | None, str], list[Action]] = defaultdict(list)
     posted: dict[tuple[int, Action], _Fact] = {}
     for rank, row in enumerate(schedule.actions):
         for action in row:
-            if action.kind in SENDS:
-                channel = channels[rank, action.kind, action.peer]
+            if action.kind in SENDS and (action.stage is not None or action.kind is Kind.SEND_F):
+                channel = channels[rank, action.kind, action.peer, action.component]
                 channel.append(action)
-                if len(channel) > slots:
-                    posted[rank, action] = _fact(channel[len(channel) - 1 - slots].receive(rank))
+                ahead = slots if action.stage is not None else schedule.slots[action.component]
+                if len(channel) > ahead:
+                    posted[rank, action] = _fact(channel[len(channel) - 1 - ahead].receive(rank))
     return posted

@@ -23,6 +23,7 @@ from omnitrain.plan.schedule.actions import (
 from omnitrain.plan.schedule.simulate import DeadlockError, simulate
 
 _Place = tuple[int, int]  # rank, index in its list
+_Channel = tuple[Kind, str, int | None, int | None]  # kind of the send, component, sender, receiver
 _MAX_SHOWN = 8
 
 
@@ -80,6 +81,7 @@ def problems_in(schedule: Schedule, *, lowered: bool = True, max_live: int | Non
         *_collectives(schedule),
         *_weights(schedule),
         *_encoders(schedule),
+        *_sections(schedule),
     ]
     problems = problems or [*_deadlock(schedule)]
     if not problems and max_live is not None:
@@ -94,7 +96,7 @@ def _counts(schedule: Schedule, lowered: bool) -> Iterator[Problem]:
     for rank, row in enumerate(schedule.actions):
         for index, action in enumerate(row):
             for part in action.passes or (action,):
-                if part.kind not in WEIGHTS | COLLECTIVES:
+                if part.kind not in WEIGHTS | COLLECTIVES and (part.stage is not None or part.passes):
                     places[part].append((rank, index))
     for action, found in places.items():
         rank, index = found[0]
@@ -160,30 +162,33 @@ def _reason(schedule: Schedule, action: Action) -> str:
 
 def _message_orders(schedule: Schedule) -> Iterator[Problem]:
     """Between two ranks, receives are posted in the order of the sends: messages of one kind cannot overtake."""
-    sends: dict[tuple[Kind, int, int | None], list[Action]] = defaultdict(list)
-    receives: dict[tuple[Kind, int | None, int], list[Action]] = defaultdict(list)
+    sends: dict[_Channel, list[Action]] = defaultdict(list)
+    receives: dict[_Channel, list[Action]] = defaultdict(list)
     for rank, row in enumerate(schedule.actions):
         for action in row:
             if action.kind in SENDS:
-                sends[action.kind, rank, action.peer].append(action)
+                sends[action.kind, action.component, rank, action.peer].append(action)
             elif action.kind in RECEIVES:
-                receives[Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B, action.peer, rank].append(action)
-    for (kind, sender, receiver), posted in receives.items():
-        assert sender is not None
-        for number, (send, receive) in enumerate(zip_longest(sends[kind, sender, receiver], posted)):
-            expected = send.receive(sender)
+                kind = Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B
+                receives[kind, action.component, action.peer, rank].append(action)
+    for channel in dict.fromkeys((*sends, *receives)):
+        kind, _, sender, receiver = channel
+        assert sender is not None and receiver is not None
+        for number, (send, receive) in enumerate(zip_longest(sends[channel], receives[channel])):
+            expected = None if send is None else send.receive(sender)
             if receive != expected:
                 yield Problem(
                     receiver,
-                    f"rank {receiver}: receive {number} of {kind} from rank {sender} is {receive}, but rank {sender} "
-                    f"sends {send} then; receives must be posted in the order of the sends",
-                    (send, receive, expected),
+                    f"rank {receiver}: receive {number} of {kind} from rank {sender} is {receive or 'missing'}, but "
+                    f"rank {sender} sends {send or 'nothing'} then; receives must be posted in the order of the sends",
+                    tuple(action for action in (send, receive, expected) if action is not None),
                 )
 
 
 def _collectives(schedule: Schedule) -> Iterator[Problem]:
     """Collectives over all pipeline ranks come in the same order on all of them."""
-    orders = [[action for action in row if action.kind in COLLECTIVES] for row in schedule.actions]
+    rows = schedule.actions[: schedule.num_pipeline_ranks]
+    orders = [[action for action in row if action.kind in COLLECTIVES] for row in rows]
     for rank, order in enumerate(orders):
         for number, (action, first) in enumerate(zip_longest(order, orders[0])):
             if action != first:
@@ -197,9 +202,10 @@ def _collectives(schedule: Schedule) -> Iterator[Problem]:
 
 def _weights(schedule: Schedule) -> Iterator[Problem]:
     """Where a schedule says when weights are gathered and gradients reduced, it is complete."""
-    if not any(action.kind in WEIGHTS for row in schedule.actions for action in row):
-        return
+    says = any(action.kind in WEIGHTS for row in schedule.actions[: schedule.num_pipeline_ranks] for action in row)
     for rank, row in enumerate(schedule.actions):
+        if not says and rank < schedule.num_pipeline_ranks:
+            continue
         yield from _gathered(schedule, rank, row)
         yield from _reduced(schedule, rank, row)
 
@@ -281,6 +287,35 @@ def _encoders(schedule: Schedule) -> Iterator[Problem]:
                     f"{start} to {stop - 1}, their backwards and the encoder's backward to follow in this order"
                 )
                 yield Problem(rank, message, tuple(of_window))
+
+
+def _sections(schedule: Schedule) -> Iterator[Problem]:
+    """A section sends what it has encoded, and the first stage reads it, and returns its gradients, in time."""
+    first = schedule.stage_ranks[0] if schedule.stage_ranks else 0
+    at = {
+        (rank, part): index
+        for rank, row in enumerate(schedule.actions)
+        for index, action in enumerate(row)
+        for part in action.passes or (action,)
+    }
+    for rank, section in enumerate(schedule.sections, schedule.num_pipeline_ranks):
+        row = schedule.actions[rank]
+        for component, start in dict.fromkeys((a.component, a.micro_batch) for a in row if a.kind is Kind.ENCODE):
+            stop = min((start or 0) + section.size, schedule.num_micro_batches)
+            encode = Action(Kind.ENCODE, None, start, None, component)
+            here = [encode, encode._replace(kind=Kind.SEND_F, peer=first)]
+            backward = [encode._replace(kind=Kind.RECV_B, peer=first), encode._replace(kind=Kind.ENCODE_B)]
+            here += backward if (rank, backward[1]) in at else []
+            there = [encode._replace(kind=Kind.RECV_F, peer=rank), Action(Kind.F, 0, start)]
+            if len(here) > 2:
+                last = [Action(kind, 0, k) for k in range(start or 0, stop) for kind in (Kind.B, Kind.I)]
+                ends = [action for action in last if (first, action) in at]
+                there += [ends[-1], encode._replace(kind=Kind.SEND_B, peer=rank)]
+            for of_rank, actions in ((rank, here), (first, there)):
+                indices = [at.get((of_rank, action), -1) for action in actions]
+                if indices != sorted(indices) or -1 in indices:
+                    listed = ", ".join(map(str, actions))
+                    yield Problem(of_rank, f"rank {of_rank}: expected {listed}, in this order", tuple(actions))
 
 
 def _deadlock(schedule: Schedule) -> Iterator[Problem]:

@@ -1,0 +1,109 @@
+"""Encode on the ranks of a section: its actions in a step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from omnitrain.models.omni.encode import ComponentCalls, call_component
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.draws import StepDraws
+from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.step.media_dispatch import StepBatch
+from omnitrain.parallel.step.work import work_of_window
+from omnitrain.plan.schedule.actions import Action
+
+
+class _Encoded(NamedTuple):
+    """A window between its forward and its backward.
+
+    Attributes:
+        tensors: ``[features, ...]`` each, of all calls; None if the backward encodes again.
+        idle: results of calls without data.
+        num_rows: number of features that this rank has encoded.
+    """
+
+    tensors: tuple[Tensor, ...] | None
+    idle: list[Tensor]
+    num_rows: int
+
+
+class SectionEncoders:
+    """The encoders of a section in a step, on one of its ranks.
+
+    Args:
+        model: parallelized.
+        batch: the step.
+        draws: random numbers of the step, if the model draws any.
+    """
+
+    def __init__(self, model: OmniModel, batch: StepBatch, draws: StepDraws | None) -> None:
+        layout = layout_of(model)
+        assert layout is not None
+        self._model, self._batch, self._draws, self._layout = model, batch, draws, layout
+        self._twice = layout.section is not None and layout.section.encode_twice
+        self._live: dict[tuple[str, int], _Encoded] = {}
+
+    def encode(self, action: Action) -> None:
+        """Make this rank's calls for the items of a window."""
+        component, window = _key(action)
+        keeps_graph = self._layout.components[component].is_trained and not self._twice
+        with torch.set_grad_enabled(keeps_graph):
+            self._live[component, window] = self._encoded(component, window)
+
+    def send(self, action: Action) -> None:
+        """Send the features of a window to the ranks that need them."""
+        key = component, window = _key(action)
+        encoded = self._live[key]
+        assert encoded.tensors is not None
+        self._layout.edges[component].send(window, encoded.tensors)
+        if not self._layout.components[component].is_trained:
+            del self._live[key]
+        elif self._twice:
+            self._live[key] = encoded._replace(tensors=None, idle=[])
+
+    def backward(self, action: Action) -> None:
+        """Wait for the gradients of a window, and run its backward."""
+        key = component, window = _key(action)
+        encoded, edge = self._live.pop(key), self._layout.edges[component]
+        gradients = iter(edge.take_gradients(window, encoded.num_rows))
+        if encoded.tensors is None:
+            encoded = self._encoded(component, window)
+            assert encoded.tensors is not None
+        pairs = [
+            (tensor, next(gradients))
+            for tensor, has_gradient in zip(encoded.tensors, edge.form.has_gradient, strict=True)
+            if has_gradient
+        ]
+        pairs += [(tensor, torch.zeros_like(tensor)) for tensor in encoded.idle]
+        pairs = [pair for pair in pairs if pair[0].requires_grad]
+        if pairs:
+            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _encoded(self, component: str, window: int) -> _Encoded:
+        work = work_of_window(self._model, self._batch, component, window)
+        with self._drawing(component, window):
+            calls = call_component(self._model, component, work)
+        tensors = _joined(calls)
+        return _Encoded(tensors, calls.idle, len(tensors[0]))
+
+    def _drawing(self, component: str, window: int) -> AbstractContextManager[None]:
+        """Ranks with other items draw other random numbers; a repeated forward draws the same."""
+        caller = int(self._batch.plan.topology.call_group_of(component)[self._layout.state.rank, 0])
+        return nullcontext() if self._draws is None else self._draws.forward(component, window, caller)
+
+
+def _joined(calls: ComponentCalls) -> tuple[Tensor, ...]:
+    """The tensors of all calls, one after the other; without calls, of no rows."""
+    own = [features.tensors() for of_name in calls.made.values() for features in of_name]
+    if not own:
+        return tuple(tensor[:0] for tensor in calls.minimal[0].tensors())
+    return tuple(torch.cat(tensors) for tensors in zip(*own, strict=True))
+
+
+def _key(action: Action) -> tuple[str, int]:
+    assert action.micro_batch is not None
+    return action.component, action.micro_batch

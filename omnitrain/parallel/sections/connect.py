@@ -1,0 +1,62 @@
+"""Connect the sections of a model: an edge for each of their components."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from omnitrain.models.discovery import MediaFeatures
+from omnitrain.models.omni.encode import MicroBatchWork, call_component
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.collectives import gathered_objects
+from omnitrain.parallel.sections.edges import FeatureEdge, FeatureForm
+from omnitrain.parallel.sections.message import Edge
+from omnitrain.parallel.state import ParallelState
+from omnitrain.recipe.parallel import MAIN, Section
+
+
+def connect_sections(
+    model: OmniModel, sections: Mapping[str, Section], state: ParallelState, device: torch.device
+) -> dict[str, FeatureEdge]:
+    """Return component -> this rank's end of its edge. All ranks must call it.
+
+    Each section encodes its smallest input once, and tells the other ranks the form of the features.
+
+    Args:
+        model: sharded; each rank has the components of its section.
+        sections: section -> its settings.
+        state: the state of this rank's section.
+        device: of this rank.
+    """
+    own = sections[state.section].components if state.section in sections else ()
+    forms = {name: _form(model, name) for name in own}
+    for of_rank in gathered_objects(forms):
+        forms |= of_rank
+    main, edges = state.of_section(MAIN), {}
+    receivers = main.ranks[: main.size("stage")]  # of the first stage
+    for section_name, section in sections.items():
+        senders = state.of_section(section_name).ranks
+        for component in section.components:
+            form = replace(forms[component], pattern=_on(forms[component].pattern, device))
+            edge = Edge(section_name, MAIN)
+            made = FeatureEdge(component, form, edge, senders, receivers, slots=section.slots, device=device)
+            if state.rank in (*senders, *receivers):
+                edges[component] = made
+    return edges
+
+
+def _form(model: OmniModel, component: str) -> FeatureForm:
+    """Encode the smallest input of a component; all ranks of its section take part."""
+    names = model.media_names[component]
+    work = MicroBatchWork(calls={names[0]: 1}, media_calls=dict.fromkeys(names, ()))
+    with torch.no_grad(), torch.random.fork_rng():
+        pattern = call_component(model, component, work).pattern.without_items()
+    is_trained = any(parameter.requires_grad for parameter in model.components[component].values())
+    return FeatureForm(_on(pattern, torch.device("cpu")), is_trained)
+
+
+def _on(pattern: MediaFeatures, device: torch.device) -> MediaFeatures:
+    moved = pattern.with_tensors([tensor.to(device) for tensor in pattern.tensors()], ())
+    return replace(moved, shared={name: tensor.to(device) for name, tensor in pattern.shared.items()})

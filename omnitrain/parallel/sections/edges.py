@@ -1,0 +1,254 @@
+"""The features of an encoder that has ranks of its own: from its section to ``main``, and their gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from omnitrain.models.discovery import MediaFeatures
+from omnitrain.ops.device import to_device
+from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
+from omnitrain.parallel.sections.message import Edge, Message, Part, Rows
+from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox, Waiting
+from omnitrain.plan import StepPlan
+
+_ANY = 2**31  # slots without a limit
+
+
+@dataclass(frozen=True)
+class FeatureForm:
+    """The form of an encoder's features, which ranks without the encoder cannot measure.
+
+    Attributes:
+        pattern: features without items.
+        is_trained: whether their gradients go back.
+    """
+
+    pattern: MediaFeatures
+    is_trained: bool
+
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """The tensors of a message with features."""
+        return tuple(Rows(tuple(tensor.shape[1:]), tensor.dtype) for tensor in self.pattern.tensors())
+
+    @property
+    def has_gradient(self) -> tuple[bool, ...]:
+        """For each tensor, whether a gradient goes back."""
+        return tuple(self.is_trained and tensor.is_floating_point() for tensor in self.pattern.tensors())
+
+    @property
+    def gradient_rows(self) -> tuple[Rows, ...]:
+        """The tensors of a message with gradients."""
+        return tuple(rows for rows, goes_back in zip(self.rows, self.has_gradient, strict=True) if goes_back)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A part of a message, as its sender sees it.
+
+    Attributes:
+        receiver: global rank.
+        rows: ``[rows of the part]`` int64: which rows of the sender's features these are.
+    """
+
+    receiver: int
+    rows: np.ndarray
+
+
+class FeatureEdge:
+    """This rank's end of the edge of an encoder. Ranks of both ends create it, in the same order.
+
+    Ranks are global; the plan numbers all of them.
+
+    Args:
+        component: name of the encoder.
+        form: the form of its features.
+        edge: from its section to ``main``.
+        senders: ranks of its section.
+        receivers: ranks that read packs on the first pipeline stage.
+        slots: number of messages for which a receiver has room.
+        device: where features and gradients are.
+        on_wait: called before each wait.
+    """
+
+    def __init__(
+        self,
+        component: str,
+        form: FeatureForm,
+        edge: Edge,
+        senders: Sequence[int],
+        receivers: Sequence[int],
+        *,
+        slots: int,
+        device: torch.device,
+        on_wait: Callable[[Waiting], None] | None = None,
+    ) -> None:
+        self.component, self.form, self.slots = component, form, slots
+        self._rank, self._device = dist.get_rank(), device
+        self._is_sender, self._is_receiver = self._rank in senders, self._rank in receivers
+        out, back = torch_carrier(senders, receivers, device), torch_carrier(receivers, senders, device)
+        features = EdgeEnd(edge, out, self._rank, slots, on_wait=on_wait)
+        # A section posts the gradients of a window when it has encoded it: `in_flight` bounds them.
+        gradients = EdgeEnd(edge.returned, back, self._rank, _ANY if self._is_sender else slots, on_wait=on_wait)
+        self._features = (Outbox if self._is_sender else Inbox)(features)
+        self._gradients = (Inbox if self._is_sender else Outbox)(gradients)
+        self._messages: dict[int, list[Message]] = {}
+        self._shares: dict[int, list[_Share]] = {}
+        self._gradient_rows: tuple[Rows, ...] = ()
+
+    def expect(self, plan: StepPlan, windows: Sequence[int], *, trains: bool) -> None:
+        """Prepare for the messages of a step.
+
+        Args:
+            plan: of the step.
+            windows: first micro-batches of the windows with items, in the order in which they are encoded, and in
+                which their gradients come back.
+            trains: whether the step has backwards.
+        """
+        self._gradient_rows = self.form.gradient_rows if trains else ()
+        for window in windows if self._is_sender or self._is_receiver else ():
+            self._messages[window] = messages = messages_of(plan, self.component, window, self.form.rows)
+            self._features.expect(messages)
+            if self._is_sender:
+                self._shares[window] = _shares(plan, self.component, window, self._rank)
+            else:
+                self._gradients.expect(self._returned(window))
+
+    def _returned(self, window: int) -> list[Message]:
+        """The messages with the gradients of a window."""
+        rows = self._gradient_rows
+        return [
+            Message(part.sender, rows, (Part(message.receiver, 0, part.rows),))
+            for message in self._messages[window]
+            for part in (message.parts if rows else ())
+        ]
+
+    def send(self, window: int, tensors: Sequence[Tensor]) -> None:
+        """Send this rank's features of a window to the ranks that need them.
+
+        Args:
+            window: its first micro-batch.
+            tensors: ``[features that this rank encoded, ...]`` each.
+        """
+        assert isinstance(self._features, Outbox)
+        for share in self._shares[window]:
+            index = to_device(torch.from_numpy(share.rows), self._device)
+            self._features.push(share.receiver, [tensor.detach().index_select(0, index) for tensor in tensors])
+        assert isinstance(self._gradients, Inbox)
+        self._gradients.expect(self._returned(window))
+
+    def take(self, window: int) -> tuple[Tensor, ...]:
+        """Wait for the features that this rank needs of a window: ``[features, ...]`` each, without a graph."""
+        assert isinstance(self._features, Inbox)
+        if any(message.receiver == self._rank for message in self._messages[window]):
+            return self._features.take()
+        return tuple(tensor.to(self._device) for tensor in self.form.pattern.tensors())
+
+    def give_back(self, window: int, gradients: Sequence[Tensor]) -> None:
+        """Send the gradients of what :meth:`take` returned.
+
+        Args:
+            window: its first micro-batch.
+            gradients: ``[features, ...]`` for each tensor that has one.
+        """
+        assert isinstance(self._gradients, Outbox)
+        own = [message for message in self._messages.pop(window) if message.receiver == self._rank]
+        for message in own:
+            for part in message.parts:
+                rows = slice(part.start, part.stop)
+                self._gradients.push(part.sender, [gradient[rows].contiguous() for gradient in gradients])
+
+    def take_gradients(self, window: int, num_rows: int) -> list[Tensor]:
+        """Wait for the gradients of a window, and return the sum over the ranks that needed a feature.
+
+        Args:
+            window: its first micro-batch.
+            num_rows: number of features that this rank encoded.
+
+        Returns:
+            ``[num_rows, ...]`` for each tensor that has one, added in fp32 always in the same order.
+        """
+        assert isinstance(self._gradients, Inbox)
+        shares, rows = self._shares.pop(window), self.form.gradient_rows
+        is_sum = len(shares) > 1
+        totals = [
+            torch.zeros(
+                num_rows,
+                *shape,
+                dtype=torch.promote_types(dtype, torch.float32) if is_sum else dtype,
+                device=self._device,
+            )
+            for shape, dtype in rows
+        ]
+        for share in shares:
+            index = to_device(torch.from_numpy(share.rows), self._device)
+            for total, part in zip(totals, self._gradients.take(), strict=True):
+                total.index_add_(0, index, part.to(total.dtype))
+        return [total.to(dtype) for total, (_, dtype) in zip(totals, rows, strict=True)]
+
+    def finish(self) -> None:
+        """End a step: wait until everything that was sent has left."""
+        for end in (self._features, self._gradients):
+            if isinstance(end, Outbox):
+                end.finish()
+        self._messages.clear()
+        self._shares.clear()
+
+
+def messages_of(plan: StepPlan, component: str, window: int, rows: tuple[Rows, ...]) -> list[Message]:
+    """Return the messages with the features of a window: one for each rank that needs some, by rank.
+
+    A message has the features of its items in the order of the receiver's packs. Items that follow each other there and
+    have the same sender are one part.
+
+    Args:
+        plan: of the step.
+        component: name of the encoder.
+        window: its first micro-batch.
+        rows: the tensors of a message.
+    """
+    routes = plan.routes(component, window)
+    messages = []
+    for consumer in np.unique(routes.consumer).tolist():
+        of_consumer = routes.consumer == consumer
+        runs: list[Part] = []
+        for sender, number in zip(
+            routes.producer[of_consumer].tolist(), routes.rows[of_consumer].tolist(), strict=True
+        ):
+            start = runs[-1].stop if runs else 0
+            if runs and runs[-1].sender == sender:
+                runs[-1] = runs[-1]._replace(stop=start + number)
+            elif number:
+                runs.append(Part(sender, start, start + number))
+        if runs:
+            messages.append(Message(consumer, rows, tuple(runs)))
+    return messages
+
+
+def _shares(plan: StepPlan, component: str, window: int, rank: int) -> list[_Share]:
+    """The parts that a rank sends of :func:`messages_of`, in their order."""
+    made = np.array([item for call in plan.calls_of(rank, component, window) for item in call.items], dtype=np.int64)
+    ends = np.cumsum(plan.item_tokens[made])
+    row_of = {item: (end - plan.item_tokens[item], end) for item, end in zip(made.tolist(), ends.tolist(), strict=True)}
+    routes = plan.routes(component, window)
+    shares: list[_Share] = []
+    previous: tuple[int, int] | None = None  # consumer and producer of the item before
+    for item, producer, consumer, number in zip(
+        routes.item.tolist(), routes.producer.tolist(), routes.consumer.tolist(), routes.rows.tolist(), strict=True
+    ):
+        if not number:
+            continue
+        if producer == rank:
+            rows = np.arange(*row_of[item])
+            if previous == (consumer, rank):
+                shares[-1] = _Share(consumer, np.concatenate([shares[-1].rows, rows]))
+            else:
+                shares.append(_Share(consumer, rows))
+        previous = consumer, producer
+    return shares

@@ -1,0 +1,210 @@
+"""Encoders with ranks of their own: their actions in a schedule, and the messages between them and the first stage."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from omnitrain.errors import ScheduleError
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionOfSchedule
+from omnitrain.plan.schedule.simulate import Durations, Event, simulate
+
+
+@dataclass(frozen=True)
+class SectionWindows:
+    """A section in a step: its ranks encode windows of micro-batches, one after the other.
+
+    Attributes:
+        name: name of the section.
+        encoded: component -> first micro-batches of the windows in which it has items; in the order in which the
+            components of a window encode.
+        trained: components that have a backward.
+        size: number of micro-batches in a window.
+        slots: number of messages of a component for which the first stage has room.
+        in_flight: number of windows whose activations the section may keep; None: any number.
+        encode_twice: it keeps none, and its backwards repeat the forwards.
+    """
+
+    name: str
+    encoded: Mapping[str, Sequence[int]]
+    trained: frozenset[str]
+    size: int
+    slots: int
+    in_flight: int | None = None
+    encode_twice: bool = False
+
+    @property
+    def keeps(self) -> float:
+        """Number of windows whose activations it may keep."""
+        return float("inf") if self.in_flight is None or self.encode_twice else self.in_flight
+
+
+class _Turn(NamedTuple):
+    """When the first stage uses the features of a window.
+
+    Attributes:
+        window: its first micro-batch.
+        begins: seconds at which the first of its forwards starts, if no features are late.
+        ends: seconds at which the last of its backwards ends.
+    """
+
+    window: int
+    begins: float
+    ends: float
+
+
+def with_sections(
+    schedule: Schedule,
+    sections: Sequence[SectionWindows],
+    durations: Durations,
+    encoding: Callable[[str, int], float],
+) -> Schedule:
+    """Return a schedule with a list of actions for each section, after those of the pipeline ranks.
+
+    A section's list has ``ENCODE`` and ``SEND_F`` for each window and component, ``RECV_B`` and ``ENCODE_B`` for
+    trained ones. The first stage gets ``RECV_F``, which waits for the features, before the first forward that reads
+    them, and ``SEND_B`` after the last backward that gives them gradients.
+
+    Windows are encoded in the order in which the first stage needs them. A section runs the next forward as soon as
+    slots and ``in_flight`` allow, otherwise the backward that became possible first.
+
+    Args:
+        schedule: complete, without sections (:func:`~omnitrain.plan.schedule.lower.lower`).
+        sections: the sections of the step.
+        durations: seconds of each action of ``schedule``; see :func:`~omnitrain.plan.schedule.simulate.simulate`.
+        encoding: component and window -> seconds of its forward; a backward takes twice as long.
+
+    Raises:
+        ScheduleError: a section may keep fewer windows than the first stage needs before its first backward.
+    """
+    if not sections or not schedule.num_micro_batches:
+        return schedule
+    first_rank = schedule.stage_ranks[0]
+    events = simulate(schedule, durations).events[first_rank]
+    rows = [list(row) for row in schedule.actions]
+    for section in sections:
+        peer, turns = len(rows), _turns(events, section)
+        rows[first_rank] = _with_messages(rows[first_rank], section, turns, peer)
+        rows.append(list(_actions(section, turns, encoding, first_rank)))
+    listed = tuple(SectionOfSchedule(s.name, tuple(s.encoded), s.size, s.slots) for s in sections)
+    return replace(schedule, actions=tuple(map(tuple, rows)), sections=listed)
+
+
+def _turns(events: Sequence[Event], section: SectionWindows) -> list[_Turn]:
+    """The turns of all windows that have items, in the order in which they begin."""
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for event in events:
+        for part in event.action.passes:
+            if part.stage == 0 and part.micro_batch is not None and part.kind is not Kind.W:
+                window = part.micro_batch - part.micro_batch % section.size
+                if part.kind is Kind.F:
+                    begins.setdefault(window, event.start)
+                else:
+                    ends[window] = event.end
+    used = {window for windows in section.encoded.values() for window in windows}
+    turns = sorted((_Turn(w, begins[w], ends[w]) for w in used), key=lambda turn: turn.begins)
+    if turns != sorted(turns, key=lambda turn: turn.ends):
+        raise ScheduleError(
+            f"sections.{section.name}: the first stage ends micro-batches in another order than it begins them, and "
+            "gradients would come back in another order than features go; use another kind of schedule"
+        )
+    return turns
+
+
+def _with_messages(row: list[Action], section: SectionWindows, turns: list[_Turn], peer: int) -> list[Action]:
+    """Add the messages with a section to the actions of the first stage's rank."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, action in enumerate(row):
+        for part in action.passes:
+            if part.stage == 0 and part.micro_batch is not None and part.kind is not Kind.W:
+                window = part.micro_batch - part.micro_batch % section.size
+                (first.setdefault if part.kind is Kind.F else last.__setitem__)(window, index)
+    before: dict[int, list[Action]] = {}
+    after: dict[int, list[Action]] = {}
+    for turn in turns:
+        for component in _components(section, turn.window):
+            receive = Action(Kind.RECV_F, micro_batch=turn.window, peer=peer, component=component)
+            before.setdefault(first[turn.window], []).append(receive)
+            if component in section.trained:
+                send = receive._replace(kind=Kind.SEND_B)
+                after.setdefault(last[turn.window], []).append(send)
+    return [
+        step for index, action in enumerate(row) for step in (*before.get(index, ()), action, *after.get(index, ()))
+    ]
+
+
+def _components(section: SectionWindows, window: int) -> list[str]:
+    return [component for component, windows in section.encoded.items() if window in windows]
+
+
+def _actions(
+    section: SectionWindows, turns: list[_Turn], encoding: Callable[[str, int], float], first_rank: int
+) -> Iterator[Action]:
+    """Yield the actions of a section's ranks."""
+    actions: list[Action] = []
+    for window, is_backward in _order(section, turns, encoding):
+        for component in _components(section, window):
+            if is_backward and component not in section.trained:
+                continue
+            message = Action(Kind.RECV_B if is_backward else Kind.SEND_F, None, window, first_rank, component)
+            encode = Action(Kind.ENCODE_B if is_backward else Kind.ENCODE, None, window, None, component)
+            actions += [message, encode] if is_backward else [encode, message]
+    last_backward = {action.component: i for i, action in enumerate(actions) if action.kind is Kind.ENCODE_B}
+    for index, action in enumerate(actions):
+        if action.kind not in (Kind.ENCODE, Kind.ENCODE_B):
+            yield action
+            continue
+        yield Action(Kind.UNSHARD, component=action.component)
+        yield action
+        if last_backward.get(action.component) == index:
+            yield Action(Kind.REDUCE, component=action.component)
+        yield Action(Kind.RESHARD, component=action.component)
+
+
+def _order(
+    section: SectionWindows, turns: list[_Turn], encoding: Callable[[str, int], float]
+) -> Iterator[tuple[int, bool]]:
+    """Yield the windows that a section encodes, and runs the backward of, in order: (window, whether backward).
+
+    The first stage begins a turn when its features are there; if they are late, everything after it is as much later.
+    """
+    late, free, kept = 0.0, 0.0, 0
+    begins: list[float] = []  # of the encoded windows, as they become known
+    ready: list[tuple[float, int]] = []  # ends of turns with a trained component, and their indices
+    unknown = [i for i, turn in enumerate(turns) if section.trained.intersection(_components(section, turn.window))]
+    has_backward = frozenset(unknown)
+    while True:
+        encoded = len(begins)
+        # A turn's end is known when all turns that begin before it have their features.
+        while unknown and all(turn.begins >= turns[unknown[0]].ends for turn in turns[encoded:]):
+            heapq.heappush(ready, (turns[unknown[0]].ends + late, unknown[0]))
+            del unknown[0]
+        forward_at = float("inf")
+        if encoded < len(turns) and kept < section.keeps:
+            forward_at = max(free, begins[encoded - section.slots] if encoded >= section.slots else 0.0)
+        backward_at = max(free, ready[0][0]) if ready else float("inf")
+        if forward_at == backward_at == float("inf"):
+            break
+        if forward_at <= backward_at:
+            turn = turns[encoded]
+            free = forward_at + sum(encoding(c, turn.window) for c in _components(section, turn.window))
+            late = max(late, free - turn.begins)
+            begins.append(turn.begins + late)
+            kept += encoded in has_backward
+            yield turn.window, False
+        else:
+            window = turns[heapq.heappop(ready)[1]].window
+            trained = [c for c in _components(section, window) if c in section.trained]
+            free = backward_at + sum(encoding(c, window) for c in trained) * (3 if section.encode_twice else 2)
+            kept -= 1
+            yield window, True
+    if len(begins) < len(turns) or unknown:
+        raise ScheduleError(
+            f"sections.{section.name}.in_flight: found {section.in_flight}, but the first stage needs the features of "
+            f"more windows before the first backward can run: the section would wait for ever; allow more, or set "
+            "encode_twice"
+        )
