@@ -18,29 +18,33 @@ _Sharding = tuple[DeviceMesh, tuple[int, ...]] | None
 
 
 @dataclass(frozen=True)
-class Stages:
-    """The pipeline ranks over which the parameters of a model are spread.
+class Holders:
+    """The ranks over which the parameters of a model are spread, where no rank has a shard of all of them.
 
     Attributes:
-        group: the ranks of all stages.
-        counted_elsewhere: parameters of this rank that another one has, too, and counts.
+        stages: the pipeline ranks of this rank's column; None: no pipeline.
+        counted_elsewhere: parameters of this rank that another stage has, too, and counts.
+        sections: all ranks of a run whose components are in sections; None: no sections.
+        counts: whether this rank adds the sum of its section, as one of its ranks does.
     """
 
-    group: dist.ProcessGroup
+    stages: dist.ProcessGroup | None = None
     counted_elsewhere: Collection[torch.nn.Parameter] = ()
+    sections: dist.ProcessGroup | None = None
+    counts: bool = True
 
 
 def gradient_norm(
-    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, stages: Stages | None = None
+    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, holders: Holders | None = None
 ) -> torch.Tensor:
     """Return the Euclidean norm of all gradients together, each element counted once.
 
     The result is the same on every rank. All ranks must pass the same parameters in the same order; gradients may be
-    missing on some ranks.
+    missing on some ranks, and so may be shards of parameters that others hold (``holders``).
 
     Args:
         parameters: plain tensors or DTensors, on any number of meshes. Parameters without a gradient count as zero.
-        stages: of a pipeline; None: this rank has a shard of all parameters.
+        holders: of a pipeline or of sections; None: this rank has a shard of all parameters.
 
     Returns:
         Scalar fp32 on the gradients' device; zero if no parameter has a gradient.
@@ -49,7 +53,7 @@ def gradient_norm(
         ValueError: a gradient is a partial sum, which must be reduced before its norm is known.
     """
     norms: dict[_Sharding, list[torch.Tensor]] = {}
-    elsewhere = set(stages.counted_elsewhere) if stages is not None else set()
+    elsewhere = set(holders.counted_elsewhere) if holders is not None else set()
     for parameter in _listed(parameters):
         if parameter.requires_grad and parameter not in elsewhere:
             sharded = parameter if parameter.grad is None else parameter.grad
@@ -60,20 +64,25 @@ def gradient_norm(
         squares = [torch.zeros((), dtype=torch.float64)]
     device = next((square.device for square in squares if square.is_cuda), squares[0].device)
     total = torch.stack([square.to(device) for square in squares]).sum()
-    if stages is not None:
-        dist.all_reduce(total, group=stages.group)
+    if holders is not None and holders.stages is not None:
+        dist.all_reduce(total, group=holders.stages)
+    if holders is not None and holders.sections is not None:
+        total = total if holders.counts else torch.zeros_like(total)
+        dist.all_reduce(total, group=holders.sections)
     return total.sqrt().float()
 
 
 def clip_gradients(
-    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, max_norm: float | None, stages: Stages | None = None
+    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter,
+    max_norm: float | None,
+    holders: Holders | None = None,
 ) -> torch.Tensor:
     """Scale all gradients in place so that their global norm is at most ``max_norm``.
 
     Args:
         parameters: parameters with the gradients; see :func:`gradient_norm`.
         max_norm: the largest norm. None: measure without scaling.
-        stages: see :func:`gradient_norm`.
+        holders: see :func:`gradient_norm`.
 
     Returns:
         The norm before clipping, scalar fp32.
@@ -84,7 +93,7 @@ def clip_gradients(
     if max_norm is not None and not max_norm > 0:
         raise UserError(f"max_norm: found {max_norm!r}; expected a norm above 0, or None to measure without clipping")
     listed = _listed(parameters)
-    norm = gradient_norm(listed, stages)
+    norm = gradient_norm(listed, holders)
     if max_norm is not None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for parameter in listed:

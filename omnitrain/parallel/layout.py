@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks
+from omnitrain.optim.gradients import Holders
 from omnitrain.parallel.layout_table import LayoutRow, LayoutTable
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.pipeline.apply import Pipeline
@@ -137,6 +139,17 @@ class ModelLayout:
         return tuple(
             EncoderWindows(name, component.window or plan.num_micro_batches, self.components[name].is_trained)
             for name, component in planned.items()
+        )
+
+    def holders(self, model: OmniModel) -> Holders | None:
+        """Return what :func:`~omnitrain.optim.gradients.gradient_norm` needs to count each parameter once."""
+        if self.pipeline is None and not self.sections:
+            return None
+        return Holders(
+            stages=None if self.pipeline is None else self.pipeline.group,
+            counted_elsewhere=() if self.pipeline is None else self.pipeline.counted_elsewhere(model),
+            sections=dist.group.WORLD if self.sections else None,
+            counts=self.state.rank == self.state.first_rank,
         )
 
     def table(self, model: OmniModel) -> LayoutTable:

@@ -179,7 +179,11 @@ class StepPlan:
         if not selected.any():
             return None
         mean = self.cost[selected].sum() / len(self.topology.component(component).ranks)
-        as_drawn = replace(self, producer=self.owner)
+        at_drawer = self.owner
+        if self.topology.is_apart(component):  # no rank that draws items has it: as if items stayed where they came
+            ranks = np.array(self.topology.component(component).ranks)
+            at_drawer = ranks[np.searchsorted(self.topology.readers, self.owner) % len(ranks)]
+        as_drawn = replace(self, producer=at_drawer)
         drawn, planned = (plan.loads(component).max(axis=1).sum() for plan in (as_drawn, self))
         is_moved = selected & (self.producer != self.owner)
         return Balance(int(selected.sum()), int(is_moved.sum()), float(drawn / mean), float(planned / mean))

@@ -54,8 +54,9 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
     Raises:
         UserError: recipe and weights do not fit together.
     """
-    # When the model is sharded, the other ranks get their shards of the weights from the first rank.
-    model, processor = ranks.rank_by_rank(lambda: _build(recipe, checkpoint, "cpu" if ranks.is_first else "meta"))
+    # When the model is sharded, the other ranks get their shards of the weights from the first rank of their section.
+    device_of_weights = "cpu" if ranks.holds_source else "meta"
+    model, processor = ranks.rank_by_rank(lambda: _build(recipe, checkpoint, device_of_weights))
     mixed = mixed_precision(recipe.train, device.type)
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     compiled = _compiled(model, recipe, device)

@@ -41,14 +41,29 @@ class Ranks:
     rendezvous: Rendezvous
 
     @property
-    def data_rank(self) -> int:
-        """Rank among those that draw different samples; ranks that share a sequence or matrices have the same."""
-        return self.state.dp_rank if self.state is not None else 0
+    def state_of_main(self) -> ParallelState | None:
+        """The state of the ranks that read data; None: a single process that does not shard its model."""
+        return None if self.state is None else self.state.of_section(MAIN)
+
+    @property
+    def data_rank(self) -> int | None:
+        """Rank among those that draw different samples; ranks that share a sequence or matrices have the same.
+
+        None: the section of this rank draws none.
+        """
+        if self.state is None:
+            return 0
+        return self.state.dp_rank if self.state.section == MAIN else None
 
     @property
     def data_size(self) -> int:
         """Number of ranks that draw different samples."""
-        return self.state.dp_size if self.state is not None else 1
+        return self.state_of_main.dp_size if self.state_of_main is not None else 1
+
+    @property
+    def holds_source(self) -> bool:
+        """Whether this rank loads whole weights, for itself and the others of its section."""
+        return self.state is None or self.state.rank == self.state.first_rank
 
     @property
     def is_first(self) -> bool:

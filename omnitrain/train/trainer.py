@@ -109,7 +109,7 @@ class Trainer:
         is_mixed = mixed_precision(recipe.train, self.device.type) is True
         self.ranks = join_ranks(recipe.parallel, self.device, lays_out=is_mixed)
         self.folder = RunFolder(recipe)
-        self._advice = require_enough_micro_batches(recipe, self.ranks.state)
+        self._advice = require_enough_micro_batches(recipe, self.ranks.state_of_main)
         self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # fails before the expensive steps
         require_trackers(recipe)
@@ -120,8 +120,7 @@ class Trainer:
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         settings = recipe.train.optimizer
         self.optimizer = build_optimizer(self.model, settings, offloaded, peaks_of(self.model, settings))
-        pipeline = None if self.layout is None else self.layout.pipeline
-        self._stages = None if pipeline is None else pipeline.norm_over_stages(self.model)
+        self._holders = None if self.layout is None else self.layout.holders(self.model)
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
@@ -355,7 +354,7 @@ class Trainer:
         if self.compiled is not None:
             self.compiled.check()
         self.watch.at(phase="optimizer")
-        whole_norm = clip_gradients(self._parameters, settings.max_grad_norm, self._stages)
+        whole_norm = clip_gradients(self._parameters, settings.max_grad_norm, self._holders)
         # The one time in a step that the host waits for the device.
         local_loss, norm = torch.stack([part.double(), whole_norm.to(part.device, torch.float64)]).tolist()
         loss = self.ranks.peers.sum(local_loss)

@@ -112,7 +112,7 @@ class StepLoader:
         alone: bool = False,
         without_tails: bool = False,
         slots: int = 1,
-        rank: int = 0,
+        rank: int | None = 0,
         ranks: int = 1,
         idle: Sample | None = None,
         then: Callable[[Packs], Any] | None = None,
@@ -133,7 +133,7 @@ class StepLoader:
         return LoaderState(self._steps.slots, tuple(self.rejected.values()))
 
     def __iter__(self) -> Generator[Any, None, None]:
-        make, depth = self._steps.make, -(-_PACKS_AHEAD // len(self._steps.slots))
+        make, depth = self._steps.make, -(-_PACKS_AHEAD // max(1, len(self._steps.slots)))
         # Close explicitly: processes that the garbage collector ends hang for five seconds.
         with contextlib.closing(run_ahead(make, depth) if self._steps.data.workers else make()) as stream:
             for loaded in stream:
@@ -178,7 +178,7 @@ def build_dataloader(
     alone: bool = False,
     without_tails: bool = False,
     slots: int = 1,
-    rank: int = 0,
+    rank: int | None = 0,
     ranks: int = 1,
     idle: Sample | None = None,
     then: Callable[[Packs], Any] | None = None,
@@ -197,7 +197,7 @@ def build_dataloader(
         without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
             (``model.runner.contract.without_tails``).
         slots: packs of a step over all ranks, the recipe's ``train.micro_batches``.
-        rank: rank among the ranks that draw data.
+        rank: rank among the ranks that draw data; None: it draws none, and its steps have no packs.
         ranks: number of ranks that draw data: a divisor or a multiple of ``slots``. With more ranks than slots, several
             ranks divide the samples of a pack by tokens.
         idle: a sample with nothing to predict, for a rank that gets no sample of a pack. Required with more ranks than

@@ -22,8 +22,10 @@ class RankShare:
     num_shares: int = 1
 
 
-def share_of_rank(rank: int, ranks: int, slots: int) -> RankShare:
+def share_of_rank(rank: int | None, ranks: int, slots: int) -> RankShare:
     """Divide a step among the ranks that draw data. Up to ``slots`` ranks get whole packs; more ranks share them.
+
+    A rank that draws none (None) has no slots.
 
     For example::
 
@@ -33,6 +35,8 @@ def share_of_rank(rank: int, ranks: int, slots: int) -> RankShare:
     Raises:
         UserError: neither of ``ranks`` and ``slots`` divides the other.
     """
+    if rank is None:
+        return RankShare(())
     assert 0 <= rank < ranks
     if slots % ranks == 0:
         return RankShare(tuple(range(rank, slots, ranks)))

@@ -91,7 +91,7 @@ def shard(
             is_other = name in of_component.rest and name != FOUNDATION and not is_attached
             if fill is not None:
                 fill(module)
-            if elsewhere.issuperset(module.parameters()):
+            if component not in how or elsewhere.issuperset(module.parameters()):
                 continue
             inner = how[component]
             if name in of_component.fp32:

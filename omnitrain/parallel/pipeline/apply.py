@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import all_reduce_in_buckets
-from omnitrain.optim.gradients import Stages
 from omnitrain.parallel.pipeline.channel import Direction, StageChannel
 from omnitrain.parallel.pipeline.stages import (
     PipelineStages,
@@ -59,12 +58,9 @@ class Pipeline:
         """Return the schedule of a step; see :func:`complete_schedule`."""
         return complete_schedule(self.schedule, max(self.stages.ranks) + 1, num_micro_batches, encoders)
 
-    def norm_over_stages(self, model: OmniModel) -> Stages:
-        """Return what :func:`~omnitrain.optim.gradients.gradient_norm` needs to count each parameter once."""
-        counted_elsewhere = {
-            parameter for name, parameter in model.named_parameters() if self.stages.rank in self.held_by[name][1:]
-        }
-        return Stages(self.group, counted_elsewhere)
+    def counted_elsewhere(self, model: OmniModel) -> set[nn.Parameter]:
+        """The parameters of this rank that another stage has, too, and counts."""
+        return {parameter for name, parameter in model.named_parameters() if self.stages.rank in self.held_by[name][1:]}
 
     @property
     def absent(self) -> frozenset[str]:

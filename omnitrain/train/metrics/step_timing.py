@@ -54,7 +54,7 @@ class StepSpans:
         model.encode_recorder = self.recorder
         layers = list(experts_in(model))
         layout = layout_of(model)
-        has_exchanges = layout is not None and layout.state.world_size > 1 and bool(model.media_names)
+        has_exchanges = layout is not None and layout.state.num_ranks > 1 and bool(model.media_names)
         self._is_in_metrics = bool(layers) or has_exchanges
         for name, module in layers:
             set_experts(module, spans=LayerSpans(self.recorder, name))
