@@ -231,16 +231,17 @@ def lost(make: MakeCarrier, folder: str, victim: int, timeout_s: float | None) -
     box = (Outbox, Inbox)[rank](end)
     box.expect(messages)
     dist.barrier()
+    number = 0
     try:
         for number in range(40):
             if rank == victim and number == 5:
                 Path(folder, "ended").write_text(str(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL if timeout_s is None else signal.SIGSTOP)
             if isinstance(box, Inbox):
-                box.take()
+                assert torch.equal(box.take()[0], torch.full((2, 4), float(number)))
             else:
                 time.sleep(0.01)
                 box.push(1, [torch.full((2, 4), float(number))])
     except LostRankError as error:
-        Path(folder, "error").write_text(f"{time.monotonic()}\n{error.rank}\n{waits[-1]}\n{error}")
+        Path(folder, "error").write_text(f"{time.monotonic()}\n{error.rank}\n{number}\n{waits[-1]}\n{error}")
         raise

@@ -143,8 +143,8 @@ def test_a_trained_feeder_that_encodes_twice_is_not_held_up_by_activations():
 def test_twelve_samples_of_four_lanes_take_no_longer_than_text_alone_if_they_are_dealt():
     """A step like Figure 7 of arXiv 2605.10501.
 
-    Known of the figure: 12 samples, fan-out 4, and 4 of the samples, which are not used here. Assumed: all samples. Each
-    takes 3 seconds of its lane, and 4 have media for a trained encoder.
+    Known of the figure: 12 samples, fan-out 4, and 4 of the samples, which are not used here. Assumed: all samples.
+    Each takes 3 seconds of its lane, and 4 have media for a trained encoder.
     """
     work, forward = [3.0] * 12, [0.3, 0, 0, 0, 0, 0.3, 0.2, 0, 0.2, 0, 0, 0]
     backward = [2 * seconds for seconds in forward]
