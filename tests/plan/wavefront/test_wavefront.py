@@ -164,6 +164,29 @@ def test_twelve_samples_of_four_lanes_take_no_longer_than_text_alone_if_they_are
     assert makespan(dealt, best_order(dealt)) == pytest.approx(9.0)  # text alone: three samples of three seconds
 
 
+def test_a_feeder_that_keeps_one_sample_per_lane_has_one_at_work_almost_always():
+    """Its bound is the seconds of all samples, four at a time. Samples come back from lanes at different times."""
+    random = Random(0)
+    work = [3 * random.lognormvariate(0, 0.4) for _ in range(256)]
+    forward = [0.2 * random.lognormvariate(0, 0.5) for _ in range(256)]
+    feeder = Feeder(forward, [2 * f for f in forward], (0, 1, 2, 3), in_flight=4)
+    wave = Wavefront(work, [s % 4 for s in range(256)], 4, (feeder,))
+    assert lower_bound(wave) == pytest.approx((sum(work) + 3 * sum(forward)) / 4)
+    assert makespan(wave, best_order(wave)) < 1.03 * lower_bound(wave)
+    assert makespan(wave, range(256)) > 1.1 * lower_bound(wave)
+
+
+@pytest.mark.parametrize("seed", [17, 26, 27])
+def test_text_of_a_lane_hides_the_heavy_videos_that_follow_it(seed):
+    random = Random(seed)
+    work = [3 * random.lognormvariate(0, 0.4) for _ in range(64)]
+    images, videos = ([random.lognormvariate(*law) for _ in range(n)] for law, n in (((0, 0.4), 17), ((2, 0.5), 12)))
+    forward = [0.0] * 35 + images + videos
+    scale = 0.95 * sum(work) / sum(forward)
+    wave = Wavefront(work, [0] * 64, 1, (Feeder([scale * f for f in forward], [0.0] * 64, (0,)),))
+    assert makespan(wave, best_order(wave)) < 1.015 * lower_bound(wave)
+
+
 def test_coupled_lanes_get_samples_of_like_length_in_a_round():
     random = Random(0)
     work = [random.lognormvariate(0.0, 0.4) for _ in range(128)]
