@@ -72,11 +72,24 @@ class EdgeEnd:
             self.on_wait(Waiting(self.edge, number, tuple(ranks)))
 
 
+@dataclass(frozen=True)
+class _Unposted:
+    """A message that could not be posted. Those before it may be here, so the error waits for its turn."""
+
+    error: LostRankError
+
+    def wait(self, timeout_s: float | None) -> tuple[Tensor, ...]:
+        raise self.error
+
+
 class Inbox:
     """The messages of an edge that this rank receives.
 
     ``slots`` of them are posted ahead, and taking one posts the next. So messages land while this rank computes, and at
     most ``slots`` messages are in memory that were not taken. What is taken belongs to the caller.
+
+    If a sender is lost, the messages that arrived can still be taken. The error names the first one that did not arrive
+    completely: a message that was never pushed, or one that was pushed and got lost together with its sender.
 
     Args:
         end: this rank's end of the edge.
@@ -119,8 +132,13 @@ class Inbox:
     def _post(self) -> None:
         while self._expected and len(self._posted) < self._end.slots:
             message, number = self._expected.popleft(), self._num_taken + len(self._posted)
-            with self._end.naming(self._end.edge.source, number):
-                self._posted.append((message, self._end.carrier.post(message, number)))
+            self._posted.append((message, self._arrival(message, number)))
+
+    def _arrival(self, message: Message, number: int) -> Arrival:
+        try:
+            return self._end.carrier.post(message, number)
+        except LostRankError as error:
+            return _Unposted(error)
 
 
 class Outbox:
@@ -129,6 +147,10 @@ class Outbox:
     A push does not wait as long as the receiver has room: only the push of message ``n`` to a receiver waits until
     message ``n - slots`` has left, which is when the receiver has posted it. So at most ``slots`` messages to each
     receiver are in the sender's memory.
+
+    A message that was pushed may not have left yet, and one that has left may not have been taken: if this rank ends,
+    the receiver may lose it. If a receiver is lost, the error of push ``n`` names message ``n``, or ``n - slots`` for
+    which it waits.
 
     Args:
         end: this rank's end of the edge.

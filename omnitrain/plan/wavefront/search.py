@@ -8,11 +8,13 @@ from random import Random
 
 from omnitrain.plan.wavefront.bounds import lower_bound
 from omnitrain.plan.wavefront.feeds import Wavefront
+from omnitrain.plan.wavefront.fit import Loads, fitted, is_limited
 from omnitrain.plan.wavefront.simulate import makespan
 
 Lanes = list[list[int]]
 BUDGET = 16_000  # simulated samples; 20 to 45 ms
-_NUM_SEEDS = 4
+_NUM_SEEDS = 5
+_NUM_FITTED = 8  # of the seeds for feeders with limits
 _EXACT = 1 + 1e-9
 
 
@@ -30,7 +32,7 @@ def best_order(wave: Wavefront, budget: int = BUDGET) -> list[int]:
     bound = lower_bound(wave) * _EXACT
     best, shortest = list(range(wave.num_samples)), float("inf")
     random = Random(0)
-    proposals = chain(seeds(wave), iter(lambda: _neighbour(best, random), None))
+    proposals = chain(seeds(wave, random), iter(lambda: _neighbour(best, random), None))
     for order in islice(proposals, max(budget // max(wave.num_samples, 1), _NUM_SEEDS)):
         seconds = makespan(wave, order)
         if seconds <= shortest * _EXACT:
@@ -51,17 +53,19 @@ def _neighbour(best: list[int], random: Random) -> list[int]:
     return order
 
 
-def seeds(wave: Wavefront) -> Iterator[list[int]]:
+def seeds(wave: Wavefront, random: Random) -> Iterator[list[int]]:
     """Yield orders that are good in different situations."""
-    load = [
-        sum(wave.feeders[g].forward[s] + wave.feeders[g].backwards[s] for g in feeders)
-        for s, feeders in enumerate(wave.needs)
-    ]
+    loads = Loads.of(wave)
+    load = [forward + backward for forward, backward in zip(loads.forward, loads.backward, strict=True)]
     lanes = wave.lanes_of(range(wave.num_samples))
-    yield by_need(wave, _level(wave, lanes, load))
+    level = _level(wave, lanes, load)
+    yield by_need(wave, level)
+    yield by_need(wave, [lane[::-1] for lane in level])  # text before heavy media, which takes time to encode
     yield by_need(wave, [_spread(lane, load, ascending=False) for lane in lanes])
     yield by_need(wave, [_spread(lane, load, ascending=True) for lane in lanes])
     yield by_need(wave, [_light_at_both_ends(wave, lane, load) for lane in lanes])
+    if is_limited(wave) and not wave.coupled:
+        yield from (fitted(wave, loads, random) for _ in range(_NUM_FITTED))
 
 
 def by_need(wave: Wavefront, lanes: Lanes) -> list[int]:

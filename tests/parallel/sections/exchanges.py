@@ -222,25 +222,38 @@ def paced(make: MakeCarrier, count: int, before_push: float, before_take: float)
     return times
 
 
+def num_moved_by_victim(timeout_s: float | None) -> int:
+    """The number of messages that the victim of :func:`lost` pushes or takes. A silent one: as many as need no wait."""
+    return 5 if timeout_s is None else SLOTS
+
+
 def lost(make: MakeCarrier, folder: str, victim: int, timeout_s: float | None) -> None:
-    """The victim ends (or stops, with a limit) after it has pushed or taken 5 messages; the other writes its error."""
-    rank = dist.get_rank()
+    """The victim ends (or stops, with a limit) after a few messages; the other rank writes its error."""
+    rank, ended = dist.get_rank(), Path(folder, "ended")
     waits: list[Waiting] = []
+
+    def on_wait(waiting: Waiting) -> None:
+        waits.append(waiting)
+        while timeout_s is not None and rank != victim and not ended.exists():
+            time.sleep(0.001)  # the limit is for a rank that stopped, however slow this machine is
+
     messages = [Message(1, (Rows((4,), torch.float32),), (Part(0, 0, 2),))] * 40
-    end = EdgeEnd(EDGE, make([0], [1]), rank, SLOTS, timeout_s=timeout_s, on_wait=waits.append)
+    limit = None if rank == victim else timeout_s
+    end = EdgeEnd(EDGE, make([0], [1]), rank, SLOTS, timeout_s=limit, on_wait=on_wait)
     box = (Outbox, Inbox)[rank](end)
     box.expect(messages)
     dist.barrier()
+    number = 0
     try:
         for number in range(40):
-            if rank == victim and number == 5:
-                Path(folder, "ended").write_text(str(time.monotonic()))
+            if rank == victim and number == num_moved_by_victim(timeout_s):
+                ended.write_text(str(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL if timeout_s is None else signal.SIGSTOP)
             if isinstance(box, Inbox):
-                box.take()
+                assert torch.equal(box.take()[0], torch.full((2, 4), float(number)))
             else:
                 time.sleep(0.01)
                 box.push(1, [torch.full((2, 4), float(number))])
     except LostRankError as error:
-        Path(folder, "error").write_text(f"{time.monotonic()}\n{error.rank}\n{waits[-1]}\n{error}")
+        Path(folder, "error").write_text(f"{time.monotonic()}\n{error.rank}\n{number}\n{waits[-1]}\n{error}")
         raise

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from omnitrain.errors import UserError
+from omnitrain.errors import LostRankError, UserError
 from omnitrain.parallel.sections.carriers.nixl import NixlCarrier
+from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
 from omnitrain.parallel.sections.message import Message, Part, Rows, parts_at
 from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox
 from omnitrain.parallel.spawn.pool import RankError, RankPool
@@ -24,6 +28,7 @@ from tests.parallel.sections.exchanges import (
     by_torch,
     gathered_shards,
     lost,
+    num_moved_by_victim,
     paced,
     there_and_back,
 )
@@ -111,13 +116,55 @@ def test_a_lost_rank_is_named_with_section_and_message_within_5_s(
     with pytest.raises(RankError):
         sections.run(lost, make, str(tmp_path), victim, timeout_s, timeout_s=30, world=2)
     ended = float((tmp_path / "ended").read_text())
-    at, rank, waited_for, error = (tmp_path / "error").read_text().split("\n", 3)
+    at, rank, done, waited_for, error = (tmp_path / "error").read_text().split("\n", 4)
     assert float(at) - ended < 5
     assert int(rank) == victim
-    named = re.fullmatch(rf"section {verb} message (\d+) of vision -> main", error)
-    assert named is not None, error
-    assert 5 <= int(named[1]) <= 5 + 2 * SLOTS
-    assert re.fullmatch(r"message \d+ of vision -> main", waited_for)
+    match = re.fullmatch(rf"section {verb} message (\d+) of vision -> main", error)
+    assert match is not None, error
+    named, moved = int(match[1]), int(done)  # messages that the other rank has pushed or taken
+    of_victim = num_moved_by_victim(timeout_s)
+    if victim == 0:  # what it pushed may be lost with it
+        assert named == moved <= of_victim
+        assert waited_for == f"message {named} of vision -> main"
+    else:  # it has posted the next SLOTS messages; the one after these cannot leave
+        assert of_victim <= moved <= of_victim + 2 * SLOTS
+        assert named in (moved, moved - SLOTS) and named < of_victim + 2 * SLOTS
+        assert re.fullmatch(r"message \d+ of vision -> main", waited_for)
+
+
+class EndsEarly:
+    """A wait of gloo that nothing ends; torch gives it whole milliseconds."""
+
+    def wait(self, limit: timedelta) -> None:
+        time.sleep(limit // timedelta(milliseconds=1) / 1e3)
+        raise RuntimeError("Timed out waiting")
+
+
+def test_a_rank_that_is_silent_is_not_taken_for_one_that_is_gone() -> None:
+    for microseconds in range(0, 1000, 50):
+        limit = 0.003 + microseconds / 1e6
+        with pytest.raises(LostRankError, match=r"rank 1 did nothing for 0\.00\d+ s"):
+            Transfer((), 1, [EndsEarly()]).wait(limit)  # type: ignore[list-item]
+
+
+def test_messages_that_arrived_before_their_sender_was_lost_can_be_taken() -> None:
+    class Here(NamedTuple):
+        number: int
+
+        def wait(self, timeout_s: float | None) -> tuple[torch.Tensor, ...]:
+            return (torch.tensor([float(self.number)]),)
+
+    class LosesItsSender:
+        def post(self, message: Message, number: int) -> Here:
+            if number >= SLOTS:
+                raise LostRankError("rank 0 is gone", 0)
+            return Here(number)
+
+    inbox = Inbox(EdgeEnd(EDGE, LosesItsSender(), 1, SLOTS))  # type: ignore[arg-type]
+    inbox.expect([Message(1, (Rows((), torch.float32),), (Part(0, 0, 1),))] * 5)
+    assert [inbox.take()[0].item() for _ in range(SLOTS)] == [0.0, 1.0, 2.0]
+    with pytest.raises(LostRankError, match="section vision: rank 0 is gone; rank 1 cannot take message 3 of vision"):
+        inbox.take()
 
 
 def test_parts_lie_where_the_rows_of_a_shared_sequence_are() -> None:

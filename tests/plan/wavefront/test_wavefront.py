@@ -1,5 +1,5 @@
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 from random import Random
 
 import pytest
@@ -141,14 +141,50 @@ def test_a_trained_feeder_that_encodes_twice_is_not_held_up_by_activations():
 
 
 def test_twelve_samples_of_four_lanes_take_no_longer_than_text_alone_if_they_are_dealt():
-    work, load = [3.0] * 12, [1.5, 0, 0, 0, 1.5, 0, 0, 0, 1.5, 0, 0, 1.5]
-    forward, backward = [x / 3 for x in load], [2 * x / 3 for x in load]
+    """A step like Figure 7 of arXiv 2605.10501.
+
+    Known of the figure: 12 samples, fan-out 4, and 4 of the samples, which are not used here. Assumed: all samples.
+    Each takes 3 seconds of its lane, and 4 have media for a trained encoder.
+    """
+    work, forward = [3.0] * 12, [0.3, 0, 0, 0, 0, 0.3, 0.2, 0, 0.2, 0, 0, 0]
+    backward = [2 * seconds for seconds in forward]
     feeder = Feeder(forward, backward, (0, 1, 2, 3), slots=2)
     drawn = Wavefront(work, [s % 4 for s in range(12)], 4, (feeder,))
-    dealt = replace(drawn, lane=deal(work, load, 4))
-    assert makespan(drawn, range(12)) == 11.0  # lane 0 waits 0.5 s, and two backwards of 1 s follow lane 3's end at 9
-    assert makespan(drawn, best_order(drawn)) > 9.0
-    assert makespan(dealt, best_order(dealt)) == 9.0  # text alone: three samples of three seconds
+    dealt = replace(drawn, lane=deal(work, [f + b for f, b in zip(forward, backward, strict=True)], 4))
+    # Lane 0 has samples 0, 4 and 8. It waits for the forward of 0, and the backward of 8 follows its end.
+    assert makespan(drawn, range(12)) == pytest.approx(9.0 + 0.3 + 0.4)
+    # Two of its three samples have media, so one is first or last: at best, it waits for the lighter forward.
+    assert makespan(drawn, best_order(drawn)) == pytest.approx(9.0 + 0.2)
+    orders = (  # all that differ: text-only samples of lanes 1 to 3 do not use the feeder
+        [*(1, 9)[:i], *(2, 10)[:j], *order, *(1, 9)[i:], *(2, 10)[j:], 3, 7, 11]
+        for i, j, order in product(range(3), range(3), permutations((0, 4, 8, 5, 6)))
+    )
+    assert min(makespan(drawn, order) for order in orders) == pytest.approx(9.0 + 0.2)
+    # One on each lane, in the middle: all forwards take 1 s of the first 3 s, all backwards 2 s of the last 3 s.
+    assert makespan(dealt, best_order(dealt)) == pytest.approx(9.0)  # text alone: three samples of three seconds
+
+
+def test_a_feeder_that_keeps_one_sample_per_lane_has_one_at_work_almost_always():
+    """Its bound is the seconds of all samples, four at a time. Samples come back from lanes at different times."""
+    random = Random(0)
+    work = [3 * random.lognormvariate(0, 0.4) for _ in range(256)]
+    forward = [0.2 * random.lognormvariate(0, 0.5) for _ in range(256)]
+    feeder = Feeder(forward, [2 * f for f in forward], (0, 1, 2, 3), in_flight=4)
+    wave = Wavefront(work, [s % 4 for s in range(256)], 4, (feeder,))
+    assert lower_bound(wave) == pytest.approx((sum(work) + 3 * sum(forward)) / 4)
+    assert makespan(wave, best_order(wave)) < 1.03 * lower_bound(wave)
+    assert makespan(wave, range(256)) > 1.1 * lower_bound(wave)
+
+
+@pytest.mark.parametrize("seed", [17, 26, 27])
+def test_text_of_a_lane_hides_the_heavy_videos_that_follow_it(seed):
+    random = Random(seed)
+    work = [3 * random.lognormvariate(0, 0.4) for _ in range(64)]
+    images, videos = ([random.lognormvariate(*law) for _ in range(n)] for law, n in (((0, 0.4), 17), ((2, 0.5), 12)))
+    forward = [0.0] * 35 + images + videos
+    scale = 0.95 * sum(work) / sum(forward)
+    wave = Wavefront(work, [0] * 64, 1, (Feeder([scale * f for f in forward], [0.0] * 64, (0,)),))
+    assert makespan(wave, best_order(wave)) < 1.015 * lower_bound(wave)
 
 
 def test_coupled_lanes_get_samples_of_like_length_in_a_round():

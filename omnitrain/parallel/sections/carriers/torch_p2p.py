@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -106,7 +107,8 @@ def _begun(
 
 
 def _left(until: float) -> timedelta:
-    return timedelta(seconds=max(0.001, until - time.monotonic()))
+    """Whole milliseconds, as torch rounds down: a wait that ends before ``until`` looks like a broken connection."""
+    return timedelta(milliseconds=max(1, math.ceil(1e3 * (until - time.monotonic()))))
 
 
 @contextmanager
