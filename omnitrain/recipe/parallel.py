@@ -439,8 +439,13 @@ class ParallelPlan(Strict):
 
     def with_quadratic_costs(self, costs: Mapping[str, float]) -> ParallelPlan:
         """Return the plan with these numbers, component -> number, in place of `measured`."""
+        of_default = self.default.quadratic_cost
         plans = {name: self.components.get(name, ComponentPlan()) for name in costs}
-        fixed = {name: plan.model_copy(update={"quadratic_cost": costs[name]}) for name, plan in plans.items()}
+        fixed = {
+            name: plan.model_copy(update={"quadratic_cost": costs[name]})
+            for name, plan in plans.items()
+            if (of_default if plan.quadratic_cost is None else plan.quadratic_cost) == "measured"
+        }
         return self.model_copy(update={"components": {**self.components, **fixed}})
 
     def path_of(self, component: str, *fields: str) -> str:

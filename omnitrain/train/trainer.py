@@ -22,7 +22,6 @@ from omnitrain.ops.device import mixed_seed, seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
-from omnitrain.parallel.step.item_costs import FROM_STEP
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, open_data
@@ -127,9 +126,9 @@ class Trainer:
         self.spans = StepSpans(self.model, self.device, recipe, self.folder.path / "trace")
         self.encoder_metrics: dict[str, Any] = {}
         self.experts = ExpertsOfRun(self.model, recipe, self.ranks, self.spans, state)
-        self.encoder_costs = EncoderCosts(self.model, self.ranks, state.quadratic_costs)
+        self.encoder_costs = EncoderCosts(self.model, self.ranks, state)
         self.recipe = self.folder.recipe = self._with_what_was_measured()
-        costs = self.encoder_costs.of_planner(self.step)
+        costs = self.encoder_costs.of_planner()
         self.loader, heldout = open_data(recipe, self.model, self.processor, self.ranks, state.data, costs)
         if self.resumed:
             require_same_rows(state.rows, self.loader.order.lengths, self.folder.path)
@@ -166,6 +165,7 @@ class Trainer:
         self._show()
         self.stopwatch = Stopwatch()
         self.save_times.restart(self.step)
+        self.encoder_costs.restart(self.step)
         if self.watch.is_closed:
             self.watch = self.ranks.watch(train.stall_seconds)
         with (
@@ -283,7 +283,8 @@ class Trainer:
                 console.print(f"expert_chunks of {name}: {number} was the fastest number, and stays")
             for name, cost in (self.encoder_costs.settled or {}).items() if costs is None else ():
                 console.print(
-                    f"quadratic_cost of {name}: {cost:.3g} was measured; it counts from step {FROM_STEP + 1} on"
+                    f"quadratic_cost of {name}: {cost:.3g} was measured; it counts from step "
+                    f"{self.encoder_costs.unused_until + 1} on"
                 )
         return loss, norm
 
@@ -441,6 +442,7 @@ class Trainer:
                 self.experts.routers.expert_shares(),
                 self.experts.chunks.settled,
                 self.encoder_costs.settled,
+                self.encoder_costs.unused_until,
                 self.meter.totals(self.ranks.meter_peers),
                 self.mean_loss.mean,
                 self.mean_loss.tokens,

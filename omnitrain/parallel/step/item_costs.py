@@ -14,9 +14,9 @@ from omnitrain.parallel.step.rendezvous import Rendezvous
 from omnitrain.plan.item_cost import Encoded
 from omnitrain.plan.step import StepPlan
 
-MEASURED_STEPS = 16  # the first ones of a run; some of them warm up
+MEASURED_STEPS = 16  # the first ones of a start that has no measured costs; some of them warm up
 WARM_UP = 4
-FROM_STEP = 32  # steps are planned ahead; by then all ranks' data processes can know what was measured
+UNUSED_STEPS = 32  # steps are planned ahead; after these, all ranks' data processes can know what was measured
 _KEY = "quadratic costs of items"
 _PATIENCE = timedelta(days=7)
 
@@ -29,10 +29,10 @@ def given_costs(model: OmniModel) -> dict[str, float]:
 
 
 def measured_components(model: OmniModel) -> tuple[str, ...]:
-    """Return the components whose plan says ``quadratic_cost: measured``."""
+    """Return the components with ``quadratic_cost: measured`` whose items are divided among ranks."""
     layout = layout_of(model)
-    components = {} if layout is None else layout.components
-    return tuple(name for name, component in components.items() if component.plan.quadratic_cost == "measured")
+    plans = {} if layout is None else {name: layout.components[name].plan for name in model.media_names}
+    return tuple(name for name, plan in plans.items() if plan.quadratic_cost == "measured" and plan.place != "local")
 
 
 def publish(rendezvous: Rendezvous, costs: Mapping[str, float]) -> None:
@@ -46,17 +46,20 @@ class MeasuredCosts:
 
     Args:
         step: number of steps that are done when planning begins.
+        unused_until: the last step that is planned without them.
         settled: component -> what was measured before; None: it is measured in this run, and published.
         rendezvous: where it is published.
     """
 
-    def __init__(self, step: int, settled: Mapping[str, float] | None, rendezvous: Rendezvous) -> None:
-        self.step, self.settled, self.rendezvous = step, settled, rendezvous
+    def __init__(
+        self, step: int, unused_until: int, settled: Mapping[str, float] | None, rendezvous: Rendezvous
+    ) -> None:
+        self.step, self.unused_until, self.settled, self.rendezvous = step, unused_until, settled, rendezvous
 
     def next_step(self) -> Mapping[str, float]:
-        """Return component -> the measured part for the next step; empty before :data:`FROM_STEP`."""
+        """Return component -> the measured part for the next step; empty up to the step ``unused_until``."""
         self.step += 1
-        if self.step <= FROM_STEP:
+        if self.step <= self.unused_until:
             return {}
         if self.settled is None:
             at = self.rendezvous
