@@ -22,6 +22,7 @@ from omnitrain.ops.device import mixed_seed, seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.step.item_costs import Measured
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, open_data
@@ -281,7 +282,8 @@ class Trainer:
             self.ranks.first(lambda: self.folder.save_recipe(self.recipe))
             for name, number in (self.experts.chunks.settled or {}).items() if chunks is None else ():
                 console.print(f"expert_chunks of {name}: {number} was the fastest number, and stays")
-            for name, cost in (self.encoder_costs.settled or {}).items() if costs is None else ():
+            measured = self.encoder_costs.settled or Measured()
+            for name, cost in measured.quadratic.items() if costs is None else ():
                 console.print(
                     f"quadratic_cost of {name}: {cost:.3g} was measured; it counts from step "
                     f"{self.encoder_costs.unused_until + 1} on"
@@ -325,8 +327,8 @@ class Trainer:
         parallel = self.recipe.parallel
         if (chunks := self.experts.chunks.settled) is not None:
             parallel = parallel.with_expert_chunks(chunks)
-        if (costs := self.encoder_costs.settled) is not None:
-            parallel = parallel.with_quadratic_costs(costs)
+        if (measured := self.encoder_costs.settled) is not None:
+            parallel = parallel.with_quadratic_costs(measured.quadratic)
         return self.recipe.model_copy(update={"parallel": parallel})
 
     def train_step(self, batch: StepBatch) -> tuple[float, float]:
@@ -432,6 +434,7 @@ class Trainer:
         target = self.folder.store.folder_of(self.step)
         if self.last_checkpoint == target:
             return target
+        measured = self.encoder_costs.settled
         with self.watch.paused("save"), self.save_times.saving(self.step):
             state = TrainingState(
                 self.step,
@@ -441,7 +444,8 @@ class Trainer:
                 self.loader.order.lengths,
                 self.experts.routers.expert_shares(),
                 self.experts.chunks.settled,
-                self.encoder_costs.settled,
+                None if measured is None else dict(measured.quadratic),
+                None if measured is None else dict(measured.seconds),
                 self.encoder_costs.unused_until,
                 self.meter.totals(self.ranks.meter_peers),
                 self.mean_loss.mean,

@@ -70,7 +70,7 @@ def test_costs_are_measured_once_and_a_resumed_run_plans_the_same(ranks: RankPoo
     assert max(first[unused]) > max(linear)
     saved = tmp_path / "run" / "checkpoints" / f"step-{unused + 1:08d}" / "trainer.pt"
     state = torch.load(saved, weights_only=True)["state"]
-    assert state["quadratic_costs"] == {"image_encoder": FOUND} and state["quadratic_costs_unused_until"] == unused
+    assert state["quadratic_costs"] == {"image_encoder": FOUND} and state["measured_costs_unused_until"] == unused
     kept = Recipe.load(str(tmp_path / "run" / "recipe.yaml")).parallel.components["image_encoder"]
     assert kept.quadratic_cost == FOUND
     (more, again), _ = ranks.run(costs_of_steps, recipe, long, True, timeout_s=120, world=2)

@@ -12,7 +12,7 @@ from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, Precision
 
 _OF_WINDOWS = ("features_on", "feature_bytes")
-_OF_PLACE = ("place", "window", "quadratic_cost", *_OF_WINDOWS)
+_OF_PLACE = ("place", "window", *_OF_WINDOWS)
 _MODEL_AXES = ("pp", "cp", "ulysses")  # axes of the foundation; other components have degree 1 by default
 
 
@@ -72,7 +72,8 @@ def _media_fields(request: Request) -> dict[str, Any]:
                 request.problem(
                     field, f"found {found}, but the ranks of sections.{section} encode for all others; remove it"
                 )
-        return {"place": "world", "window": request.plans.sections[section].micro_batch}
+        window, quadratic = request.plans.sections[section].micro_batch, request.merged.quadratic_cost
+        return {"place": "world", "window": window, "quadratic_cost": quadratic}
     if stages > 1 and place == "world":
         window = window or "step"
     elif request.explicit.window is not None and stages > 1:

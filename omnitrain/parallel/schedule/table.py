@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.pipeline.apply import complete_schedule
@@ -30,7 +28,7 @@ def schedule_of(model: OmniModel, plan: StepPlan) -> Schedule:
     schedule = _of_main(layout, plan)
     if layout is None or not layout.sections or not plan.num_micro_batches:
         return schedule
-    estimate = _Estimate(model, plan, schedule.num_stages)
+    estimate = _Estimate(plan, schedule.num_stages // schedule.num_pipeline_ranks)
     sections = [section_windows(layout, plan, name) for name in layout.sections]
     complete = with_sections(schedule, sections, estimate.seconds, estimate.encoding)
     validate(complete)
@@ -68,19 +66,12 @@ def section_windows(layout: ModelLayout, plan: StepPlan, name: str) -> SectionWi
 
 
 class _Estimate:
-    """Times of a step in operations: parameters times tokens, and twice as many in a backward."""
+    """The seconds of a step's actions, from the rates of its plan: a backward takes twice as long as a forward."""
 
-    def __init__(self, model: OmniModel, plan: StepPlan, num_stages: int) -> None:
-        self._plan, topology = plan, plan.topology
-        parameters = {name: sum(p.numel() for p in weights.values()) for name, weights in model.components.items()}
-        self._forwards = parameters[FOUNDATION] / num_stages * plan.tokens.max(axis=1)
-        self._encodes: dict[str, np.ndarray] = {}
-        for component in topology.components:
-            if component.media and topology.is_apart(component.name):
-                media, medium = topology.media_of(component.name), plan.slot % len(topology.media)
-                items = (medium >= media.start) & (medium < media.stop)
-                per_cost = parameters[component.name] * plan.item_tokens[items].sum() / max(1, plan.cost[items].sum())
-                self._encodes[component.name] = per_cost * plan.loads(component.name).max(axis=1)
+    def __init__(self, plan: StepPlan, chunks: int) -> None:
+        assert plan.rates is not None
+        self._forwards = plan.rates.per_token / (3 * chunks) * plan.tokens.max(axis=1)
+        self._encodes = {name: rate * plan.loads(name).max(axis=1) for name, rate in plan.rates.per_cost.items()}
 
     def seconds(self, action: Action) -> float:
         if action.micro_batch is None or action.kind not in _PARTS or action.component != FOUNDATION:
