@@ -324,6 +324,13 @@ class Section(Strict):
     encode_twice: bool = Field(
         False, description="Keep no activations; the backward of trained encoders repeats their forward."
     )
+    ahead: int = Field(
+        0,
+        ge=0,
+        le=1,
+        description="Of frozen encoders: 1 encodes the items of the next step while this one trains, and keeps their "
+        "features for it. No step then waits for its first features.",
+    )
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that can have no effect."""

@@ -55,6 +55,9 @@ class Recipe(Strict):
         if default is not None and default.compute is not None:
             why = "but `parallel.default.precision.compute` sets it for all components; remove one of the two"
             yield Idle("train.precision", why)
+        for name in self.parallel.sections if not self.data.workers else ():
+            why = "but with `data.workers: 0` a step is planned when it begins, not before; set data.workers above 0"
+            yield Idle(f"parallel.sections.{name}.ahead", f"{why}, or remove it")
         if self.data.processor is not None:
             yield Idle("model.tokenizer", "but `data.processor` contains a tokenizer; remove one of the two")
         if self.model.checkpoint is not None:

@@ -144,6 +144,7 @@ class Trainer:
         if self.ranks.meter_peers.rank == 0:
             self.meter.continue_from(state.losses)
         self.save_times = SaveTimes(recipe.train.save_every, recipe.train.steps, self.step)
+        self._upcoming: StepBatch | UserError | TrainingError | None = None
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
 
@@ -164,7 +165,7 @@ class Trainer:
                 console.print(finished, soft_wrap=True)
                 return RunSummary(self.step, False, self.resumed, {})
         self._show()
-        self.stopwatch = Stopwatch()
+        self.stopwatch, self._upcoming = Stopwatch(), None
         self.save_times.restart(self.step)
         self.encoder_costs.restart(self.step)
         if self.watch.is_closed:
@@ -186,7 +187,9 @@ class Trainer:
             self.folder.require_shared(self.ranks.peers)
             interrupted, heldout_losses = False, None
             while self.step < train.steps and not interrupted:
-                loss, norm = self._measured_step(first.pop() if first else self._next_batch(steps))
+                batch = first.pop() if first else self._next_batch(steps)
+                self._upcoming = self._fetched(steps) if self._looks_ahead() else None
+                loss, norm = self._measured_step(batch)
                 self.data_state = self.loader.state()
                 self._require_targets()
                 if not self.recipe.writes_metrics(self.step):
@@ -248,19 +251,27 @@ class Trainer:
         """Return the packs of a step. If the data fail on any rank, save the finished steps first."""
         self.watch.at(step=self.step + 1, phase="data")
         waiting = time.perf_counter()
-        batch: StepBatch | None = None
-        failure: Exception | None = None
-        try:
-            batch = next(steps)
-        except (UserError, TrainingError) as error:
-            failure = error
-        if self.ranks.peers.any(batch is None):
+        batch = self._upcoming or self._fetched(steps)
+        if self.ranks.peers.any(not isinstance(batch, StepBatch)):
             if self.step:
                 console.print(f"the data failed at step {self.step + 1}; {self._saved_or_why_not()}", soft_wrap=True)
-            raise failure or TrainingError(f"step {self.step + 1}: the data failed on another rank")
-        assert batch is not None
+            if isinstance(batch, StepBatch):
+                raise TrainingError(f"step {self.step + 1}: the data failed on another rank")
+            raise batch
+        assert isinstance(batch, StepBatch)
         self.stopwatch.add(int(batch.plan.tokens.sum()), time.perf_counter() - waiting)
         return batch
+
+    def _fetched(self, steps: Iterator[StepBatch]) -> StepBatch | UserError | TrainingError:
+        """Return the next packs of this rank, or why there are none."""
+        try:
+            return next(steps)
+        except (UserError, TrainingError) as error:
+            return error
+
+    def _looks_ahead(self) -> bool:
+        """Whether this rank takes the packs of the next step before this one, to encode some of their items."""
+        return self.layout is not None and self.layout.encodes_ahead and self.step + 1 < self.recipe.train.steps
 
     def _measured_step(self, batch: StepBatch) -> tuple[float, float]:
         chunks, costs = self.experts.chunks.settled, self.encoder_costs.settled
@@ -353,6 +364,7 @@ class Trainer:
             forward_context=self.experts.routing.forward_context,
             routers=self.experts.routers,
             recorder=self.spans.recorder,
+            upcoming=self._upcoming if isinstance(self._upcoming, StepBatch) else None,
         )
         if self.compiled is not None:
             self.compiled.check()

@@ -17,19 +17,20 @@ from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
 
 
-def schedule_of(model: OmniModel, plan: StepPlan) -> Schedule:
+def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = None) -> Schedule:
     """Return the schedule of a step: gradient accumulation, or that of the model's pipeline; and that of each section.
 
     Args:
         model: parallelized, or on one process.
         plan: of the step.
+        upcoming: of the next step, for sections that encode ahead; None: the last one, or no section of this rank does.
     """
     layout = layout_of(model)
     schedule = _of_main(layout, plan)
     if layout is None or not layout.sections or not plan.num_micro_batches:
         return schedule
     estimate = _Estimate(plan, schedule.num_stages // schedule.num_pipeline_ranks)
-    sections = [section_windows(layout, plan, name) for name in layout.sections]
+    sections = [section_windows(layout, plan, name, upcoming) for name in layout.sections]
     complete = with_sections(schedule, sections, estimate.seconds, estimate.encoding)
     validate(complete)
     return complete
@@ -49,20 +50,28 @@ def _of_main(layout: ModelLayout | None, plan: StepPlan) -> Schedule:
     return with_encoders(accumulate(num_micro_batches), encoders)
 
 
-def section_windows(layout: ModelLayout, plan: StepPlan, name: str) -> SectionWindows:
-    """Return the windows of a section in a step."""
+def section_windows(layout: ModelLayout, plan: StepPlan, name: str, upcoming: StepPlan | None = None) -> SectionWindows:
+    """Return the windows of a section in a step; see :func:`schedule_of`."""
     section = layout.sections[name]
-    starts = range(0, plan.num_micro_batches, section.micro_batch)
     in_order = [c.name for c in plan.topology.components if c.name in section.components]
+    ahead = _windows(upcoming, in_order, section.micro_batch) if upcoming is not None and section.ahead else {}
     return SectionWindows(
         name=name,
-        encoded={c: [start for start in starts if plan.is_active(c, start)] for c in in_order},
+        encoded=_windows(plan, in_order, section.micro_batch),
         trained=frozenset(c for c in in_order if layout.components[c].is_trained),
         size=section.micro_batch,
         slots=section.slots,
         in_flight=section.in_flight,
         encode_twice=section.encode_twice,
+        is_encoded=any(edge.kept_of is plan for c, edge in layout.edges.items() if c in in_order),
+        upcoming={c: [plan.num_micro_batches + window for window in windows] for c, windows in ahead.items()},
     )
+
+
+def _windows(plan: StepPlan, components: list[str], size: int) -> dict[str, list[int]]:
+    """Component -> first micro-batches of the windows in which it has items."""
+    starts = range(0, plan.num_micro_batches, size)
+    return {component: [start for start in starts if plan.is_active(component, start)] for component in components}
 
 
 class _Estimate:

@@ -75,6 +75,10 @@ class FeatureEdge:
         slots: number of messages for which a receiver has room.
         device: where features and gradients are.
         on_wait: called before each wait.
+
+    Attributes:
+        kept: window -> features of a later step, which this rank has encoded ahead.
+        kept_of: the plan of that step.
     """
 
     def __init__(
@@ -101,6 +105,8 @@ class FeatureEdge:
         self._messages: dict[int, list[Message]] = {}
         self._shares: dict[int, list[_Share]] = {}
         self._gradient_rows: tuple[Rows, ...] = ()
+        self.kept: dict[int, tuple[Tensor, ...]] = {}
+        self.kept_of: StepPlan | None = None
 
     def expect(self, plan: StepPlan, windows: Sequence[int], *, trains: bool) -> None:
         """Prepare for the messages of a step.
