@@ -302,7 +302,7 @@ class ComponentPlan(Strict):
 
 
 # A component of a section has ranks of its own: it does not inherit these fields from the default plan.
-_OF_RANKS = (*AXES, "mode", "schedule", "place", "window", "quadratic_cost", "sequence_parallel", "async_ulysses")
+_OF_RANKS = (*AXES, "mode", "schedule", "place", "window", "sequence_parallel", "async_ulysses")
 
 
 class Section(Strict):

@@ -16,7 +16,7 @@ from omnitrain.parallel.fsdp.units import blocks_of, stays_fp32
 from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
-from omnitrain.parallel.resolve.sections import section_problems
+from omnitrain.parallel.resolve.sections import idle_settings, section_problems, starving_sections
 from omnitrain.parallel.resolve.sources import STATE_AXIS, CallFlags, Request
 from omnitrain.parallel.state import ParallelState, state_without_groups
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
@@ -86,7 +86,9 @@ def resolve_plans(
             plans[name] = resolved
             problems += () if name in adapters else _fp32_problems(model, name, resolved)
             problems += router_problems(model, plan, name, layers[name], resolved)
-    raise_problems(problems or list(unused_problems(plan, plans)))
+    raise_problems(
+        problems or [*unused_problems(plan, plans), *idle_settings(plan, plans), *starving_sections(plan, plans)]
+    )
     return plans, adapters
 
 

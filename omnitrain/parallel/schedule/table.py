@@ -7,14 +7,13 @@ from typing import Any
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import ModelLayout, layout_of
-from omnitrain.parallel.pipeline.apply import complete_schedule
+from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.plan import StepPlan
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
-from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.generators import accumulate
 from omnitrain.plan.schedule.sections import SectionWindows, with_sections
 from omnitrain.plan.schedule.validate import validate
-from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION
 
 
 def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = None) -> Schedule:
@@ -38,16 +37,11 @@ def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = No
 
 def _of_main(layout: ModelLayout | None, plan: StepPlan) -> Schedule:
     """The schedule of the ranks that read packs."""
-    num_micro_batches = plan.num_micro_batches
-    encoders = () if layout is None else layout.encoders(plan)
-    if not num_micro_batches:
+    if not plan.num_micro_batches:
         return Schedule(((),), (0,), 0)
-    foundation = None if layout is None else layout.components[FOUNDATION].plan
-    num_ranks = 1 if foundation is None else foundation.pp or 1
-    if foundation is not None and (num_ranks > 1 or (foundation.schedule is not None and foundation.schedule.overlap)):
-        settings = foundation.schedule or PipelineSchedule()
-        return complete_schedule(settings, num_ranks, num_micro_batches, encoders)
-    return with_encoders(accumulate(num_micro_batches), encoders)
+    if layout is None:
+        return accumulate(plan.num_micro_batches)
+    return schedule_of_plan(layout.components[FOUNDATION].plan, plan.num_micro_batches, layout.encoders(plan))
 
 
 def section_windows(layout: ModelLayout, plan: StepPlan, name: str, upcoming: StepPlan | None = None) -> SectionWindows:

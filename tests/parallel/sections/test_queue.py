@@ -37,13 +37,6 @@ pytestmark = pytest.mark.ranks
 CARRIERS = [by_torch, by_nixl]
 
 
-@pytest.fixture(scope="module")
-def sections(_rank_server: None) -> Iterator[RankPool]:
-    """Up to eight ranks; each starts when a test needs it."""
-    with RankPool(8) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize(
     ("make", "world", "count"),
     [
