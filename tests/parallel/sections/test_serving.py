@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,7 +30,7 @@ class Found(NamedTuple):
     """Of a rank of ``main``.
 
     Attributes:
-        losses: packs of the ranks in turn, all of them on the first rank, and texts alone.
+        losses: with packs on all ranks, and with all of them on the first rank.
         answers: number of a prompt -> its tokens, greedy and sampled.
     """
 
@@ -50,12 +50,11 @@ def on_ranks(model: OmniModel, layout: str) -> Peers:
 
 def evaluated(make: Callable[[], Made], layout: str, times: int = 1) -> list[Found | None]:
     model, processor, prompts, packs = make()
-    texts = list(pack_all([prompt for prompt in prompts if not prompt.spans], 160))
     peers = on_ranks(model.eval(), layout)
     own = range(peers.rank, len(prompts), peers.size)
 
     def work() -> Found:
-        shares = [packs[peers.rank :: peers.size], packs if peers.rank == 0 else [], texts]
+        shares = [packs[peers.rank :: peers.size], packs if peers.rank == 0 else []]
         with ot.gathered(model):
             losses = [flat(ot.heldout_loss(model, share, peers)) for share in shares]
             some, settings = [prompts[number] for number in own], {"max_new_tokens": TOKENS, "peers": peers}
@@ -87,14 +86,89 @@ def evaluated(make: Callable[[], Made], layout: str, times: int = 1) -> list[Fou
 def test_a_model_with_sections_says_and_writes_what_one_process_does(
     ranks: RankPool, make: Callable[[], Made], layout: str, num_main: int
 ) -> None:
-    """Also if one rank has all packs, if no pack has media, and in a second evaluation."""
+    """Also if one rank has all packs, and in a second evaluation."""
     (alone,) = evaluated(make, layout)
     assert alone is not None
     world = ot.parse_layout(layout).num_ranks
     made = ranks.run(evaluated, make, layout, 2, timeout_s=120, world=world)
     assert made[num_main:] == [[None, None]] * (world - num_main)
     for found in (one for of_rank in made[:num_main] for one in of_rank):
-        for losses, expected in zip(found.losses[:2], alone.losses[:2], strict=True):
-            assert losses == pytest.approx(expected, rel=1e-6)
+        assert found.losses == [pytest.approx(losses, rel=1e-6) for losses in alone.losses]
         assert found.answers == {number: alone.answers[number] for number in found.answers}
     assert {number for of_rank in made[:num_main] for number in of_rank[0].answers} == set(alone.answers)
+
+
+def loss_of_texts(layout: str) -> tuple[float, list[str]] | None:
+    """Held-out loss of texts, and what their ranks asked for."""
+    model = tiny_model(seed=3)
+    packs = list(pack_all(tiny_samples(tiny_processor(model), 4, ["text"]), 64))
+    peers, asked = on_ranks(model.eval(), layout), list[str]()
+    relay = model.encoder_relay
+    if relay is not None:
+        relay.encode = lambda component, calls: asked.append(component)
+    losses = ot.serving(model, lambda: ot.heldout_loss(model, packs[peers.rank :: peers.size], peers))
+    return losses and (losses["heads"]["text"]["loss"], asked)
+
+
+def test_texts_ask_no_section_for_anything(ranks: RankPool) -> None:
+    alone, _ = loss_of_texts("")
+    *main, section = ranks.run(loss_of_texts, "vision1+dp2", timeout_s=60, world=3)
+    assert main == [(pytest.approx(alone, rel=1e-6), [])] * 2
+    assert section is None
+
+
+def failing(case: str) -> str | None:
+    """The error of this rank; then all ranks evaluate together as if nothing had been."""
+    model = tiny_model(seed=3)
+    packs = list(pack_all(tiny_samples(tiny_processor(model), 7), 160))
+    peers = on_ranks(model.eval(), "vision1+dp2")
+    message: str | None = None
+
+    def fail(kind: type[Exception]) -> None:
+        ot.heldout_loss(model, packs, peers)
+        raise kind("no score today")
+
+    try:
+        if case == "not serving":
+            ot.heldout_loss(model, packs, peers)
+        elif case == "a forward by itself":
+            ot.serving(model, lambda: model(packs[1]))
+        else:
+            ot.serving(model, lambda: fail({"user": UserError, "other": KeyError}[case]))
+    except (UserError, TrainingError, KeyError) as error:
+        message = f"{type(error).__name__}: {error}"
+    losses = ot.serving(model, lambda: ot.heldout_loss(model, packs, peers))
+    assert (losses is None) == (dist.get_rank() == 2)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("case", "main", "section"),
+    [
+        ("user", "UserError: no score today", "UserError: no score today"),
+        ("other", "KeyError: 'no score today'", "TrainingError: rank 0 failed: KeyError: 'no score today'"),
+        ("not serving", "do not listen now; call omnitrain.serving", "rank 2 has only the components of the section"),
+        ("a forward by itself", "image_encoder is on other ranks, and a forward by", "image_encoder is on other ranks"),
+    ],
+)
+def test_an_error_ends_all_ranks_and_leaves_none_waiting(ranks: RankPool, case: str, main: str, section: str) -> None:
+    *of_main, of_section = ranks.run(failing, case, timeout_s=60, world=3)
+    assert all(main in found for found in of_main), of_main
+    assert section in of_section
+
+
+def failing_encoder() -> None:
+    model = tiny_model(seed=3)
+    packs = list(pack_all(tiny_samples(tiny_processor(model), 7), 160))
+    peers = on_ranks(model.eval(), "vision1+dp2")
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        raise UserError("image 3 is broken")
+
+    model.image_encoder.lm_encode = fail
+    ot.serving(model, lambda: ot.heldout_loss(model, packs, peers))
+
+
+def test_an_error_of_a_section_is_raised_on_the_ranks_that_asked(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"failed on 3 of 3 ranks[^$]*image 3 is broken"):
+        ranks.run(failing_encoder, timeout_s=60, world=3)
