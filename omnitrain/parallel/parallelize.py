@@ -44,6 +44,7 @@ from omnitrain.parallel.pipeline.relay import PipelineRelay
 from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.sections.connect import connect_sections
+from omnitrain.parallel.sections.serve import feature_relay
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state
@@ -254,6 +255,7 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     column = GlooGroup(main.groups("pp").tolist()) if main.size("pp") > 1 else None
     if pipeline is not None and column is not None:
         omni.relay = PipelineRelay(pipeline, column, device)
+    omni.encoder_relay = feature_relay(omni, sections, state, device) if sections else None
     omni.takes_batches = False
 
 

@@ -6,11 +6,11 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from omnitrain.ops.device import mixed_seed, seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.serving import serving
 from omnitrain.parallel.step.item_costs import Measured
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
@@ -57,6 +58,8 @@ from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.run_state.save import checkpoint_bytes, save_checkpoint
 from omnitrain.train.run_state.save_times import SaveTimes
 from omnitrain.train.run_state.state import TrainingState, read_state
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -416,17 +419,27 @@ class Trainer:
         """Held-out losses for the metrics of this step; None: they are not due, or Ctrl-C interrupted them."""
         if self.evaluator is None or not self.recipe.measures_heldout_loss(self.step):
             return None
-        found = None
-        with contextlib.suppress(StoppedError), self.watch.paused("evaluate"), self._eager():
-            found = self.evaluator.losses(lambda _: self._stop_at(interrupt))
+        with self.watch.paused("evaluate"), self._eager():
+            losses = partial(self.evaluator.losses, lambda _: self._stop_at(interrupt))
+            found = self.ranks.of_first(self._unless_stopped(losses))
         self.stopwatch = Stopwatch()
         return found
 
     def _eager(self) -> contextlib.AbstractContextManager[None]:
         return self.compiled.paused() if self.compiled else contextlib.nullcontext()
 
+    def _unless_stopped(self, work: Callable[[], T]) -> T | None:
+        """Evaluate on the ranks that have the foundation; return None on those of sections, and after Ctrl-C."""
+
+        def stoppable() -> T | None:
+            with contextlib.suppress(StoppedError):
+                return work()
+            return None
+
+        return serving(self.model, stoppable)
+
     def _stop_at(self, interrupt: Interrupt) -> None:
-        if self.ranks.peers.any(interrupt.requested):
+        if self.ranks.section_peers.any(interrupt.requested):
             raise StoppedError
 
     def _save_is_due(self) -> bool:
@@ -478,10 +491,19 @@ class Trainer:
                 self._stop_at(interrupt)
                 activity.update(doing)
 
-            result = evaluator.evaluate(notify, losses)
-        scores = result.scores | {"seconds": time.perf_counter() - self._started}
-        skipped = [*merge_states(self.ranks.peers.gather(self.data_state)).rejected, *result.rejected]
-        self.ranks.first(lambda: write_results(self.folder, self.step, result, scores, skipped, settings.saved_samples))
+            result = self._unless_stopped(partial(evaluator.evaluate, notify, losses))
+        scores = self.ranks.of_first(None if result is None else result.scores)
+        if scores is None:
+            raise StoppedError
+        scores |= {"seconds": time.perf_counter() - self._started}
+        skipped = merge_states(self.ranks.peers.gather(self.data_state)).rejected
+
+        def write() -> None:
+            assert result is not None
+            rejected = [*skipped, *result.rejected]
+            write_results(self.folder, self.step, result, scores, rejected, settings.saved_samples)
+
+        self.ranks.first(write)
         return scores
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
+from omnitrain.errors import UserError
 from omnitrain.models.components.media_calls import media_calls
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout
 from omnitrain.models.foundation.runner import EncodedMedia
@@ -119,7 +120,14 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
         pack: the micro-batch.
         work: this rank's work in this micro-batch.
         components: encode only their media; None: those of all components.
+
+    Raises:
+        UserError: other ranks have an encoder of the pack's media, and ``work`` does not say that they encode now.
     """
+    elsewhere: Collection[str] = ()
+    if model.encoder_relay is not None:
+        model.encoder_relay.require_forward()
+        elsewhere = model.encoder_relay.components
     inserted: list[tuple[Tensor, Tensor]] = []
     native: dict[str, MediaFeatures] = {}
     labels: dict[str, Tensor] = {}
@@ -134,6 +142,8 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
         counts = {name: batch.num_tokens for name, batch in batches.items()}
         if component in work.encoded:
             made = _cut(model, work.encoded[component], counts)
+        elif component in elsewhere:
+            made = _from_elsewhere(model, component, work, pack)
         else:
             calls = call_component(model, component, work, pack)
             made, idle = calls.made, [*idle, *calls.idle]
@@ -181,6 +191,19 @@ def call_component(model: Any, component: str, work: MicroBatchWork, pack: Pack 
                 made[name] = [_encoded(model, name, items) for items in calls]
             minimal += [_minimal(model, name) for _ in range(work.calls.get(name, 0) - len(calls))]
     return ComponentCalls(made, minimal)
+
+
+def _from_elsewhere(model: Any, component: str, work: MicroBatchWork, pack: Pack) -> dict[str, list[MediaFeatures]]:
+    """Get the features of a component that other ranks have, without a graph."""
+    calls = {name: own_calls(model, pack, name) for name in model.media_names[component]}
+    if any(work.calls.get(name) for name in calls):  # the same on all ranks
+        return model.encoder_relay.encode(component, calls)
+    if any(calls.values()):
+        raise UserError(
+            f"{component} is on other ranks, and a forward by itself does not tell them to encode: use "
+            "accumulate_gradients to train, and heldout_loss or generate (in omnitrain.serving) otherwise"
+        )
+    return {}
 
 
 def exchange_features(model: Any, component: str, calls: ComponentCalls, exchange: Exchange) -> tuple[Tensor, ...]:
