@@ -46,6 +46,7 @@ class SectionEncoders:
         self._model, self._batch, self._draws, self._layout = model, batch, draws, layout
         self._twice = layout.section is not None and layout.section.encode_twice
         self._live: dict[tuple[str, int], _Encoded] = {}
+        self._gradients: dict[tuple[str, int], list[Tensor]] = {}
 
     def encode(self, action: Action) -> None:
         """Make this rank's calls for the items of a window."""
@@ -65,11 +66,16 @@ class SectionEncoders:
         elif self._twice:
             self._live[key] = encoded._replace(tensors=None, idle=[])
 
+    def receive(self, action: Action) -> None:
+        """Wait for the gradients of a window."""
+        key = component, window = _key(action)
+        self._gradients[key] = self._layout.edges[component].take_gradients(window, self._live[key].num_rows)
+
     def backward(self, action: Action) -> None:
-        """Wait for the gradients of a window, and run its backward."""
+        """Run the backward of a window."""
         key = component, window = _key(action)
         encoded, edge = self._live.pop(key), self._layout.edges[component]
-        gradients = iter(edge.take_gradients(window, encoded.num_rows))
+        gradients = iter(self._gradients.pop(key))
         if encoded.tensors is None:
             encoded = self._encoded(component, window)
             assert encoded.tensors is not None
