@@ -37,6 +37,7 @@ class ComponentLayout:
         units: names of its FSDP units, whose parameters are gathered and reduced together; ``""`` is the root.
         parameters: names of its parameters.
         is_trained: whether some of its parameters get a gradient.
+        num_units: number of its FSDP units on the ranks of its section; in a pipeline, on this rank.
         activations: its activation offload, if any.
         compiled: its compiled blocks, if any.
         async_ulysses: its attention modules with async Ulysses, if the plan asks for it.
@@ -49,6 +50,7 @@ class ComponentLayout:
     units: tuple[str, ...]
     parameters: tuple[str, ...]
     is_trained: bool
+    num_units: int
     activations: ActivationOffload | None = None
     compiled: CompiledBlocks | None = None
     async_ulysses: AsyncUlyssesModules | None = None
@@ -163,13 +165,17 @@ class ModelLayout:
         return LayoutTable(
             _row(
                 component.name,
+                self._section_text(component.name),
                 component.plan,
-                len(component.units),
+                component.num_units,
                 [parameters[name] for name in component.parameters],
                 _sequence(component.plan, component.async_ulysses, component.tokens),
             )
             for component in self.components.values()
         )
+
+    def _section_text(self, component: str) -> str:
+        return section_text(self.state_of(component)) if self.sections else ""
 
     def offloaded(self, model: OmniModel) -> list[nn.Parameter]:
         """Return the trained parameters whose optimizer state lives in host memory."""
@@ -180,7 +186,10 @@ class ModelLayout:
 
 
 def planned_table(
-    model: OmniModel, plans: Mapping[str, ComponentPlan], units: Mapping[str, Collection[str]]
+    model: OmniModel,
+    plans: Mapping[str, ComponentPlan],
+    units: Mapping[str, Collection[str]],
+    sections: Mapping[str, str],
 ) -> LayoutTable:
     """Return the table of a model that is not parallelized yet.
 
@@ -191,11 +200,25 @@ def planned_table(
         model: the model.
         plans: component -> its complete plan.
         units: component -> names of its FSDP units.
+        sections: component -> the text of its section (:func:`section_text`); empty without sections.
     """
     return LayoutTable(
-        _row(name, plans[name], len(units[name]), list(parameters.values()), _sequence(plans[name]))
+        _row(
+            name,
+            sections.get(name, ""),
+            plans[name],
+            len(units[name]),
+            list(parameters.values()),
+            _sequence(plans[name]),
+        )
         for name, parameters in model.components.items()
     )
+
+
+def section_text(state: ParallelState) -> str:
+    """Return the name and the ranks of a section, such as ``vision, ranks 4 to 7``."""
+    first, last = state.ranks[0], state.ranks[-1]
+    return f"{state.section}, rank {first}" if first == last else f"{state.section}, ranks {first} to {last}"
 
 
 def layout_of(model: OmniModel) -> ModelLayout | None:
@@ -236,7 +259,9 @@ def reduce_all_replicas(model: OmniModel) -> None:
     reduce_replicas(model, dict.fromkeys(layout.components, True))
 
 
-def _row(name: str, plan: ComponentPlan, units: int, parameters: list[nn.Parameter], sequence: str) -> LayoutRow:
+def _row(
+    name: str, section: str, plan: ComponentPlan, units: int, parameters: list[nn.Parameter], sequence: str
+) -> LayoutRow:
     assert plan.precision is not None
     offload: dict[str, bool | None] = {
         "activations": plan.activation_offload,
@@ -249,6 +274,7 @@ def _row(name: str, plan: ComponentPlan, units: int, parameters: list[nn.Paramet
     ops = f": {', '.join(plan.recomputed_parts)}" if plan.recomputed_parts else ops
     return LayoutRow(
         name=name,
+        section=section,
         mode=plan.mode or "",
         mesh=_mesh(plan),
         units=units,

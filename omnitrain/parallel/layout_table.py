@@ -9,6 +9,7 @@ from rich.table import Table
 
 _COLUMNS = (
     "component",
+    "section",
     "mode",
     "mesh",
     "units",
@@ -28,9 +29,10 @@ class LayoutRow:
 
     Attributes:
         name: name of the component.
+        section: its section, and the ranks of that; empty without sections.
         mode: ``fsdp2``, ``hsdp`` or ``replicate``.
         mesh: copies x shards, then the tensor parallel and expert parallel degrees above 1.
-        units: number of FSDP units.
+        units: number of FSDP units on the ranks that have the component; in a pipeline, on this rank.
         parameters: number of elements of all parameters.
         trainable: number of elements of trained parameters.
         dtypes: dtypes of parameters, computation and gradient sums.
@@ -40,6 +42,7 @@ class LayoutRow:
     """
 
     name: str
+    section: str
     mode: str
     mesh: str
     units: int
@@ -52,16 +55,20 @@ class LayoutRow:
 
 
 class LayoutTable(tuple[LayoutRow, ...]):
-    """Rows that ``print``, a notebook and rich's console show as a table."""
+    """Rows that ``print``, a notebook and rich's console show as a table; without sections, it has no such column."""
 
     __slots__ = ()
 
     def __rich__(self) -> Table:
-        table = Table(*_COLUMNS, title=_TITLE, title_justify="left")
+        has_sections = any(row.section for row in self)
+        columns = [name for name in _COLUMNS if name != "section" or has_sections]
+        table = Table(*columns, title=_TITLE, title_justify="left")
         for row in self:
+            section = (row.section,) if has_sections else ()
             trainable = f"{row.trainable:,}" if row.trainable else "frozen"
             sizes = (str(row.units), f"{row.parameters:,}", trainable)
-            table.add_row(row.name, row.mode, row.mesh, *sizes, row.dtypes, row.recompute, row.offload, row.sequence)
+            others = (row.dtypes, row.recompute, row.offload, row.sequence)
+            table.add_row(row.name, *section, row.mode, row.mesh, *sizes, *others)
         return table
 
     def __repr__(self) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.omni.build import build_omni_model, require_device
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.compile.blocks import compile_blocks
 from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, spread_experts, use_tp_dispatch
 from omnitrain.parallel.fsdp.broadcast_load import BroadcastLoader, ranks_without_weights
@@ -248,6 +249,8 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}
     components = _layouts(omni, prepared.plans | plans, units, activations, towers, of_foundation)
     sections = prepared.plan.sections
+    if sections:
+        components = _with_units_of_all(components, plans)
     edges = connect_sections(omni, sections, state, device) if sections else {}
     remember_layout(
         omni, ModelLayout(state, components, pipeline, section_of, sections.get(state.section), edges, sections)
@@ -396,17 +399,29 @@ def _layouts(
     towers: Mapping[str, SharedTower],
     of_foundation: Mapping[str, Any],
 ) -> dict[str, ComponentLayout]:
-    names = unit_names(units)
+    sharded = {
+        name: tuple(unit for unit in of_component if isinstance(model.get_submodule(unit), FSDPModule))
+        for name, of_component in unit_names(units).items()
+    }
     return {
         name: ComponentLayout(
             name=name,
             plan=plans[name],
-            units=tuple(unit for unit in names[name] if isinstance(model.get_submodule(unit), FSDPModule)),
+            units=sharded[name],
             parameters=tuple(parameters),
             is_trained=any(parameter.requires_grad for parameter in parameters.values()),
+            num_units=len(sharded[name]),
             activations=activations.get(name),
             tower=towers.get(name),
             **(of_foundation if name == FOUNDATION else {}),
         )
         for name, parameters in model.components.items()
     }
+
+
+def _with_units_of_all(components: Mapping[str, ComponentLayout], own: Collection[str]) -> dict[str, ComponentLayout]:
+    """Add the number of units of components that other sections have; all ranks call it."""
+    numbers: dict[str, int] = {}
+    for of_rank in reversed(gathered_objects({name: components[name].num_units for name in own})):
+        numbers |= of_rank  # the first rank of a section counts
+    return {name: replace(component, num_units=numbers[name]) for name, component in components.items()}

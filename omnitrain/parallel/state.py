@@ -406,7 +406,8 @@ def init_parallel_state(
     try:
         shape = fit_mesh(ranks, dp=dp_size, **data, **sizes, keys=_DEGREE_ARGUMENTS)
     except UserError as error:
-        raise UserError(f"sections leave {ranks} of {dist.get_world_size()} ranks; {error}" if plan.sections else str(error)) from None
+        left = f"sections leave {ranks} of {dist.get_world_size()} ranks; " if plan.sections else ""
+        raise UserError(f"{left}{error}") from None
     _default = _with_groups(_all_sections(plan, shape, dp_mode))
     return _default
 
@@ -455,8 +456,9 @@ def _ranks_of_main(plan: ParallelPlan, world_size: int) -> int:
     elsewhere = sum(section.ranks for section in plan.sections.values())
     if plan.sections and world_size <= elsewhere:
         raise UserError(
-            f"parallel.sections: {elsewhere} of {world_size} ranks are for {', '.join(plan.sections)}, and none is left "
-            f"for the rest of the model; start with more ranks, such as --nproc {elsewhere + 1}, or give sections fewer"
+            f"parallel.sections: {elsewhere} of {world_size} ranks are for {', '.join(plan.sections)}, and none is "
+            f"left for the rest of the model; start with more ranks, such as --nproc {elsewhere + 1}, or give sections "
+            "fewer"
         )
     return world_size - elsewhere
 

@@ -288,7 +288,7 @@ class Trainer:
         except NonFiniteError as error:
             raise NonFiniteError(f"{error}\n  {self._save_before_failure()}") from None
         if self.recipe.writes_metrics(self.step):
-            self.encoder_metrics = encoder_metrics(self.model, batch.plan, self.spans.waited(self.ranks.peers))
+            self.encoder_metrics = encoder_metrics(self.model, batch.plan, self.spans.of_encoders(self.ranks.peers))
         if is_measured:
             self.encoder_costs.add(self.step, batch.plan, self.spans.last)
         if (self.experts.chunks.settled, self.encoder_costs.settled) != (chunks, costs):

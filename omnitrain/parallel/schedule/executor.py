@@ -21,17 +21,17 @@ from omnitrain.ops.timing import SpanRecorder, What
 from omnitrain.ops.turns import run_in_turns
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.fsdp.hold import HeldUnits
-from omnitrain.parallel.layout import ModelLayout, layout_of, reduce_all_replicas, reduce_replicas
+from omnitrain.parallel.layout import layout_of, reduce_all_replicas, reduce_replicas
 from omnitrain.parallel.pipeline.apply import units_by_stage
 from omnitrain.parallel.pipeline.messages import StageMessages
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.parallel.schedule.encoders import SeparateEncoders
-from omnitrain.parallel.schedule.position import stage_action
+from omnitrain.parallel.schedule.position import row_of, running_action
 from omnitrain.parallel.schedule.section import SectionEncoders
 from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import work_of
-from omnitrain.parallel.watch.report import Phase, StageAction
+from omnitrain.parallel.watch.report import Phase, RunningAction
 from omnitrain.plan.schedule.actions import WEIGHTS, Action, Kind, Schedule
 from omnitrain.recipe.parallel import FOUNDATION
 
@@ -50,7 +50,7 @@ class OnPhase(Protocol):
         micro_batch: int | None = None,
         phase: Phase | None = None,
         samples: Sequence[str] | None = None,
-        action: StageAction | None = None,
+        action: RunningAction | None = None,
     ) -> object:
         """Arguments that are not given keep their last value."""
         ...
@@ -157,7 +157,7 @@ class Executor:
                 self._RUN[action.kind](self, action)
                 if self._recorder is not None:
                     self._recorder.add(What("action", str(action)), began, self._recorder.mark())
-            if self._pipeline is not None and self._on_phase is not None:
+            if (self._pipeline is not None or schedule.sections) and self._on_phase is not None:
                 self._on_phase(phase="optimizer")  # what is left waits for other ranks
             if self._held is not None:
                 self._held.finish()
@@ -326,13 +326,18 @@ class Executor:
 
     def _receive(self, action: Action) -> None:
         if action.stage is None:
-            if action.kind is Kind.RECV_F:
-                self._encoders.receive(action)
-            return  # the backward of the section's window waits for gradients itself
+            self._receive_between_sections(action)
+            return
         assert self._messages is not None and action.peer is not None
         is_forward = action.kind is Kind.RECV_F
         if is_forward or self._trains:
             (self._forward_in if is_forward else self._backward_in)[_key(action)] = self._messages.receive(action)
+
+    def _receive_between_sections(self, action: Action) -> None:
+        if self._section is None:
+            self._encoders.receive(action)
+        elif self._trains:
+            self._section.receive(action)
 
     def _unshard(self, action: Action) -> None:
         assert self._held is not None
@@ -388,7 +393,8 @@ class Executor:
         """Tell the position of this rank before its action ``number``."""
         if self._on_phase is None:
             return
-        place = None if self._pipeline is None else stage_action(schedule, self._pipeline, number)
+        layout = self._layout if self._pipeline is not None or schedule.sections else None
+        place = None if layout is None else running_action(schedule, layout, number)
         for part in action.passes[-1:]:  # a pair begins with its backward
             _, micro_batch = _key(part)
             phase: Phase = "forward" if part.kind is Kind.F else "backward"
@@ -396,15 +402,6 @@ class Executor:
             self._on_phase(micro_batch=micro_batch, phase=phase, samples=samples, action=place)
         if not action.passes and place is not None:
             self._on_phase(action=place)
-
-
-def row_of(layout: ModelLayout | None, schedule: Schedule) -> int:
-    """Return the index of this rank's list of actions."""
-    if layout is None:
-        return 0
-    if layout.section is not None:
-        return schedule.num_pipeline_ranks + list(layout.sections).index(layout.state.section)
-    return 0 if layout.pipeline is None else layout.pipeline.stages.rank
 
 
 def _key(action: Action) -> _Key:

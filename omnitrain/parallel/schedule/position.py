@@ -1,4 +1,4 @@
-"""The position of a rank in its schedule, in words, and the rank whose message it needs there."""
+"""The position of a rank in its schedule, in words, and the ranks whose messages it needs there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from omnitrain.parallel.pipeline.apply import Pipeline
-from omnitrain.parallel.watch.report import StageAction
-from omnitrain.plan.schedule.actions import Action, Kind, Schedule
+from omnitrain.parallel.layout import ModelLayout
+from omnitrain.parallel.watch.report import RunningAction
+from omnitrain.plan.schedule.actions import SENDS, Action, Kind, Schedule
 
 _WORDS = {
     Kind.F: "forward",
@@ -21,27 +21,59 @@ _WORDS = {
     Kind.EXCHANGE: "exchange of the features",
     Kind.ENCODE_B: "backward",
 }
+_BETWEEN_SECTIONS = {
+    Kind.SEND_F: "send of the features",
+    Kind.RECV_F: "receive of the features",
+    Kind.SEND_B: "send of the gradients",
+    Kind.RECV_B: "receive of the gradients",
+}
 _NEEDS = {Kind.F: (Kind.RECV_F, -1), Kind.B: (Kind.RECV_B, 1), Kind.I: (Kind.RECV_B, 1)}  # and from which stage
 
 _TOGETHER = (Kind.EXCHANGE, Kind.ENCODE_B)  # they exchange features or gradients with the other stages
 
+_Needs = Iterator[tuple[int, int]]  # see RunningAction
 
-def stage_action(schedule: Schedule, pipeline: Pipeline, number: int) -> StageAction | None:
+
+def row_of(layout: ModelLayout | None, schedule: Schedule) -> int:
+    """Return the index of this rank's list of actions."""
+    if layout is None:
+        return 0
+    if layout.section is not None:
+        return schedule.num_pipeline_ranks + list(layout.sections).index(layout.state.section)
+    return 0 if layout.pipeline is None else layout.pipeline.stages.rank
+
+
+def running_action(schedule: Schedule, layout: ModelLayout, number: int) -> RunningAction | None:
     """Return action ``number`` of this rank for the stall report; None: it waits for nothing and computes nothing.
 
     Args:
         schedule: a lowered schedule.
-        pipeline: the pipeline that runs it.
+        layout: of a model with a pipeline or sections.
         number: index in this rank's list.
     """
-    action = schedule.actions[pipeline.stages.rank][number]
-    parts = action.passes[::-1] or (action,)  # a pair begins with its backward
-    if any(part.kind not in _WORDS for part in parts):
+    row = row_of(layout, schedule)
+    action = schedule.actions[row][number]
+    if action.passes:
+        return _pass(schedule, layout, action, number)
+    if action.stage is not None:
+        words = _WORDS.get(action.kind)
+        return None if words is None else RunningAction(f"{words} of stage {action.stage}", number)
+    words = (_WORDS | _BETWEEN_SECTIONS).get(action.kind)
+    if words is None:
         return None
-    if action.stage is None and not action.passes:
-        first = "" if action.micro_batch is None else f" from micro-batch {action.micro_batch}"
-        meets = tuple(_others(schedule, pipeline, action)) if action.kind in _TOGETHER else ()
-        return StageAction(f"{_WORDS[action.kind]} of {action.component}{first}", number, meets=meets)
+    text = f"{words} of {action.component}"
+    text += "" if action.micro_batch is None else f" from micro-batch {action.micro_batch}"
+    if row >= schedule.num_pipeline_ranks:
+        text = f"section {layout.state.section}: {text}"
+    elif action.kind in _BETWEEN_SECTIONS:
+        text += f" {'to' if action.kind in SENDS else 'from'} section {layout.section_of[action.component]}"
+    needs = _of_message if action.kind in _BETWEEN_SECTIONS else _of_stages
+    return RunningAction(text, number, tuple(needs(schedule, layout, action)))
+
+
+def _pass(schedule: Schedule, layout: ModelLayout, action: Action, number: int) -> RunningAction:
+    """A forward or a backward; a pair begins with its backward."""
+    parts = action.passes[::-1]
     text = " and ".join(f"{_WORDS[part.kind]} of stage {part.stage}" for part in parts)
     for part in parts:
         kind, step = _NEEDS.get(part.kind, (Kind.RECV_F, 0))
@@ -51,12 +83,35 @@ def stage_action(schedule: Schedule, pipeline: Pipeline, number: int) -> StageAc
             receive = part._replace(kind=kind, peer=schedule.stage_ranks[other])
             if receive in schedule.senders:
                 sender, sent_by = schedule.senders[receive]
-                return StageAction(text, number, dist.get_global_rank(pipeline.group, sender), sent_by)
-    return StageAction(text, number)
+                return RunningAction(text, number, ((_rank(layout, sender), sent_by),))
+    return RunningAction(text, number)
 
 
-def _others(schedule: Schedule, pipeline: Pipeline, action: Action) -> Iterator[tuple[int, int]]:
-    """Yield the global rank of each other stage that runs a collective action, and its index there."""
-    for rank, row in enumerate(schedule.actions):
-        if rank != pipeline.stages.rank:
-            yield dist.get_global_rank(pipeline.group, rank), row.index(action)
+def _of_stages(schedule: Schedule, layout: ModelLayout, action: Action) -> _Needs:
+    """Yield what comes before an action that all stages run together, for each of the others."""
+    own = row_of(layout, schedule)
+    if action.kind in _TOGETHER and own < schedule.num_pipeline_ranks:
+        for stage_rank in range(schedule.num_pipeline_ranks):
+            if stage_rank != own:
+                yield _rank(layout, stage_rank), schedule.actions[stage_rank].index(action) - 1
+
+
+def _of_message(schedule: Schedule, layout: ModelLayout, action: Action) -> _Needs:
+    """Yield what a message between a section and the first stage needs of the ranks at its other end."""
+    window, edge = action.micro_batch, layout.edges[action.component]
+    assert window is not None and action.peer is not None
+    if action.kind is Kind.SEND_F:
+        taken = schedule.actions[action.peer].index
+        own = row_of(layout, schedule)
+        for rank, before in edge.room_for(window):
+            receive = None if before is None else action._replace(micro_batch=before).receive(own)
+            yield rank, -1 if receive is None else taken(receive)
+    elif action.kind is not Kind.SEND_B:  # gradients are awaited: they leave at once
+        for rank in edge.peers(window):
+            yield rank, schedule.senders[action][1]
+
+
+def _rank(layout: ModelLayout, stage_rank: int) -> int:
+    """The global rank of another stage that has the same samples as this rank."""
+    assert layout.pipeline is not None
+    return dist.get_global_rank(layout.pipeline.group, stage_rank)

@@ -55,6 +55,7 @@ class SectionEncoders:
             if edge.kept_of is batch.plan:
                 self._before |= {(component, window): tensors for window, tensors in edge.kept.items()}
             edge.kept, edge.kept_of = {}, None if upcoming is None else upcoming.plan
+        self._gradients: dict[tuple[str, int], list[Tensor]] = {}
 
     def encode(self, action: Action) -> None:
         """Make this rank's calls for the items of a window."""
@@ -88,11 +89,16 @@ class SectionEncoders:
         elif self._twice:
             self._live[key] = encoded._replace(tensors=None, idle=[])
 
+    def receive(self, action: Action) -> None:
+        """Wait for the gradients of a window."""
+        key = component, window = _key(action)
+        self._gradients[key] = self._layout.edges[component].take_gradients(window, self._live[key].num_rows)
+
     def backward(self, action: Action) -> None:
-        """Wait for the gradients of a window, and run its backward."""
+        """Run the backward of a window."""
         key = component, window = _key(action)
         encoded, edge = self._live.pop(key), self._layout.edges[component]
-        gradients = iter(edge.take_gradients(window, encoded.num_rows))
+        gradients = iter(self._gradients.pop(key))
         if encoded.tensors is None:
             encoded = self._encoded(self._batch, component, window)
             assert encoded.tensors is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from omnitrain.models.discovery import MediaFeatures
 from omnitrain.ops.device import to_device
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
 from omnitrain.parallel.sections.message import Edge, Message, Part, Rows
-from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox, Waiting
+from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox
 from omnitrain.plan import StepPlan
 
 _ANY = 2**31  # slots without a limit
@@ -74,7 +74,6 @@ class FeatureEdge:
         receivers: ranks that read packs on the first pipeline stage.
         slots: number of messages for which a receiver has room.
         device: where features and gradients are.
-        on_wait: called before each wait.
 
     Attributes:
         kept: window -> features of a later step, which this rank has encoded ahead.
@@ -91,15 +90,14 @@ class FeatureEdge:
         *,
         slots: int,
         device: torch.device,
-        on_wait: Callable[[Waiting], None] | None = None,
     ) -> None:
         self.component, self.form, self.slots = component, form, slots
         self._rank, self._device = dist.get_rank(), device
         self._is_sender, self._is_receiver = self._rank in senders, self._rank in receivers
         out, back = torch_carrier(senders, receivers, device), torch_carrier(receivers, senders, device)
-        features = EdgeEnd(edge, out, self._rank, slots, on_wait=on_wait)
+        features = EdgeEnd(edge, out, self._rank, slots)
         # A section posts the gradients of a window when it has encoded it: `in_flight` bounds them.
-        gradients = EdgeEnd(edge.returned, back, self._rank, _ANY if self._is_sender else slots, on_wait=on_wait)
+        gradients = EdgeEnd(edge.returned, back, self._rank, _ANY if self._is_sender else slots)
         self._features = (Outbox if self._is_sender else Inbox)(features)
         self._gradients = (Inbox if self._is_sender else Outbox)(gradients)
         self._messages: dict[int, list[Message]] = {}
@@ -134,6 +132,30 @@ class FeatureEdge:
             for message in self._messages[window]
             for part in (message.parts if rows else ())
         ]
+
+    def peers(self, window: int) -> tuple[int, ...]:
+        """Return the ranks at the other end of this rank's messages of a window, until its gradients are back."""
+        if self._is_sender:
+            return tuple(dict.fromkeys(share.receiver for share in self._shares[window]))
+        own = [message for message in self._messages[window] if message.receiver == self._rank]
+        return tuple(dict.fromkeys(part.sender for message in own for part in message.parts))
+
+    def room_for(self, window: int) -> Iterator[tuple[int, int | None]]:
+        """Yield for which messages :meth:`send` waits: those that a receiver must have taken before.
+
+        Args:
+            window: its first micro-batch.
+
+        Yields:
+            (receiver, first micro-batch of the window whose features it must have taken; None: it must have begun the
+            step). Nothing for a receiver that has room in any case.
+        """
+        for receiver in self.peers(window):
+            to_it = [w for w, all_ in self._messages.items() if any(m.receiver == receiver for m in all_)]
+            number = to_it.index(window)
+            if number >= self.slots:  # message `number - slots` must have left: its receive is posted
+                taken = number - 2 * self.slots
+                yield receiver, to_it[taken] if taken >= 0 else None
 
     def send(self, window: int, tensors: Sequence[Tensor]) -> None:
         """Send this rank's features of a window to the ranks that need them.

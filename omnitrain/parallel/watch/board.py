@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from omnitrain.parallel.watch.report import Answer, Collectives, Place, StageAction, report
+from omnitrain.parallel.watch.report import Answer, Collectives, Place, RunningAction, report
 
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 10.0
@@ -128,7 +128,7 @@ def _plain(place: Place) -> list[Any]:
 
 def _place(values: list[Any]) -> Place:
     place = Place(*values)
-    return place if place.action is None else place._replace(action=StageAction(*place.action))
+    return place if place.action is None else place._replace(action=RunningAction(*place.action))
 
 
 def _wait(ready: Callable[[], bool], seconds: float) -> None:

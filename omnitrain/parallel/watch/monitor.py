@@ -32,7 +32,7 @@ from omnitrain.errors import EXIT_FAILED, LostRankError, TrainingError, UserErro
 from omnitrain.ops.turns import running_thread
 from omnitrain.parallel.watch.board import StallBoard
 from omnitrain.parallel.watch.component_hooks import follow_components
-from omnitrain.parallel.watch.report import Answer, Collectives, Phase, Place, StageAction, described, report
+from omnitrain.parallel.watch.report import Answer, Collectives, Phase, Place, RunningAction, described, report
 
 _PATIENCE = timedelta(days=7)  # of collectives
 _TICK_SECONDS = 1.0
@@ -113,7 +113,7 @@ class StallMonitor:
         phase: Phase | None = None,
         component: str | None = None,
         samples: Sequence[str] | None = None,
-        action: StageAction | None = None,
+        action: RunningAction | None = None,
     ) -> None:
         """Set the position of this rank; a running profiler gets a mark with its description.
 
@@ -127,7 +127,7 @@ class StallMonitor:
             phase: phase of the micro-batch or step.
             component: the component that runs now.
             samples: ids of the samples in the micro-batch; not copied.
-            action: the action of a pipeline's schedule that runs now.
+            action: the action of the schedule that runs now.
         """
         last = self._place
         if step is not None:

@@ -16,22 +16,19 @@ _ORDER: dict[str | None, int] = {
 _SHOWN_SAMPLES = 8
 
 
-class StageAction(NamedTuple):
-    """The action of a pipeline schedule that a rank runs.
+class RunningAction(NamedTuple):
+    """The action of a schedule that a rank runs.
 
     Attributes:
         text: what it does, such as ``backward of stage 3``.
         number: its index in the rank's list of actions.
-        sender: the rank that sends its input; None: no other rank does.
-        sent_by: index of that send in the sender's list.
-        meets: (rank, index in its list) of the other ranks that run it together with this one.
+        needs: (rank, index in its list) of the actions of other ranks that must have ended: they send what it needs, or
+            come before an action that these ranks run together with this one. -1: the rank must have begun its list.
     """
 
     text: str
     number: int
-    sender: int | None = None
-    sent_by: int = -1
-    meets: tuple[tuple[int, int], ...] = ()
+    needs: tuple[tuple[int, int], ...] = ()
 
 
 class Place(NamedTuple):
@@ -43,7 +40,7 @@ class Place(NamedTuple):
         phase: phase of the step.
         component: the component whose forward or backward runs.
         samples: ids of the samples in the micro-batch.
-        action: the action of a pipeline's schedule that it runs.
+        action: the action of its schedule that it runs, in a pipeline or with sections.
     """
 
     step: int | None = None
@@ -51,7 +48,7 @@ class Place(NamedTuple):
     phase: Phase | None = None
     component: str | None = None
     samples: Sequence[str] = ()
-    action: StageAction | None = None
+    action: RunningAction | None = None
 
 
 class Collectives(NamedTuple):
@@ -92,8 +89,8 @@ def awaited_ranks(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> 
 
     Returns:
         The silent ranks, if any. Otherwise the ranks that have started fewer collectives than another rank of a group,
-        or have not sent a message to another stage of a pipeline, and wait for nobody themselves. If there are none,
-        the ranks with the least progress in the step; all ranks, if their progress is equal.
+        or have not sent a message to another stage or section, and wait for nobody themselves. If there are none, the
+        ranks with the least progress in the step; all ranks, if their progress is equal.
     """
     if silent := sorted(silent):
         return silent
@@ -115,12 +112,8 @@ def awaited_ranks(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> 
 def _awaited(rank: int, answers: Mapping[int, Answer]) -> int | None:
     """A rank that has not sent the message, or not begun the collective, that the action of ``rank`` needs."""
     place = answers[rank].place
-    if place.action is None:
-        return None
-    needed = [(other, index - 1) for other, index in place.action.meets]
-    if place.action.sender is not None:
-        needed.append((place.action.sender, place.action.sent_by))
-    return next((n for n, index in needed if n in answers and not _is_past(answers[n].place, index, place.step)), None)
+    needs = () if place.action is None else place.action.needs
+    return next((n for n, index in needs if n in answers and not _is_past(answers[n].place, index, place.step)), None)
 
 
 def _is_past(place: Place, index: int, step: int | None) -> bool:
@@ -182,7 +175,8 @@ def report(
 def described(place: Place) -> str:
     """Format a position like ``encode of image_encoder, step 3, micro-batch 0, samples a, b``.
 
-    In a pipeline: ``forward of stage 0 (image_encoder), step 3, ...``.
+    In a pipeline: ``forward of stage 0 (image_encoder), step 3, ...``. In a section: ``encoding of image_encoder from
+    micro-batch 0 in section vision, step 3``.
     """
     where: str = place.phase or "the loop"
     if place.action is not None:

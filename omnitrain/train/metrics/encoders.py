@@ -9,15 +9,17 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.step.windows import bytes_per_feature
 from omnitrain.plan.step import StepPlan
+from omnitrain.recipe.parallel import MAIN
+from omnitrain.train.metrics.step_timing import EncoderTimes
 
 
-def encoder_metrics(model: OmniModel, plan: StepPlan, waited: Mapping[str, float]) -> dict[str, Any]:
+def encoder_metrics(model: OmniModel, plan: StepPlan, times: Mapping[str, EncoderTimes]) -> dict[str, Any]:
     """Return ``encoders``: encoder -> how its work is divided among ranks; nothing on one rank, or without media.
 
     Args:
         model: parallelized, or on one process.
         plan: the plan of the step.
-        waited: encoder -> seconds for which a rank waited for its features.
+        times: encoder -> its times in the step.
     """
     layout = layout_of(model)
     if layout is None or plan.topology.world_size == 1:
@@ -26,5 +28,8 @@ def encoder_metrics(model: OmniModel, plan: StepPlan, waited: Mapping[str, float
     for name in model.media_names:
         if (balance := plan.balance(name)) is not None:
             moved = plan.features_moved(name) * bytes_per_feature(model, name, layout.components[name].plan)
-            rows[name] = {**balance._asdict(), "bytes_moved": moved, "waited": waited.get(name, 0.0)}
+            taken = times.get(name, EncoderTimes(0.0, 0.0, 0.0))
+            rows[name] = {**balance._asdict(), "bytes_moved": moved, "waited": taken.waited}
+            if layout.section_of[name] != MAIN:
+                rows[name] |= {"busy": taken.busy, "busy_share": taken.busy_share}
     return {"encoders": rows} if rows else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from omnitrain.ops.experts import LayerSpans, experts_in, set_experts
 from omnitrain.ops.timing import Recorded, SpanRecorder
 from omnitrain.parallel.layout import layout_of
 from omnitrain.peers import Peers
+from omnitrain.plan.schedule.actions import Action, Kind
 from omnitrain.recipe import Recipe
 from omnitrain.train.metrics.chrome_trace import write_chrome_trace
 
@@ -33,6 +34,30 @@ class Exposed:
     seconds: float
     share: float
     layers: dict[str, float]
+
+
+@dataclass(frozen=True)
+class EncoderTimes:
+    """What a step waited for an encoder, and how long the ranks of its section worked.
+
+    Attributes:
+        waited: seconds for which a rank waited for features, as the mean over the ranks that need any.
+        busy: seconds in which a rank encoded, or ran the backward, by actions of its schedule, as the mean over these
+            ranks; waits for other ranks of its section are part of it. 0 if no schedule has such actions.
+        busy_share: the same as a share of the step.
+    """
+
+    waited: float
+    busy: float
+    busy_share: float
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[float | None, float | None, float]]) -> EncoderTimes:
+        """Take the means over ranks; of each: seconds waited, seconds busy (None: not this rank), and of the step."""
+        waited = [seconds for seconds, _, _ in rows if seconds is not None]
+        busy = [(seconds, step) for _, seconds, step in rows if seconds is not None]
+        shares = [seconds / step for seconds, step in busy if step]
+        return cls(_mean(waited), _mean([seconds for seconds, _ in busy]), _mean(shares))
 
 
 class StepSpans:
@@ -54,6 +79,7 @@ class StepSpans:
         model.encode_recorder = self.recorder
         layers = list(experts_in(model))
         layout = layout_of(model)
+        self._section = layout.state.section if layout is not None and layout.sections else None
         has_exchanges = layout is not None and layout.state.num_ranks > 1 and bool(model.media_names)
         self._is_in_metrics = bool(layers) or has_exchanges
         for name, module in layers:
@@ -76,23 +102,22 @@ class StepSpans:
         yield
         self._last = self.recorder.end()
         if is_traced:
-            write_chrome_trace(self._last, self._folder / f"step-{number:08d}-rank-{rank}.json", rank)
+            file = self._folder / f"step-{number:08d}-rank-{rank}.json"
+            write_chrome_trace(self._last, file, rank, self._section)
 
     @property
     def last(self) -> Recorded:
         """The last recorded step."""
         return self._last
 
-    def waited(self, peers: Peers) -> dict[str, float]:
-        """Return component -> seconds for which a rank waited for its features in the last recorded step.
-
-        They are means over the ranks. Every rank calls this.
-        """
-        spans = [span for span in self._last.spans if span.what.name == FEATURES]
-        own = {name: sum(s.seconds for s in spans if s.what.layer == name) for name in {s.what.layer for s in spans}}
-        of_ranks = peers.gather(own)
-        names = sorted({name for of_rank in of_ranks for name in of_rank if name is not None})
-        return {name: sum(of_rank.get(name, 0.0) for of_rank in of_ranks) / peers.size for name in names}
+    def of_encoders(self, peers: Peers) -> dict[str, EncoderTimes]:
+        """Return component -> the times of an encoder in the last recorded step. Every rank calls this."""
+        of_ranks = peers.gather((_waits_and_work(self._last), self._last.seconds))
+        found: defaultdict[str, list[tuple[float | None, float | None, float]]] = defaultdict(list)
+        for of_rank, step in of_ranks:
+            for name, (waited, busy) in of_rank.items():
+                found[name].append((waited, busy, step))
+        return {name: EncoderTimes.of(rows) for name, rows in sorted(found.items())}
 
     def exposed(self, peers: Peers) -> Exposed:
         """Return the exposed communication of the last recorded step. Every rank calls this."""
@@ -106,3 +131,23 @@ class StepSpans:
         seconds = sum(layers.values())
         step = sum(step_seconds for _, step_seconds in of_ranks) / peers.size
         return Exposed(seconds, seconds / step if step else 0.0, layers)
+
+
+def _waits_and_work(recorded: Recorded) -> dict[str, tuple[float | None, float | None]]:
+    """Component -> the seconds for which this rank waited for its features, and those in which it encoded."""
+    waits: defaultdict[str, float] = defaultdict(float)
+    work: defaultdict[str, float] = defaultdict(float)
+    for span in recorded.spans:
+        if span.what.kind == "action":
+            action = Action.parse(span.what.name)
+            if action.kind is Kind.RECV_F and action.stage is None:
+                waits[action.component] += span.seconds
+            elif action.kind in (Kind.ENCODE, Kind.ENCODE_B):
+                work[action.component] += span.seconds
+        elif span.what.name == FEATURES and span.what.layer is not None:
+            waits[span.what.layer] += span.seconds
+    return {name: (waits.get(name), work.get(name)) for name in {*waits, *work}}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -27,7 +27,7 @@ from omnitrain.optim.adamw import require_fp32, trained_parameters
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.expert.routing_record import RoutingOfRun
 from omnitrain.parallel.fsdp.units import find_units, stays_fp32, unit_names
-from omnitrain.parallel.layout import planned_table
+from omnitrain.parallel.layout import planned_table, section_text
 from omnitrain.parallel.resolve import dtype_of, resolve_without_ranks
 from omnitrain.recipe import ComponentPlan, ExpertsBalance, ParallelPlan, Recipe
 from omnitrain.recipe.component_configs import OmniConfig
@@ -211,10 +211,11 @@ def _require_plan(recipe: Recipe, model: OmniModel, mixed: bool | None, num_rank
     except PlanError as error:
         raise error.under("parallel") from None
     advice = require_enough_micro_batches(recipe, state)
-    if plan == ParallelPlan() and state.world_size == 1:
+    if plan == ParallelPlan() and state.num_ranks == 1:
         return
-    console.print(f"layout on {state.world_size} rank{'s' * (state.world_size > 1)} (--nproc {state.world_size}):")
-    console.print(planned_table(model, plans, unit_names(find_units(model))))
+    console.print(f"layout on {state.num_ranks} rank{'s' * (state.num_ranks > 1)} (--nproc {state.num_ranks}):")
+    sections = {name: section_text(state.of_section(plan.section_of(name))) for name in plans if plan.sections}
+    console.print(planned_table(model, plans, unit_names(find_units(model)), sections))
     if advice is not None:
         console.print(f"advice: {advice}", soft_wrap=True)
     require_fp32(_trained_dtypes(model, plans))

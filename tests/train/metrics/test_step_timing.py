@@ -91,3 +91,28 @@ def test_a_trace_shows_the_actions_of_the_schedule_in_order_and_the_encoders_in_
     encoded = [span for span in spans if span["name"] == "encode"]
     assert {"audio_encoder", "image_encoder"} <= {span["args"]["layer"] for span in encoded}
     assert all(forward["ts"] <= span["ts"] and span["ts"] + span["dur"] <= ends for span in encoded)
+
+
+def test_the_actions_of_a_section_are_in_its_trace_by_name_and_their_time_is_in_the_metrics(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    section = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 1}}
+    overrides = [f"parallel.sections={json.dumps(section)}", "train.trace.steps=[2]", "train.micro_batches=2"]
+    ranks.run(fit, tiny_recipe(tmp_path), overrides, timeout_s=100, world=2)
+    rows = metrics(tmp_path / "run")[1]["encoders"]
+    of_ranks = []
+    for rank, name in enumerate(("rank 0 (main)", "rank 1 (media)")):
+        every = json.loads((tmp_path / "run" / "trace" / f"step-00000002-rank-{rank}.json").read_text())["traceEvents"]
+        assert [event["args"]["name"] for event in every if event["name"] == "process_name"] == [name]
+        of_ranks.append([event for event in every if event["ph"] == "X" and event["cat"] == "action"])
+    for encoder in section["media"]["components"]:
+        spans = [
+            {event["name"]: event["dur"] / 1e6 for event in events if event["name"].endswith(f"@{encoder}")}
+            for events in of_ranks
+        ]
+        assert [name for name in spans[0] if name.startswith("RECV_F")] and rows[encoder]["bytes_moved"] > 0
+        waited = sum(seconds for name, seconds in spans[0].items() if name.startswith("RECV_F"))
+        busy = sum(seconds for name, seconds in spans[1].items() if name.startswith("ENCODE"))
+        assert (rows[encoder]["waited"], rows[encoder]["busy"]) == pytest.approx((waited, busy), abs=1e-5)
+        assert 0 < rows[encoder]["busy_share"] < 1
+    assert "busy" not in rows["image_decoder"]  # of main
