@@ -150,14 +150,15 @@ def _problems_on_any(model: OmniModel, plan: ParallelPlan, mixed_precision: bool
 
 def _numbers_of_ranks(plan: ParallelPlan) -> list[int]:
     """Numbers of ranks to try a plan on: the product of its degrees, and multiples if some degrees are unset."""
-    foundation = plan.of(FOUNDATION)
+    foundation, elsewhere = plan.of(FOUNDATION), sum(section.ranks for section in plan.sections.values())
     if foundation.num_ranks is not None:
-        return [foundation.num_ranks]
+        return [foundation.num_ranks + elsewhere]
     matrices = (foundation.tp or 1) * (foundation.pp or 1)
     sequence = (foundation.cp or 1) * (foundation.ulysses or 1)
     least = math.lcm(matrices * sequence, matrices * (foundation.ep or 1)) * (foundation.dp_replicate or 1)
-    others = {math.lcm(least, ranks) for name in plan.components if (ranks := plan.of(name).num_ranks)}
-    return sorted({least << doublings for doublings in range(3)} | others)
+    of_main = [plan.of(name).num_ranks for name in plan.components if plan.section_of(name) == MAIN]
+    others = {math.lcm(least, ranks) for ranks in of_main if ranks}
+    return [ranks + elsewhere for ranks in sorted({least << doublings for doublings in range(3)} | others)]
 
 
 def _names(model: OmniModel) -> dict[str, list[str]]:
