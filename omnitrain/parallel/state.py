@@ -81,6 +81,10 @@ class ParallelState:
         """Return the state of a section; another one's has no process groups."""
         return self if section == self.section else self.sections[section]
 
+    def degrees(self, axis: str) -> dict[str, int]:
+        """Return section -> number of its ranks along ``axis``."""
+        return {name: state.size(axis) for name, state in (self.sections or {MAIN: self}).items()}
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks of the section, ascending."""

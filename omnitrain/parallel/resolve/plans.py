@@ -133,7 +133,7 @@ def resolve_without_ranks(
 def _resolved_on(
     state: ParallelState, model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None
 ) -> tuple[ParallelState, dict[str, ComponentPlan]]:
-    tensors = tensor_plan(model, plan, state.size("tp"))
+    tensors = tensor_plan(model, plan, state.degrees("tp"))
     plans, _ = resolve_plans(model, plan, state, CallFlags(mixed_precision), tensors, adapters_of(model))
     return state, plans
 

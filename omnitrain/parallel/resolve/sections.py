@@ -104,9 +104,9 @@ def _other_section_problems(plan: ParallelPlan) -> Iterator[str]:
     for name, section in plan.sections.items():
         for component in section.components:
             own = plan.components.get(component, ComponentPlan())
-            for field in ("pp", "tp", "cp"):
+            for field in ("pp", "cp"):
                 if (degree := getattr(own, field) or 1) > 1:
                     yield (
                         f"components.{component}.{field}: found {degree}, but components of sections.{name} have only "
-                        "dp_replicate, dp_shard, ulysses and ep; remove it"
+                        "dp_replicate, dp_shard, tp, ulysses and ep; remove it"
                     )
