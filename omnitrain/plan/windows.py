@@ -49,7 +49,7 @@ class WindowChooser:
     Args:
         choices: the components whose windows depend on the step.
         passes: number of micro-batches -> forwards and backwards of the step. Picklable.
-        num_parameters: component -> its parameters, from which ``auto`` estimates times.
+        num_parameters: component -> the parameters that a token meets, from which ``auto`` estimates times.
     """
 
     def __init__(self, choices: Sequence[WindowChoice], passes: Passes, num_parameters: Mapping[str, int]) -> None:

@@ -87,7 +87,7 @@ def test_a_trainer_that_goes_on_after_ctrl_c_uses_costs_from_the_same_step(
 ) -> None:
     """Ctrl-C comes before and after the costs are known."""
     unused = FAST["UNUSED_STEPS"]
-    recipe, steps = tiny_recipe(tmp_path), [*MEASURED, f"train.steps={unused + 2}"]
+    recipe, steps = tiny_recipe(tmp_path), [*MEASURED, "data.workers=1", f"train.steps={unused + 2}"]
     (costs, measured), _ = ranks.run(costs_of_steps, recipe, steps, False, interrupted_at, timeout_s=120, world=2)
     linear = max(max(of_step) for of_step in costs[:unused])
     assert len(costs) == unused + 2 and len(measured) == 4

@@ -100,11 +100,12 @@ class SeparateEncoders:
         received = exchange_features(self._model, component, calls, work.exchanges[component])
         micro_batches = range(start, min(start + self._sizes[component], len(self._batch.packs)))
         numbers = [self._num_features(component, k) for k in micro_batches]
-        pieces = zip(*(tensor.detach().split(numbers) for tensor in received), strict=True)
+        # Copies, as a view would keep the memory of the whole window until its last micro-batch.
+        parts = zip(*([part.clone() for part in tensor.detach().split(numbers)] for tensor in received), strict=True)
         self._live[component, start] = _Window(
             pattern=calls.pattern.without_items(),
             roots=[_root(tensor) for tensor in (*received, *calls.idle)],
-            held={k: self._waiting(component, piece) for k, piece in zip(micro_batches, pieces, strict=True)},
+            held={k: self._waiting(component, part) for k, part in zip(micro_batches, parts, strict=True)},
             leaves={},
             gradients={},
         )
