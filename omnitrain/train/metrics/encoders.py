@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.step.windows import bytes_per_feature
 from omnitrain.plan.step import StepPlan
+
+_LISTED_RANKS = 16  # with more, a line of metrics has no list of them
+
+
+def cost_metrics(costs: np.ndarray) -> dict[str, Any]:
+    """Return least, mean and largest cost of a rank, and ``by_rank`` if there are few ranks.
+
+    Args:
+        costs: ``[ranks]`` int64: the cost of the items that each rank encodes in a step.
+    """
+    found: dict[str, Any] = {"min": int(costs.min()), "mean": float(costs.mean()), "max": int(costs.max())}
+    return found | ({"by_rank": costs.tolist()} if len(costs) <= _LISTED_RANKS else {})
 
 
 def encoder_metrics(model: OmniModel, plan: StepPlan, waited: Mapping[str, float]) -> dict[str, Any]:
@@ -26,5 +40,6 @@ def encoder_metrics(model: OmniModel, plan: StepPlan, waited: Mapping[str, float
     for name in model.media_names:
         if (balance := plan.balance(name)) is not None:
             moved = plan.features_moved(name) * bytes_per_feature(model, name, layout.components[name].plan)
-            rows[name] = {**balance._asdict(), "bytes_moved": moved, "waited": waited.get(name, 0.0)}
+            cost = cost_metrics(plan.loads(name).sum(axis=0))
+            rows[name] = {**balance._asdict(), "cost": cost, "bytes_moved": moved, "waited": waited.get(name, 0.0)}
     return {"encoders": rows} if rows else {}
