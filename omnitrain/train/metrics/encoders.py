@@ -31,7 +31,7 @@ def encoder_metrics(model: OmniModel, plan: StepPlan, waited: Mapping[str, float
     Args:
         model: parallelized, or on one process.
         plan: the plan of the step.
-        waited: encoder -> seconds for which a rank waited for its features.
+        waited: encoder -> seconds for which a rank waited for its features and their gradients.
     """
     layout = layout_of(model)
     if layout is None or plan.topology.world_size == 1:

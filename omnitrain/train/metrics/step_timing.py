@@ -84,7 +84,7 @@ class StepSpans:
         return self._last
 
     def waited(self, peers: Peers) -> dict[str, float]:
-        """Return component -> seconds for which a rank waited for its features in the last recorded step.
+        """Return component -> seconds of the last recorded step in which a rank waited for features or their gradients.
 
         They are means over the ranks. Every rank calls this.
         """
