@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
@@ -11,10 +12,11 @@ import torch
 
 import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
+from omnitrain.errors import UserError
 from omnitrain.ops.experts import experts_in
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.encoders import SeparateEncoders
-from omnitrain.parallel.spawn.pool import RankError, RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.step.windows import window_chooser
 from omnitrain.plan.schedule.actions import Action
@@ -22,10 +24,6 @@ from omnitrain.recipe.layout import parse_layout
 from tests.parallel.laid_out import PLAIN, gradients
 from tests.parallel.schedule.pipelines import build
 from tests.parallel.schedule.test_layouts import require_equal, samples_of
-
-
-def test_encoders_on_four_pipeline_ranks_train_as_one_process(ranks: RankPool) -> None:
-    require_equal(ranks, "qwen3_vl_moe", ["pp4.world"])
 
 
 @pytest.mark.slow
@@ -154,6 +152,13 @@ def limited_gradients(limit: int | None, window: int | str) -> tuple[dict[str, t
     return gradients(model), most, batch.plan.topology.component("image_encoder").window
 
 
+def refusal(limit: int) -> str:
+    """What the user reads. It is raised on the ranks and caught there, so that they stay warm."""
+    with pytest.raises(UserError) as error:
+        limited_gradients(limit, 2)
+    return str(error.value)
+
+
 def test_features_that_wait_stay_within_their_limit_of_bytes(ranks: RankPool) -> None:
     """A step has the largest windows that fit; the gradients are the same but for the order of their sums."""
     free = ranks.run(limited_gradients, None, "step", timeout_s=60, world=2)
@@ -165,8 +170,8 @@ def test_features_that_wait_stay_within_their_limit_of_bytes(ranks: RankPool) ->
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
-    with pytest.raises(RankError, match=r"image_encoder.feature_bytes: found 100, but one item has \d+ features of"):
-        ranks.run(limited_gradients, 100, 2, timeout_s=60, world=2)
+    refused = r"image_encoder.feature_bytes: found 100, but one item has \d+ features of"
+    assert all(re.search(refused, message) for message in ranks.run(refusal, 100, timeout_s=60, world=2))
 
 
 def memory_that_waits() -> list[tuple[int, int]]:
