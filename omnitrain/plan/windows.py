@@ -172,7 +172,8 @@ def _too_small(topology: Topology, tables: StepTables, choice: WindowChoice, fea
     largest = int(tables.item_tokens[_items(topology, tables, choice.component)].max())
     if choice.bytes_per_feature * largest > (choice.max_bytes or 0):
         bytes_ = choice.bytes_per_feature * largest
-        return f"{found}, but one item has {largest:,} features of {choice.bytes_per_feature:,} bytes: {bytes_:,} bytes"
+        of_item = f"{largest:,} features of {choice.bytes_per_feature:,} bytes: {bytes_:,} bytes"
+        return f"{found}, but one item has {of_item}; allow at least as many, or make items smaller"
     micro_batch, rank = np.unravel_index(features.argmax(), features.shape)
     return (
         f"{found}, but with windows of one micro-batch {needed:,} bytes wait on a rank at a time (rank {rank} has "
