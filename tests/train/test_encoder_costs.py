@@ -81,13 +81,13 @@ def test_costs_are_measured_once_and_a_resumed_run_plans_the_same(ranks: RankPoo
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) > 1
 
 
-@pytest.mark.parametrize("interrupted_at", [2, 4])
+@pytest.mark.parametrize("interrupted_at", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_trainer_that_goes_on_after_ctrl_c_uses_costs_from_the_same_step(
     ranks: RankPool, tmp_path: Path, interrupted_at: int
 ) -> None:
     """Ctrl-C comes before and after the costs are known."""
     unused = FAST["UNUSED_STEPS"]
-    recipe, steps = tiny_recipe(tmp_path), [*MEASURED, f"train.steps={unused + 2}"]
+    recipe, steps = tiny_recipe(tmp_path), [*MEASURED, "data.workers=1", f"train.steps={unused + 2}"]
     (costs, measured), _ = ranks.run(costs_of_steps, recipe, steps, False, interrupted_at, timeout_s=120, world=2)
     linear = max(max(of_step) for of_step in costs[:unused])
     assert len(costs) == unused + 2 and len(measured) == 4

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,19 @@ from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.ops.attention import SequenceSlice
 from omnitrain.ops.timing import What
 
-Exchange = Callable[..., tuple[Tensor, ...]]
+
+class Exchange(Protocol):
+    """Sends the tensors of a rank's features to the ranks that need them.
+
+    Attributes:
+        around_backward: makes a context in which the gradients return.
+    """
+
+    around_backward: Callable[[], AbstractContextManager[None]]
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors that this rank needs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -217,6 +230,7 @@ def exchange_features(model: Any, component: str, calls: ComponentCalls, exchang
     """
     own = [features for of_name in calls.made.values() for features in of_name]
     sent = [torch.cat(tensors) for tensors in zip(*(f.tensors() for f in own or calls.minimal[:1]), strict=True)]
+    exchange.around_backward = partial(_recorded, model, What("wait", FEATURES, "backward", component))
     with _recorded(model, What("wait", FEATURES, "forward", component)):
         return exchange(*(sent if own else [tensor[:0] for tensor in sent]))
 
