@@ -1,7 +1,7 @@
 """Encoders with ranks of their own, beside every other parallelism and training: a covering array.
 
 ``python -m tests.parallel.sections.layouts`` writes the table ``layouts.tsv`` again: every possible pair of values
-stands in it at least once.
+stands in it at least once, and so do the places of the encoders with each parallelism of ``main`` and each media.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from omnitrain.data.packing.sample import Sample
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from omnitrain.recipe.layout import Layout, parse_layout
 from tests.parallel.factories import any_to_any
-from tests.parallel.schedule.pipelines import covering
+from tests.parallel.schedule.pipelines import covering, pairs
 from tests.parallel.schedule.separate import MICRO_BATCHES
 from tests.parallel.schedule.test_layouts import samples_of
 from tests.tiny import TASKS, tiny_processor, tiny_samples
 
 TABLE = Path(__file__).with_name("layouts.tsv")
 MODELS = ("any_to_any", "qwen3_vl", "qwen2_5_omni_thinker")
-PLACES = ("own", "world", "local")
-TOWERS = ("", "together", "apart")
+# Where image and audio encoder are: on ranks of their own (with a `+`: of one section), or in `main` with this `place`.
+ENCODERS = ("own+own", "own own", "own world", "own local", "world own", "local own")
+ALONE = "own"  # the model has no audio encoder
 TRAINED = ("all", "frozen", "lora")
 FAN_OUT = ("1", "2", "4")
 MAIN = ("dp2", "tp2", "sp2", "pp2")
@@ -37,9 +38,7 @@ class Case(NamedTuple):
 
     Attributes:
         model: name of the family.
-        image: where the image encoder is: on ranks of its own, or in ``main`` with this ``place``.
-        audio: the same of the audio encoder; empty: the model has none.
-        towers: whether both encoders share a section, if both have one.
+        encoders: where its encoders are.
         trained: the parameters that are trained: all, all but the encoders, or adapters of all components.
         fan_out: number of ranks of the first stage of ``main`` for each rank of a section.
         main: the parallelism of ``main``.
@@ -49,9 +48,7 @@ class Case(NamedTuple):
     """
 
     model: str
-    image: str
-    audio: str
-    towers: str
+    encoders: str
     trained: str
     fan_out: str
     main: str
@@ -66,8 +63,8 @@ class Case(NamedTuple):
         data_ranks = fan_out * section_ranks // (2 if self.main in ("tp2", "sp2") else 1)
         axis = self.main if self.main != "dp2" else ""
         main = ".".join(filter(None, (axis, f"dp{data_ranks}", self.memory, f"accum{MICRO_BATCHES}")))
-        names = {"together": ["encoders"], "apart": ["vision", "audio"]}.get(self.towers)
-        names = names or (["vision"] if self.image == "own" else ["audio"])
+        own = [name for name, place in zip(("vision", "audio"), self.encoders.split(), strict=False) if place == "own"]
+        names = own or ["encoders"]
         settings = f".{self.settings}" if self.settings else ""
         sections = "".join(f"{name}{section_ranks}{settings}+" for name in names)
         return Sectioned(**vars(parse_layout(sections + main)), case=self)
@@ -80,34 +77,35 @@ class Sectioned(Layout):
     case: Case = field(kw_only=True)
 
     def plan(self) -> ParallelPlan:
-        places = {"image_encoder": self.case.image, "audio_encoder": self.case.audio}
+        places = dict(zip(("image_encoder", "audio_encoder"), self.case.encoders.split(), strict=False))
         components = {n: ComponentPlan(place=place) for n, place in places.items() if place in ("world", "local")}
         return super().plan().model_copy(update={"components": components})
 
     def __str__(self) -> str:
-        return " ".join(word or "-" for word in self.case)
+        return ", ".join(word or "-" for word in self.case)
 
 
 def why_impossible(case: Case) -> str:
     """Why no model trains so, or nothing."""
-    if (case.audio == "") != (case.model == "qwen3_vl"):
+    if (case.encoders == ALONE) != (case.model == "qwen3_vl"):
         return "only this family has no audio encoder"
-    if (case.image == case.audio == "own") != (case.towers != ""):
-        return "two sections need two encoders"
-    if "own" not in (case.image, case.audio):
-        return "no section"
     if case.main == "tp2" and case.model == "qwen3_vl":
         return "transformers has no tensor parallel plan for its layers"
     if case.main == "pp2" and case.fan_out == "4":
         return "nine ranks"
     if case.settings in ("twice", "flight2") and case.trained == "frozen":
         return "no backward"
-    return "it reads no audio" if case.data == "audio" and not case.audio else ""
+    return "it reads no audio" if case.data == "audio" and case.encoders == ALONE else ""
 
 
 def possible() -> list[Case]:
-    fields = (MODELS, PLACES, (*PLACES, ""), TOWERS, TRAINED, FAN_OUT, MAIN, SETTINGS, MEMORY, DATA)
+    fields = (MODELS, (*ENCODERS, ALONE), TRAINED, FAN_OUT, MAIN, SETTINGS, MEMORY, DATA)
     return [case for values in product(*fields) if not why_impossible(case := Case(*values))]
+
+
+def combinations_in(case: Case) -> set[Any]:
+    """The pairs of its values, and the three of them that decide who waits for whom."""
+    return pairs(case) | {(case.encoders, case.main, case.data)}
 
 
 def table() -> list[Case]:
@@ -124,4 +122,4 @@ def samples(model: str, data: str) -> list[Sample]:
 
 
 if __name__ == "__main__":
-    TABLE.write_text("".join("\t".join(case) + "\n" for case in covering(possible())))
+    TABLE.write_text("".join("\t".join(case) + "\n" for case in covering(possible(), combinations_in)))

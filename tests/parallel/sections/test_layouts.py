@@ -6,9 +6,8 @@ import pytest
 
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.verify import verify
-from tests.parallel.schedule.pipelines import pairs
 from tests.parallel.schedule.separate import each_value, factory
-from tests.parallel.sections.layouts import Case, possible, samples, table
+from tests.parallel.sections.layouts import Case, combinations_in, possible, samples, table
 
 pytestmark = pytest.mark.ranks
 DEFAULT = [*each_value(table())]
@@ -26,7 +25,7 @@ def require_equal(sections: RankPool, cases: list[Case]) -> None:
 
 def test_the_table_has_every_possible_pair_of_values() -> None:
     assert len(table()) <= 120
-    assert set().union(*map(pairs, table())) == set().union(*map(pairs, possible()))
+    assert set().union(*map(combinations_in, table())) == set().union(*map(combinations_in, possible()))
 
 
 def test_the_default_rows_have_each_value_of_the_table() -> None:
