@@ -308,23 +308,27 @@ def schedule(
     backward: Annotated[
         float | None, typer.Option(help="Seconds of its backward. Default: twice as long as the forward.")
     ] = None,
+    encode: Annotated[
+        float | None,
+        typer.Option(help="Seconds in which one rank encodes a micro-batch, for each encoder of a section."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the stages and the simulated step.")
     ] = None,
 ) -> None:
-    """Show the stages and the schedule of a recipe's pipeline, and simulate a step. Starts no ranks."""
+    """Show the schedule of a recipe's pipeline and sections, and simulate a step. Starts no ranks."""
     import json
 
     from omnitrain.recipe import Recipe
 
-    for option, seconds in (("--forward", forward), ("--backward", backward)):
+    for option, seconds in (("--forward", forward), ("--backward", backward), ("--encode", encode)):
         if seconds is not None and seconds <= 0:
             raise UserError(f"{option}: found {seconds:g}; expected a number of seconds above 0")
     resolved = Recipe.load(recipe, overrides)
 
     from omnitrain.train.verbs.schedule import show_schedule
 
-    shown = show_schedule(resolved, nproc, forward=forward, backward=backward)
+    shown = show_schedule(resolved, nproc, forward=forward, backward=backward, encode=encode)
     if json_file is not None:
         json_file.write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
         typer.echo(f"wrote {json_file}")

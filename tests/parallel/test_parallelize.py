@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +16,10 @@ import omnitrain as ot
 from omnitrain.parallel.layout import reduce_replicas
 from omnitrain.parallel.layout_table import LayoutTable
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import init_state_of
+from omnitrain.recipe.parallel import Section
 from tests.parallel.factories import any_to_any
-from tests.parallel.laid_out import counted, full, gradients, laid_out, pack, samples, total
+from tests.parallel.laid_out import PLAIN, counted, full, gradients, laid_out, pack, samples, total
 
 
 def placed_by_component() -> dict[str, Any]:
@@ -383,6 +386,21 @@ def test_the_table_says_what_was_applied_where(ranks: RankPool) -> None:
     (line,) = (line for line in str(table).splitlines() if "image_encoder" in line)
     cells = [cell.strip() for cell in line.split("│")[1:-1]]
     assert cells[:6] == ["image_encoder", "replicate", "2 x 1", "2", "7,008", "frozen"]
+
+
+def shown_with_a_section() -> LayoutTable:
+    plan = ot.ParallelPlan(sections={"vision": Section(components=["image_encoder"], ranks=2)})
+    model = ot.build_parallelize_model(any_to_any(), parallel_state=init_state_of(plan), parallel_plan=plan, **PLAIN)
+    return ot.layout_of(model).table(model)
+
+
+def test_the_table_of_each_rank_has_the_section_of_a_component_and_the_units_of_its_ranks(ranks: RankPool) -> None:
+    tables = ranks.run(shown_with_a_section, timeout_s=60, world=4)
+    assert len({str(table) for table in tables}) == 1
+    rows = {row.name: row for row in tables[0]}
+    assert (rows["image_encoder"].section, rows["image_encoder"].units) == ("vision, ranks 2 to 3", 2)
+    assert (rows["foundation"].section, rows["foundation"].mesh) == ("main, ranks 0 to 1", "1 x 2")
+    assert "section" in str(tables[0]) and "section" not in str(LayoutTable([replace(rows["foundation"], section="")]))
 
 
 def compiled(run: bool) -> dict[str, Any]:

@@ -2,71 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from omnitrain.plan.schedule.actions import Action, Kind, Schedule
+from omnitrain.plan.schedule.actions import COLLECTIVES, COMPUTE, Action, Kind, Schedule
 from omnitrain.plan.schedule.simulate import Event, Stream, Timeline, simulate
 
-_FILL = {Kind.F: ">", Kind.B: "<", Kind.I: "<", Kind.W: "-", Kind.OVERLAP_F_B: "="}
+_FILL = {
+    Kind.F: ">",
+    Kind.B: "<",
+    Kind.I: "<",
+    Kind.W: "-",
+    Kind.OVERLAP_F_B: "=",
+    Kind.ENCODE: ">",
+    Kind.ENCODE_B: "<",
+}
 _IDLE = "."
 
 
 def grid(schedule: Schedule, *, width: int | None = None) -> str:
     """Return a line for each rank and a column for each step, in which a rank runs at most one forward or backward.
 
-    Steps in which a rank waits are empty: the grid is the schedule in time, if all actions take equally long. Lines go
-    on below after ``width`` characters.
+    A section has a line, too, which bears its name. Steps in which a rank waits are empty: the grid is the schedule in
+    time, if all actions take equally long. Lines go on below after ``width`` characters.
     """
-    timeline = simulate(schedule, lambda action: int(bool(action.passes)))
+    timeline = simulate(schedule, lambda action: int(bool(action.passes) or action.component in schedule.slots))
     rows = [
-        {event.start: _cell(event.action) for event in row if event.stream is Stream.COMPUTE} for row in timeline.events
+        {event.start: _cell(event.action, schedule) for event in row if event.stream is Stream.COMPUTE}
+        for row in timeline.events
     ]
+    heads = row_names(schedule)
     cell = max((len(cell) for row in rows for cell in row.values()), default=0)
     columns = timeline.makespan
     if width is not None:
-        columns = max(1, (width - len(_row_head(0)) + 1) // (cell + 1))
+        columns = max(1, (width - len(f"{heads[0]} | ") + 1) // (cell + 1))
     parts = (range(start, min(start + columns, timeline.makespan)) for start in range(0, timeline.makespan, columns))
-    return "\n".join(_grid_part(rows, part, cell) for part in parts)
+    return "\n".join(_grid_part(heads, rows, part, cell) for part in parts)
 
 
-def _grid_part(rows: list[dict[Any, str]], steps: range, cell: int) -> str:
+def _grid_part(heads: list[str], rows: list[dict[Any, str]], steps: range, cell: int) -> str:
     lines = (" ".join(row.get(step, "").ljust(cell) for step in steps).rstrip() for row in rows)
-    return "".join(f"{_row_head(rank)}{line}".rstrip() + "\n" for rank, line in enumerate(lines))
+    return "".join(f"{head} | {line}".rstrip() + "\n" for head, line in zip(heads, lines, strict=True))
 
 
-def _row_head(rank: int) -> str:
-    return f"rank {rank:>2} | "
+def row_names(schedule: Schedule) -> list[str]:
+    """Return the names of a schedule's lists of actions, all of one width: pipeline ranks, then sections."""
+    names = [f"rank {rank:>2}" for rank in range(schedule.num_pipeline_ranks)]
+    names += [section.name for section in schedule.sections]
+    return [name.ljust(max(map(len, names))) for name in names]
 
 
 def gantt(timeline: Timeline, *, width: int = 100) -> str:
-    """Return a simulated step as text: for each rank a line of ``width`` columns, and its share of idle time.
+    """Return a simulated step as text: a line of ``width`` columns for each rank and section, and its idle time.
 
-    A forward is filled with ``>``, a backward with ``<``, weight gradients with ``-``, an overlap with ``=``, idle time
-    with dots. A second line has messages, gathers and reductions, if they take time.
+    A forward is filled with ``>``, a backward with ``<`` (also of encoders of sections), weight gradients with ``-``,
+    an overlap with ``=``, idle time with dots. A second line has messages, gathers and reductions, if they take time.
     """
     lines = []
-    for rank, row in enumerate(timeline.events):
+    for rank, (name, row) in enumerate(zip(row_names(timeline.schedule), timeline.events, strict=True)):
         computing = [event for event in row if event.stream is Stream.COMPUTE]
         idle = float(timeline.idle(rank) / timeline.makespan) if timeline.makespan else 0.0
-        lines.append(f"rank {rank:>2} |{_bars(computing, timeline, width)}| idle {idle:.1%}")
+        lines.append(f"{name} |{_bars(computing, timeline, width)}| idle {idle:.1%}")
         moving = [event for event in row if event.stream is Stream.COMMUNICATION and event.end > event.start]
         if moving:
             exposed = float(timeline.exposed(rank) / timeline.makespan)
-            lines.append(f"        |{_bars(moving, timeline, width)}| exposed {exposed:.1%}")
+            lines.append(f"{' ' * len(name)} |{_bars(moving, timeline, width)}| exposed {exposed:.1%}")
     return "\n".join(lines) + "\n"
+
+
+def as_timeline(schedule: Schedule, taken: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
+    """Return a step that ran as a timeline, to draw it below the simulated one.
+
+    Args:
+        schedule: the schedule that ran.
+        taken: ``[ranks][actions]``, start and end of each action in seconds from the start of the step.
+    """
+    rows = []
+    for row, of_row in zip(schedule.actions, taken, strict=True):
+        events = []
+        for action, (start, end) in zip(row, of_row, strict=True):
+            computes = action.kind in COMPUTE or action.kind in COLLECTIVES
+            stream = Stream.COMPUTE if computes else Stream.COMMUNICATION
+            events.append(Event(action, stream, start, end, 0, None))
+        rows.append(tuple(events))
+    return Timeline(schedule, tuple(rows))
 
 
 def as_json(timeline: Timeline) -> dict[str, Any]:
     """Return a simulated step as data for JSON; times in seconds.
 
-    ``makespan``, ``bubble``, and for each rank ``idle``, ``exposed``, ``peak_live`` and its ``events`` with ``action``,
-    ``stream``, ``start`` and ``end``; events without duration are left out.
+    ``makespan``, ``bubble``, and for each rank and section its ``name``, ``idle``, ``exposed``, ``peak_live`` and its
+    ``events`` with ``action``, ``stream``, ``start`` and ``end``; events without duration are left out.
     """
     return {
         "makespan": float(timeline.makespan),
         "bubble": timeline.bubble,
         "ranks": [
             {
+                "name": name.strip(),
                 "idle": float(timeline.idle(rank)),
                 "exposed": float(timeline.exposed(rank)),
                 "peak_live": peak_live,
@@ -81,13 +114,17 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
                     if event.end > event.start
                 ],
             }
-            for rank, peak_live in enumerate(timeline.schedule.peak_live())
+            for rank, (name, peak_live) in enumerate(
+                zip(row_names(timeline.schedule), timeline.schedule.peak_live(), strict=True)
+            )
         ],
     }
 
 
-def _cell(action: Action) -> str:
-    return "|".join(map(str, action.passes)) or str(action)
+def _cell(action: Action, schedule: Schedule) -> str:
+    """The name of an action; of a section, without the component, whose order is the same in all windows."""
+    name = "|".join(map(str, action.passes)) or str(action)
+    return name.partition("@")[0] if action.component in schedule.slots else name
 
 
 def _bars(events: list[Event], timeline: Timeline, width: int) -> str:
@@ -95,6 +132,6 @@ def _bars(events: list[Event], timeline: Timeline, width: int) -> str:
     line = [_IDLE] * width
     for event in events:
         start, stop = (round(width * float(time / timeline.makespan)) for time in (event.start, event.end))
-        name, room = _cell(event.action), stop - start
+        name, room = _cell(event.action, timeline.schedule), stop - start
         line[start:stop] = (name if len(name) <= room else "").ljust(room, _FILL.get(event.action.kind, "~"))
     return "".join(line)

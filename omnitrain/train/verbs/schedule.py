@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,21 +10,24 @@ from rich.table import Table
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import is_separate
+from omnitrain.parallel.layout import is_separate, section_text
 from omnitrain.parallel.pipeline.apply import complete_schedule
 from omnitrain.parallel.pipeline.stages import PipelineStages, holders, path_of_blocks, stages_of
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.state import ParallelState
-from omnitrain.plan.schedule import Kind, Schedule, Timeline, as_json, gantt, grid, simulate
+from omnitrain.plan.schedule import Action, Kind, Schedule, Timeline, as_json, gantt, grid, simulate, validate
+from omnitrain.plan.schedule.draw import row_names
+from omnitrain.plan.schedule.generators import accumulate
+from omnitrain.plan.schedule.sections import SectionWindows, with_sections
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule, PlanError
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, PipelineSchedule, PlanError, Section
 from omnitrain.train.build_from_recipe import build_without_tokenizer
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries
 from omnitrain.train.micro_batches import micro_batches_of_rank, require_enough_micro_batches
 from omnitrain.train.precision import mixed_precision
 
-_GANTT_MARGIN = 24  # columns for the rank and its idle time
+_GANTT_MARGIN = 17  # columns for the idle time, besides the name of the row
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,43 @@ class StageRow:
     share: float
 
 
+@dataclass(frozen=True)
+class _Times:
+    """What each action takes.
+
+    Attributes:
+        stages: kind and stage -> seconds.
+        encodes: encoder of a section -> seconds in which its section encodes a window.
+        twice: encoders whose backwards repeat their forward.
+    """
+
+    stages: Mapping[tuple[Kind, int], float]
+    encodes: Mapping[str, float]
+    twice: frozenset[str]
+
+    def __call__(self, action: Action) -> float:
+        """Return the seconds of an action; messages take none."""
+        if action.kind is Kind.ENCODE:
+            return self.encodes[action.component]
+        if action.kind is Kind.ENCODE_B:
+            return self.encodes[action.component] * (3 if action.component in self.twice else 2)
+        return sum(self.stages[part.kind, part.stage] for part in action.passes if part.stage is not None)
+
+
 def show_schedule(
-    recipe: Recipe, num_ranks: int | None = None, *, forward: float | None = None, backward: float | None = None
+    recipe: Recipe,
+    num_ranks: int | None = None,
+    *,
+    forward: float | None = None,
+    backward: float | None = None,
+    encode: float | None = None,
 ) -> dict[str, Any]:
-    """Print the stages of a recipe's pipeline and its simulated step.
+    """Print the stages of a recipe's pipeline, its sections, and its simulated step.
 
     The time of a stage follows from its cost, the number of parameters that a token meets in it. A backward takes twice
     as long as a forward, unless both are given. Messages take no time, and encoders that run on all pipeline ranks are
-    not part of the table.
+    not part of the table. Every micro-batch has media for each encoder of a section, whose time follows from its number
+    of parameters, as if it encoded as many tokens as the foundation reads.
 
     Args:
         recipe: the recipe; neither its data nor its tokenizer is read.
@@ -61,12 +93,14 @@ def show_schedule(
         forward: seconds of the forward of one micro-batch through all stages. None: times are in forwards of an average
             stage, or follow from ``backward``.
         backward: seconds of its backward. None: twice as long as the forward.
+        encode: seconds (or forwards of an average stage) in which one rank encodes the items of a micro-batch, for each
+            encoder of a section. None: as its parameters say.
 
     Returns:
         The stages and the simulated step for JSON.
 
     Raises:
-        UserError: the recipe has no pipeline, or its plan does not fit the model or the ranks.
+        UserError: the recipe has neither a pipeline nor sections, or its plan does not fit the model or the ranks.
     """
     quiet_libraries()
     model = build_without_tokenizer(recipe)
@@ -75,28 +109,45 @@ def show_schedule(
         state, plans = resolve_without_ranks(model, recipe.parallel, mixed, num_ranks)
     except PlanError as error:
         raise error.under("parallel") from None
-    if state.size("pp") == 1:
+    sections, has_pipeline = recipe.parallel.sections, state.size("pp") > 1
+    if not has_pipeline and not sections:
         raise UserError(
             "this recipe has no pipeline (pp is 1): each rank runs all blocks, and a forward and its backward in turn; "
             f"set parallel.components.{FOUNDATION}.pp=2"
         )
+    if encode is not None and not sections:
+        raise UserError("--encode: this recipe has no sections (parallel.sections), so no encoder has times of its own")
     settings = plans[FOUNDATION].schedule or PipelineSchedule()
-    advice = require_enough_micro_batches(recipe, state)
-    stages = stages_of(model, settings, state)
-    number, separate = micro_batches_of_rank(recipe, state), [n for n, plan in plans.items() if is_separate(plan)]
-    schedule = complete_schedule(settings, state.size("pp"), number)
-    rows = _stage_rows(model, stages, separate)
+    advice, number = require_enough_micro_batches(recipe, state), micro_batches_of_rank(recipe, state)
+    apart = {name for section in sections.values() for name in section.components}
+    separate = [name for name, plan in plans.items() if is_separate(plan) and name not in apart]
+    main = complete_schedule(settings, state.size("pp"), number) if has_pipeline else accumulate(number)
+    rows = _stage_rows(model, stages_of(model, settings, state), separate, apart) if has_pipeline else []
     is_in_seconds = forward is not None or backward is not None
-    forward = forward or (backward / 2 if backward is not None else float(stages.num_stages))
+    forward = forward or (backward / 2 if backward is not None else float(main.num_stages))
     backward = backward or 2 * forward
-    shares = [row.share for row in rows]
-    timeline = simulate(schedule, _durations(shares, forward, backward))
-    equal = simulate(schedule, _durations([1 / len(rows)] * len(rows), forward, backward))
+    shares = [row.share for row in rows] or [1.0]
+    times = _Times(
+        _durations(shares, forward, backward),
+        _encodes(model, sections, state.dp_size, forward, encode),
+        frozenset(name for section in sections.values() if section.encode_twice for name in section.components),
+    )
+    windows = [_windows(name, section, plans, number) for name, section in sections.items()]
+    schedule = with_sections(main, windows, times, lambda component, _: times.encodes[component])
+    validate(schedule)
+    timeline = simulate(schedule, times)
+    equal = simulate(main, _durations([1 / len(shares)] * len(shares), forward, backward))
     _show_head(settings, schedule, state)
-    _show_stages(rows)
+    for name, section in sections.items():
+        _show_section(name, section, state)
+    if has_pipeline:
+        _show_stages(rows)
     console.print(grid(schedule, width=console.width), soft_wrap=True, markup=False)
-    console.print(gantt(timeline, width=max(20, console.width - _GANTT_MARGIN)), soft_wrap=True, markup=False)
+    margin = _GANTT_MARGIN + max(len(name) for name in row_names(schedule))
+    console.print(gantt(timeline, width=max(20, console.width - margin)), soft_wrap=True, markup=False)
     _show_times(timeline, equal.bubble, is_in_seconds)
+    if sections and encode is None:
+        console.print("encoders take as long as their parameters say, as if they encoded all tokens", soft_wrap=True)
     for name in separate:
         window = plans[name].window
         several = {"step": "all micro-batches of a step", "auto": "as many micro-batches as are fastest in simulation"}
@@ -105,7 +156,7 @@ def show_schedule(
     if advice is not None:
         console.print(f"advice: {advice}", soft_wrap=True)
     return {
-        "kind": settings.resolved_kind,
+        "kind": settings.resolved_kind if has_pipeline else "accumulate",
         "micro_batches": schedule.num_micro_batches,
         "stages": [asdict(row) for row in rows],
         "bubble_of_equal_stages": equal.bubble,
@@ -113,7 +164,37 @@ def show_schedule(
     }
 
 
-def _stage_rows(model: OmniModel, stages: PipelineStages, separate: Sequence[str]) -> list[StageRow]:
+def _encodes(
+    model: OmniModel, sections: Mapping[str, Section], dp_size: int, forward: float, encode: float | None
+) -> dict[str, float]:
+    """Encoder -> the time in which its section encodes the items of a window of all data-parallel ranks."""
+    parameters = {name: sum(p.numel() for p in of.values()) for name, of in model.components.items()}
+    return {
+        name: (encode if encode is not None else forward * parameters[name] / parameters[FOUNDATION])
+        * (section.micro_batch * dp_size / section.ranks)
+        for section in sections.values()
+        for name in section.components
+    }
+
+
+def _windows(name: str, section: Section, plans: Mapping[str, ComponentPlan], number: int) -> SectionWindows:
+    """The windows of a section, if each micro-batch has media for all its encoders."""
+    starts = range(0, number, section.micro_batch)
+    return SectionWindows(
+        name=name,
+        encoded={component: starts for component in plans if component in section.components},
+        trained=frozenset(component for component in section.components if not plans[component].freeze),
+        size=section.micro_batch,
+        slots=section.slots,
+        in_flight=section.in_flight,
+        encode_twice=section.encode_twice,
+    )
+
+
+def _stage_rows(
+    model: OmniModel, stages: PipelineStages, separate: Sequence[str], apart: Collection[str]
+) -> list[StageRow]:
+    """The stages without the components ``apart``, which sections have."""
     by_stage = replace(stages, ranks=tuple(range(stages.num_stages)))  # as if each stage had a rank of its own
     held = holders(model, by_stage, model.stage_contract.readers, separate)
     parameters, component_of = (
@@ -129,7 +210,7 @@ def _stage_rows(model: OmniModel, stages: PipelineStages, separate: Sequence[str
 
     rows = []
     for stage, rank in enumerate(stages.ranks):
-        own = [name for name, of_stages in held.items() if stage in of_stages]
+        own = [name for name, of_stages in held.items() if stage in of_stages and component_of[name] not in apart]
         others = dict.fromkeys(outside_blocks(name) for name in own if not name.startswith(blocks))
         number = sum(parameters[name].numel() for name in own)
         share = stages.costs[stage] / sum(stages.costs)
@@ -146,10 +227,26 @@ def _durations(shares: Sequence[float], forward: float, backward: float) -> Mapp
 def _show_head(settings: PipelineSchedule, schedule: Schedule, state: ParallelState) -> None:
     chunks = settings.stages_per_rank
     of_data = f", {state.dp_size} times (data-parallel)" if state.dp_size > 1 else ""
+    ranks = f"{state.num_ranks} ranks (--nproc {state.num_ranks})"
+    number = f"{schedule.num_micro_batches} micro-batch{'es' * (schedule.num_micro_batches > 1)} per rank and step"
+    if schedule.num_pipeline_ranks == 1:
+        console.print(f"gradient accumulation on {ranks}: 1 rank{of_data} without a pipeline, {number}", soft_wrap=True)
+        return
     console.print(
-        f"{settings.resolved_kind} on {state.world_size} ranks (--nproc {state.world_size}): {schedule.num_ranks} "
-        f"pipeline ranks{of_data}, {chunks} stage{'s' * (chunks > 1)} on each, {schedule.num_micro_batches} "
-        f"micro-batch{'es' * (schedule.num_micro_batches > 1)} per rank and step",
+        f"{settings.resolved_kind} on {ranks}: {schedule.num_pipeline_ranks} pipeline ranks{of_data}, {chunks} "
+        f"stage{'s' * (chunks > 1)} on each, {number}",
+        soft_wrap=True,
+    )
+
+
+def _show_section(name: str, section: Section, state: ParallelState) -> None:
+    """Print the encoders of a section, its ranks, and what it keeps."""
+    several = f"{section.micro_batch} micro-batch{'es' * (section.micro_batch > 1)} at a time"
+    keeps = "all windows" if section.in_flight is None else f"{section.in_flight} of them"
+    keeps = "no activations" if section.encode_twice else f"activations of {keeps}"
+    console.print(
+        f"section {section_text(state.of_section(name))}: {', '.join(section.components)}, {several}, "
+        f"{section.slots} slots, {keeps}",
         soft_wrap=True,
     )
 
@@ -169,7 +266,8 @@ def _show_stages(rows: list[StageRow]) -> None:
 
 def _show_times(timeline: Timeline, bubble_of_equal: float, is_in_seconds: bool) -> None:
     unit = "s" if is_in_seconds else "forwards of an average stage (a backward is twice as long)"
-    peaks = ", ".join(f"{peak} on rank {rank}" for rank, peak in enumerate(timeline.schedule.peak_live()))
+    peaks_of_ranks = timeline.schedule.peak_live()[: timeline.schedule.num_pipeline_ranks]
+    peaks = ", ".join(f"{peak} on rank {rank}" for rank, peak in enumerate(peaks_of_ranks))
     for line in (
         f"makespan: {timeline.makespan:.4g} {unit}",
         f"bubble: {timeline.bubble:.1%} of the time of all ranks ({bubble_of_equal:.1%} if stages took equally long)",

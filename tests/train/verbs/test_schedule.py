@@ -87,3 +87,32 @@ def test_the_default_schedule_runs_with_too_few_micro_batches_and_says_so(
     ):
         show_schedule(load(tmp_path, "parallel.components.foundation.schedule.kind=1f1b"))
     show_schedule(load(tmp_path, "parallel.components.foundation.schedule.kind=gpipe"))
+
+
+def test_a_section_has_a_row_of_its_own_and_the_times_that_are_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = {"vision": {"components": ["image_encoder"], "ranks": 1, "encode_twice": True}}
+    overrides = [f"parallel.sections={json.dumps(section)}", "train.micro_batches=4"]
+    recipe = Recipe.load(tiny_recipe(tmp_path), overrides)
+    shown = show_schedule(recipe, 2, forward=1.0, encode=0.5)
+    assert shown["kind"] == "accumulate" and [rank["name"] for rank in shown["ranks"]] == ["rank  0", "vision"]
+    # The first encoding, four forwards and backwards, and the last backward of the encoder, with its forward again.
+    assert shown["makespan"] == pytest.approx(0.5 + 4 * 3 + 1.5)
+    printed = capsys.readouterr().out
+    assert "gradient accumulation on 2 ranks (--nproc 2): 1 rank without a pipeline, 4 micro-batches per" in printed
+    assert "section vision, rank 1: image_encoder, 1 micro-batch at a time, 2 slots, no activations" in printed
+    assert re.search(r"\nrank  0 \| +0F0 .*\nvision  \| ENCODE0 +ENCODE1 .*ENCODE_B0", printed)
+
+
+def test_the_stages_of_a_pipeline_have_nothing_of_a_section(tmp_path: Path) -> None:
+    section = {"vision": {"components": ["image_encoder"], "ranks": 1}}
+    shown = show_schedule(load(tmp_path, f"parallel.sections={json.dumps(section)}", "train.micro_batches=4"), 3)
+    first, last = shown["stages"]
+    assert "audio_encoder" in first["others"] and "image_encoder" not in {*first["others"], *last["others"]}
+    assert [rank["name"] for rank in shown["ranks"]] == ["rank  0", "rank  1", "vision"]
+
+
+def test_seconds_of_encoders_without_sections_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--encode: this recipe has no sections"):
+        show_schedule(load(tmp_path, "train.micro_batches=4"), encode=1.0)
