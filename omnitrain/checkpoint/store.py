@@ -7,13 +7,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
 from omnitrain.checkpoint.disk import free_bytes, set_default_modes, size_text
+from omnitrain.checkpoint.retention import Retention
 from omnitrain.checkpoint.shared_folder import require_seen
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
@@ -21,6 +22,7 @@ from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 T = TypeVar("T")
 
 _MANIFEST = "manifest.json"
+_METRICS = "metrics.json"
 _DISK_ERRORS = (OSError, SafetensorError, RuntimeError)  # torch.save raises RuntimeError if the disk is full
 _STEP = re.compile(r"step-\d{8}")
 
@@ -31,9 +33,9 @@ class CheckpointStore:
     A folder of that name is always complete: a rename creates it after all files and their checksums are written.
     """
 
-    def __init__(self, folder: str | Path, keep: int) -> None:
-        """Use ``folder``, and keep only the newest ``keep`` checkpoints in it."""
-        self.folder, self.keep = Path(folder), keep
+    def __init__(self, folder: str | Path, retention: Retention | None = None) -> None:
+        """Use ``folder``. Each save removes the checkpoints in it that do not stay by ``retention``."""
+        self.folder, self.retention = Path(folder), retention or Retention()
 
     def save(self, step: int, write: Callable[[Path], None], peers: Peers = SINGLE_PROCESS) -> Path:
         """Call ``write(temporary_folder)`` and commit the files as the checkpoint of ``step``.
@@ -92,7 +94,8 @@ class CheckpointStore:
         replaced = [_put_aside(final)] if final.exists() else []
         temporary.rename(final)
         _sync(self.folder)
-        for removed in (*replaced, *(_put_aside(old) for old in self._steps()[: -self.keep])):
+        leaving = self.retention.leaving({step_of(old): self._value(old) for old in self._steps()})
+        for removed in (*replaced, *(_put_aside(self.folder_of(step)) for step in leaving)):
             shutil.rmtree(removed, ignore_errors=True)
 
     def clear_unfinished(self) -> None:
@@ -107,9 +110,10 @@ class CheckpointStore:
         """Return the folder of the committed checkpoint of ``step``."""
         return self.folder / f"step-{step:08d}"
 
-    def has_room(self, size: int) -> bool:
-        """Return whether the disk has space for a checkpoint of ``size`` bytes, and then for the next one."""
-        is_one_removed = len(self._steps()) >= self.keep
+    def has_room(self, step: int, size: int) -> bool:
+        """Return whether the disk has space for the checkpoint of ``step``, of ``size`` bytes, and for the next one."""
+        values = {step_of(checkpoint): self._value(checkpoint) for checkpoint in self._steps()}
+        is_one_removed = bool(self.retention.leaving(values | {step: None}))
         return free_bytes(self.folder) >= (size if is_one_removed else 2 * size)
 
     def latest(self, peers: Peers = SINGLE_PROCESS) -> Path:
@@ -134,6 +138,10 @@ class CheckpointStore:
             raise UserError(f"nothing to resume: no checkpoint in {self.folder}")
         return steps[-1]
 
+    def _value(self, checkpoint: Path) -> float | None:
+        """Return what decides whether it is the best one. None: nothing does, or the metric has no value in it."""
+        return None if self.retention.best is None else metric_of(checkpoint, self.retention.best)
+
     def _steps(self) -> list[Path]:
         """Return all checkpoints, but no folders that a user added, such as a copy under another name."""
         return sorted(path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir())
@@ -155,7 +163,7 @@ def verify(checkpoint: Path, peers: Peers = SINGLE_PROCESS, unread: str | None =
         if not checkpoint.is_dir():
             raise UserError(
                 f"checkpoint {checkpoint} was removed while it was read: its run is still training and keeps only the "
-                "newest train.keep_checkpoints; read the newest one, or a copy"
+                "newest train.keep_last; read the newest one, or a copy"
             )
         raise UserError(f"checkpoint {checkpoint} is damaged: {names} do not match {_MANIFEST}; remove the folder")
 
@@ -184,6 +192,22 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def write_metrics(checkpoint: Path, line: Mapping[str, Any]) -> None:
+    """Write the line of ``metrics.jsonl`` of a checkpoint's step to its folder."""
+    (checkpoint / _METRICS).write_text(json.dumps(line) + "\n")
+
+
+def metric_of(checkpoint: Path, metric: str) -> float | None:
+    """Return a number of the line that :func:`write_metrics` wrote, by its dotted path. None: there is none."""
+    try:
+        value: Any = json.loads((checkpoint / _METRICS).read_text())
+        for key in metric.split("."):
+            value = value[key]
+        return None if value is None else float(value)
+    except (OSError, ValueError, KeyError, TypeError):  # not measured there, or the file is damaged
+        return None
+
+
 def newest_checkpoint(path: str | Path) -> Path:
     """Return ``path`` if it is a checkpoint, else the newest checkpoint of the run in it, without verifying it.
 
@@ -194,7 +218,7 @@ def newest_checkpoint(path: str | Path) -> Path:
     if not (path / "config.json").is_file():
         if not (path / "checkpoints").is_dir():
             raise UserError(f"{path} is neither a saved omni model (config.json) nor a run folder with checkpoints")
-        path = CheckpointStore(path / "checkpoints", keep=1).newest()
+        path = CheckpointStore(path / "checkpoints").newest()
     return path
 
 

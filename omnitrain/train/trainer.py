@@ -144,7 +144,8 @@ class Trainer:
         self.mean_loss = MeanLoss(state.mean_loss, state.loss_tokens)
         if self.ranks.meter_peers.rank == 0:
             self.meter.continue_from(state.losses)
-        self.save_times = SaveTimes(recipe.train.save_every, recipe.train.steps, self.step)
+        self.save_times = SaveTimes(recipe, self.step)
+        self._line: dict[str, Any] = {}  # the last line of metrics
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
 
@@ -197,6 +198,7 @@ class Trainer:
                         line["heldout"] = heldout_losses
                     if metrics is not None:
                         metrics.write(line)
+                    self._line = line
                     progress.advance(self.step, loss, _shown(line))
                 is_due, interrupted = self.ranks.peers.any_of_each([self._save_is_due(), interrupt.requested])
                 if is_due and not interrupted:
@@ -419,7 +421,7 @@ class Trainer:
         """Whether to save after this step; the first rank decides for all. `auto` leaves space for the last save."""
         if not (self.ranks.is_first and self.save_times.is_due(self.step)):
             return False
-        if self.recipe.train.save_every == "auto" and not self.folder.store.has_room(self._checkpoint_bytes):
+        if self.recipe.train.save_every == "auto" and not self.folder.store.has_room(self.step, self._checkpoint_bytes):
             self.save_times.restart(self.step)
             console.print(
                 f"step {self.step} is not saved, because the disk of {self.folder.path} has no space for this "
@@ -446,7 +448,8 @@ class Trainer:
                 self.mean_loss.mean,
                 self.mean_loss.tokens,
             )
-            save_checkpoint(self.folder, self.ranks, self.model, self.processor, self.optimizer, state)
+            line = self._line if self._line.get("step") == self.step else None
+            save_checkpoint(self.folder, self.ranks, self.model, self.processor, self.optimizer, state, line)
         self.last_checkpoint = target
         return target
 

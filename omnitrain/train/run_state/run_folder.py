@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.checkpoint.disk import existing, free_bytes, size_text
+from omnitrain.checkpoint.retention import Retention
 from omnitrain.checkpoint.shared_folder import require_seen
 from omnitrain.checkpoint.store import CheckpointStore, step_of
 from omnitrain.data.packing.sample import Rejected
@@ -38,7 +39,8 @@ class RunFolder:
             UserError: the folder cannot be created, or has other files than those of a run.
         """
         self.recipe, self.path = recipe, Path(recipe.output_dir)
-        self.store = CheckpointStore(self.path / "checkpoints", recipe.train.keep_checkpoints)
+        kept = Retention(recipe.train.keep_last, recipe.train.keep_every, recipe.train.keep_best)
+        self.store = CheckpointStore(self.path / "checkpoints", kept)
         self._lock = FolderLock()
         _require_writable(self.path)
 

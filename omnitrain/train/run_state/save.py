@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from omnitrain.checkpoint.optimizer import save_optimizer
+from omnitrain.checkpoint.store import write_metrics
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import save_whole
@@ -22,6 +25,7 @@ def save_checkpoint(
     processor: OmniProcessor,
     optimizer: torch.optim.Optimizer,
     state: TrainingState,
+    line: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the checkpoint folder of ``state.step`` atomically. Every rank calls this.
 
@@ -32,6 +36,7 @@ def save_checkpoint(
         processor: processor of the model.
         optimizer: optimizer of its trained parameters.
         state: state of the run, the same on all ranks.
+        line: the line of ``metrics.jsonl`` of that step. None: there is none.
     """
 
     def write(folder: Path) -> None:
@@ -42,6 +47,8 @@ def save_checkpoint(
     def write_on_first(folder: Path) -> None:
         processor.save_pretrained(folder)
         write_state(folder, state, trainable(model))
+        if line is not None:
+            write_metrics(folder, line)
 
     run.store.save(state.step, write, ranks.peers)
     ranks.first(lambda: run.list_rejected(state.data.rejected))
