@@ -30,6 +30,19 @@ class WeightsError(UserError):
     """Weights with missing, renamed or misshapen tensors."""
 
 
+class DamagedCheckpointError(UserError):
+    """A checkpoint whose files are not those that were saved.
+
+    Attributes:
+        files: names of the files that differ or are missing.
+    """
+
+    def __init__(self, message: str, files: Sequence[str] = ()) -> None:
+        """``files`` is not an argument of the error, because each argument is a problem."""
+        super().__init__(message)
+        self.files = tuple(files)
+
+
 class TrainingError(RuntimeError):
     """A run that cannot continue, without a mistake in its recipe. The CLI prints the message and exits with code 1."""
 

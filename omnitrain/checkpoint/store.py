@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from omnitrain.checkpoint.disk import free_bytes, set_default_modes, size_text
 from omnitrain.checkpoint.retention import Retention
 from omnitrain.checkpoint.shared_folder import require_seen
-from omnitrain.errors import TrainingError, UserError
+from omnitrain.errors import DamagedCheckpointError, TrainingError, UserError
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 
 T = TypeVar("T")
@@ -31,11 +31,19 @@ class CheckpointStore:
     """The checkpoints of one run, ``FOLDER/step-00000100`` and so on.
 
     A folder of that name is always complete: a rename creates it after all files and their checksums are written.
+
+    Attributes:
+        folder: the folder.
+        retention: which checkpoints stay.
+        last: the last checkpoint that this process saved or verified. None: there is none.
+        damaged: newer checkpoint that :meth:`latest_intact` passed over -> its damaged files; newest first.
     """
 
     def __init__(self, folder: str | Path, retention: Retention | None = None) -> None:
         """Use ``folder``. Each save removes the checkpoints in it that do not stay by ``retention``."""
         self.folder, self.retention = Path(folder), retention or Retention()
+        self.last: Path | None = None
+        self.damaged: dict[Path, tuple[str, ...]] = {}
 
     def save(self, step: int, write: Callable[[Path], None], peers: Peers = SINGLE_PROCESS) -> Path:
         """Call ``write(temporary_folder)`` and commit the files as the checkpoint of ``step``.
@@ -70,6 +78,7 @@ class CheckpointStore:
             if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
+        self.last = final
         return final
 
     def _with_disk_errors(self, work: Callable[[], T], final: Path) -> T:
@@ -87,6 +96,7 @@ class CheckpointStore:
 
     def _commit(self, temporary: Path, final: Path, checksums: list[dict[str, str]]) -> None:
         manifest = dict(sorted(entry for of_rank in checksums for entry in of_rank.items()))
+        manifest[_MANIFEST] = _digest(manifest)
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         folders = [path for path in temporary.rglob("*") if path.is_dir()]
         for path in (temporary / _MANIFEST, *folders, temporary):  # fsync of a folder makes its file names durable
@@ -120,13 +130,62 @@ class CheckpointStore:
         """Return the newest checkpoint that rank 0 sees, after verifying its checksums. All ``peers`` call this.
 
         Raises:
-            UserError: no checkpoint exists, one of its files is damaged, or the ranks do not share the folder.
+            DamagedCheckpointError: one of its files is damaged.
+            UserError: no checkpoint exists, or the ranks do not share the folder.
         """
         names = peers.gather(all_or_raise(peers, lambda: self.newest().name if peers.rank == 0 else ""))
-        newest = self.folder / names[0]
-        require_seen(newest, self.folder, peers)
-        verify(newest, peers)
-        return newest
+        return self._verified(names[0], peers)
+
+    def latest_intact(self, peers: Peers = SINGLE_PROCESS) -> Path | None:
+        """Return the newest checkpoint that rank 0 sees and that is not damaged. All ``peers`` call this.
+
+        Newer ones are in :attr:`damaged` then, and stay where they are until :meth:`set_damaged_aside`.
+
+        Returns:
+            The checkpoint, or None: no checkpoint exists.
+
+        Raises:
+            DamagedCheckpointError: all checkpoints are damaged.
+            UserError: the ranks do not share the folder.
+        """
+        names = peers.gather([checkpoint.name for checkpoint in self._steps()] if peers.rank == 0 else [])[0]
+        for name in reversed(names):
+            try:
+                return self._verified(name, peers)
+            except DamagedCheckpointError as error:
+                self.damaged[self.folder / name] = error.files
+        if not self.damaged:
+            return None
+        found = "; ".join(f"{checkpoint.name}: {list(files)}" for checkpoint, files in self.damaged.items())
+        raise DamagedCheckpointError(
+            f"all checkpoints in {self.folder} are damaged ({found}); start a new run with another output_dir"
+        )
+
+    def _verified(self, name: str, peers: Peers) -> Path:
+        checkpoint = self.folder / name
+        require_seen(checkpoint, self.folder, peers)
+        verify(checkpoint, peers)
+        self.last = checkpoint
+        return checkpoint
+
+    def set_damaged_aside(self) -> list[Path]:
+        """Rename the checkpoints in :attr:`damaged`, so that they are none any more. Return their new folders."""
+        aside = [_renamed(found, found.with_name(f"{found.name}.damaged")) for found in self.damaged]
+        self.damaged = {}
+        return aside
+
+    def require_no_other(self) -> None:
+        """Check that no other run has saved here since this process chose the checkpoint that it continues from.
+
+        Raises:
+            UserError: the newest checkpoint is another one.
+        """
+        newer = [checkpoint for checkpoint in self._steps() if checkpoint not in self.damaged]
+        if newer and newer[-1] != self.last:
+            raise UserError(
+                f"output_dir: another run has saved {newer[-1]} while this one started; start it again to continue "
+                "from there"
+            )
 
     def newest(self) -> Path:
         """Return the checkpoint with the most steps.
@@ -156,16 +215,21 @@ def verify(checkpoint: Path, peers: Peers = SINGLE_PROCESS, unread: str | None =
         unread: a folder in the checkpoint that nobody will read; its files are skipped.
 
     Raises:
-        UserError: files are missing or differ; the message lists them.
+        DamagedCheckpointError: files are missing or differ; the message lists them.
+        UserError: the run that saved it has removed it meanwhile.
     """
     damaged = peers.gather(all_or_raise(peers, lambda: _damaged(checkpoint, peers, unread)))
-    if names := sorted(name for of_rank in damaged for name in of_rank):
+    if names := sorted({name for of_rank in damaged for name in of_rank}):
         if not checkpoint.is_dir():
             raise UserError(
                 f"checkpoint {checkpoint} was removed while it was read: its run is still training and keeps only the "
                 "newest train.keep_last; read the newest one, or a copy"
             )
-        raise UserError(f"checkpoint {checkpoint} is damaged: {names} do not match {_MANIFEST}; remove the folder")
+        raise DamagedCheckpointError(
+            f"checkpoint {checkpoint} is damaged: {names} do not match {_MANIFEST}; use another one: `omnitrain run "
+            "--auto-resume` continues from the one before it",
+            names,
+        )
 
 
 def require_as_saved(checkpoint: Path, unread: str | None = None) -> None:
@@ -176,9 +240,11 @@ def require_as_saved(checkpoint: Path, unread: str | None = None) -> None:
 
 def _damaged(checkpoint: Path, peers: Peers, unread: str | None) -> list[str]:
     try:
-        manifest = json.loads((checkpoint / _MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {checkpoint} is damaged: {error}; remove the folder") from None
+        manifest = dict(json.loads((checkpoint / _MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError):
+        return [_MANIFEST]
+    if manifest.pop(_MANIFEST, None) != _digest(manifest):
+        return [_MANIFEST]
     names = sorted(name for name in manifest if Path(name).parts[0] != unread)
     return [
         name
@@ -224,7 +290,12 @@ def newest_checkpoint(path: str | Path) -> Path:
 
 def _put_aside(checkpoint: Path) -> Path:
     """Rename it first, so that an interrupted removal leaves no incomplete checkpoint."""
-    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.leaving.partial"))
+    return _renamed(checkpoint, checkpoint.with_name(f".{checkpoint.name}.leaving.partial"))
+
+
+def _renamed(checkpoint: Path, target: Path) -> Path:
+    shutil.rmtree(target, ignore_errors=True)  # what an earlier one of this step has left there
+    return checkpoint.rename(target)
 
 
 def _make_empty(folder: Path) -> None:
@@ -246,6 +317,11 @@ def _synced_checksums(names: Sequence[str], folder: Path) -> dict[str, str]:
     for name in names:
         _sync(folder / name)
     return {name: _checksum(folder / name) for name in names}
+
+
+def _digest(manifest: Mapping[str, str]) -> str:
+    """Return the manifest's own checksum, an entry of it."""
+    return hashlib.sha256(json.dumps(sorted(manifest.items())).encode()).hexdigest()
 
 
 def _checksum(file: Path) -> str:

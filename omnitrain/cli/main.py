@@ -6,6 +6,7 @@ The verbs import what they need themselves, so that help and the verbs for recip
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,8 +30,9 @@ from omnitrain.packages import require_fitting_torchvision
 
 if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
+    from omnitrain.train.run_state.run_folder import Resume
 
-_WITH_RECIPE = ("check", "run", "verify", "schedule")  # the verbs that take overrides
+_WITH_RECIPE = ("check", "run", "resume", "verify", "schedule")  # the verbs that take overrides
 
 
 class _Verbs(TyperGroup):
@@ -77,6 +79,8 @@ OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Overrides, such as train.steps=20.")
 ]
 
+RanksOption = Annotated[int, typer.Option("--nproc", help="Number of ranks to start on this machine.", min=1)]
+
 
 def _print_version(is_requested: bool) -> None:
     if is_requested:
@@ -89,6 +93,7 @@ def _print_version(is_requested: bool) -> None:
 _MODEL_VERBS = (
     "check",
     "run",
+    "resume",
     "verify",
     "schedule",
     "generate",
@@ -201,45 +206,88 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint in output_dir.")
     ] = False,
-    nproc: Annotated[int, typer.Option(help="Number of ranks to start on this machine.", min=1)] = 1,
+    auto_resume: Annotated[
+        bool,
+        typer.Option("--auto-resume", help="Start, or continue from the newest intact checkpoint, if one exists."),
+    ] = False,
+    nproc: RanksOption = 1,
 ) -> None:
     """Train a recipe."""
     from omnitrain.recipe import Recipe
-    from omnitrain.train.launch.environment import end_with_launcher, global_rank, is_first_process, world_size
+    from omnitrain.train.launch.environment import end_with_launcher, is_first_process
 
     end_with_launcher()
+    if resume and auto_resume:
+        raise UserError("--resume and --auto-resume exclude each other: --auto-resume also continues; remove --resume")
     resolved = Recipe.load(recipe, overrides)
     if is_first_process():
         for advice in resolved.advice():
             typer.echo(f"omnitrain: {advice}", err=True)
-    if resume and _says_it_is_finished(resolved):
+    words = [*(overrides or []), *["--resume"] * resume, *["--auto-resume"] * auto_resume]
+    _train(resolved, recipe, ["run", recipe, *words], nproc, "auto" if auto_resume else resume)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    overrides: OverridesArgument = None,
+    nproc: RanksOption = 1,
+) -> None:
+    """Continue a run from its folder alone, with the recipe that is saved in it."""
+    from omnitrain.recipe import Recipe
+    from omnitrain.train.launch.environment import end_with_launcher
+
+    end_with_launcher()
+    saved = folder / "recipe.yaml"
+    if not saved.is_file():
+        raise UserError(f"{folder} is not the folder of a run (no recipe.yaml); name the output_dir of one")
+    resolved = Recipe.load(saved, [f"output_dir={json.dumps(str(folder))}", *(overrides or [])])
+    if resolved.output_dir != str(folder):
+        raise UserError(f"resume continues the run in {folder}, not in {resolved.output_dir}; remove output_dir=")
+    _train(resolved, str(saved), ["resume", str(folder), *(overrides or [])], nproc, True)
+
+
+def _train(recipe: Recipe, name: str, command: list[str], nproc: int, resume: Resume) -> None:
+    """Train on the ranks of this process's launcher, or start ``nproc`` of them.
+
+    Args:
+        recipe: the recipe.
+        name: its name, for messages.
+        command: the arguments of ``omnitrain`` with which each rank is started.
+        nproc: number of ranks.
+        resume: see :class:`Trainer`.
+    """
+    from omnitrain.train.launch.environment import global_rank, world_size
+    from omnitrain.train.run_state.run_folder import RunFolder
+
+    if resume and _says_it_is_finished(recipe):
         return
+    # A run that has begun may continue, whatever else a check finds in its recipe.
+    begins = not (resume and RunFolder(recipe).has_checkpoint)
     if nproc > 1:
         from omnitrain.parallel.state import state_without_groups
         from omnitrain.train.launch.crowding import crowding
         from omnitrain.train.launch.launch import launch
         from omnitrain.train.micro_batches import require_enough_micro_batches
 
-        with _all_problems(resolved, recipe, nproc):
+        with _all_problems(recipe, name, nproc):
             # before 64 processes find that
-            require_enough_micro_batches(resolved, state_without_groups(resolved.parallel, nproc))
-        if (warning := crowding(resolved.train.device, nproc)) is not None:
+            require_enough_micro_batches(recipe, state_without_groups(recipe.parallel, nproc))
+        if (warning := crowding(recipe.train.device, nproc)) is not None:
             typer.echo(f"omnitrain: {warning}", err=True)
-        command = ["-m", "omnitrain", "run", recipe, *(overrides or []), *["--resume"] * resume]
-        raise typer.Exit(launch(command, nproc, stop_seconds=resolved.train.stop_seconds))
+        raise typer.Exit(launch(["-m", "omnitrain", *command], nproc, stop_seconds=recipe.train.stop_seconds))
 
     from omnitrain.parallel.state import leave_process_groups
     from omnitrain.train import Trainer
 
-    # A run that has begun may continue, whatever else a check finds in its recipe.
-    with contextlib.nullcontext() if resume else _all_problems(resolved, recipe, world_size()):
-        trainer = Trainer(resolved, resume=resume)
+    with _all_problems(recipe, name, world_size()) if begins else contextlib.nullcontext():
+        trainer = Trainer(recipe, resume=resume)
     summary = trainer.fit()
     del trainer  # it holds process groups
     leave_process_groups()
     if summary.interrupted:
         if global_rank() == 0:
-            typer.echo(resume_hint(recipe, overrides or []))
+            typer.echo(resume_hint(recipe.output_dir))
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
@@ -313,8 +361,6 @@ def schedule(
     ] = None,
 ) -> None:
     """Show the stages and the schedule of a recipe's pipeline, and simulate a step. Starts no ranks."""
-    import json
-
     from omnitrain.recipe import Recipe
 
     for option, seconds in (("--forward", forward), ("--backward", backward)):
@@ -397,8 +443,6 @@ def export(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of recipes, for completion in an editor."""
-    import json
-
     from omnitrain.recipe import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))

@@ -53,7 +53,7 @@ from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import join_ranks
 from omnitrain.train.run_state.resume import require_same_rows
-from omnitrain.train.run_state.run_folder import RunFolder
+from omnitrain.train.run_state.run_folder import Resume, RunFolder
 from omnitrain.train.run_state.save import checkpoint_bytes, save_checkpoint
 from omnitrain.train.run_state.save_times import SaveTimes
 from omnitrain.train.run_state.state import TrainingState, read_state
@@ -90,12 +90,13 @@ class Trainer:
         step: optimizer steps done.
     """
 
-    def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
+    def __init__(self, recipe: Recipe, *, resume: Resume = False) -> None:
         """Build everything; nothing is written before :meth:`fit`.
 
         Args:
             recipe: the recipe of the run.
-            resume: continue the run in ``recipe.output_dir`` from its newest checkpoint.
+            resume: continue the run in ``recipe.output_dir`` from its newest checkpoint. "auto": from the newest one
+                that is not damaged; if it has none, start it.
 
         Raises:
             UserError: recipe, data and weights do not fit together.
@@ -113,7 +114,8 @@ class Trainer:
         self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # fails before the expensive steps
         require_trackers(recipe)
-        self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers) if resume else None
+        self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers, resume)
+        self._continues = resume == "auto"
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
         self.model, self.processor, self.ops = prepared.model, prepared.processor, prepared.ops
         self.layout, self.compiled = prepared.layout, prepared.compiled
@@ -217,7 +219,7 @@ class Trainer:
 
     def _open_folder(self) -> MetricsFile:
         self._checkpoint_bytes = checkpoint_bytes(self.model)
-        self.folder.open(self.last_checkpoint is not None, self._checkpoint_bytes)
+        self.folder.open(self._continues or self.last_checkpoint is not None, self._checkpoint_bytes)
         trackers = open_trackers(self.recipe, self.folder.path, self.step)
         return MetricsFile(self.folder.path / "metrics.jsonl", self.step, trackers)
 

@@ -175,6 +175,29 @@ def test_run_hands_over_the_recipe_with_its_overrides(shipped: Path, monkeypatch
     assert call("run", "small", "train.steps=7", "output_dir=here", "--resume").exit_code == 0
     recipe, resume = Trainer.given
     assert (recipe.train.steps, recipe.output_dir, resume) == (7, "here", True)
+    assert call("run", "small", "output_dir=here", "--auto-resume").exit_code == 0
+    assert Trainer.given[1] == "auto"
+    refused = call("run", "small", "--resume", "--auto-resume")
+    assert refused.exit_code == 2 and "--resume and --auto-resume exclude each other" in refused.stderr
+
+
+def test_resume_takes_the_recipe_of_the_folder_which_may_have_moved(
+    shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
+    moved = shipped / "moved: here"
+    moved.mkdir()
+    (moved / "recipe.yaml").write_text(f"{RECIPE}train: {{steps: 5, log_every: 3}}\noutput_dir: runs/before\n")
+    assert call("resume", str(moved), "train.steps=7").exit_code == 0
+    recipe, resume = Trainer.given
+    assert (recipe.train.steps, recipe.train.log_every, recipe.output_dir, resume) == (7, 3, str(moved), True)
+    for arguments, message in (
+        ([str(shipped)], f"{shipped} is not the folder of a run (no recipe.yaml); name the output_dir of one"),
+        ([str(moved), "output_dir=x"], f"resume continues the run in {moved}, not in x; remove output_dir="),
+        ([str(moved), "--train.steps", "9"], "--train.steps: keys of a recipe have no dashes; write `train.steps=9`"),
+    ):
+        refused = call("resume", *arguments)
+        assert (refused.exit_code, refused.stderr) == (2, f"omnitrain: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +215,7 @@ def test_run_ends_with_the_code_of_its_outcome(
     stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
     ended = call("run", "small")
     assert (ended.exit_code, ended.stderr) == (code, message)
-    assert ended.stdout.endswith("omnitrain run small --resume\n") == isinstance(outcome, types.SimpleNamespace)
+    assert ended.stdout.endswith("omnitrain resume runs/default\n") == isinstance(outcome, types.SimpleNamespace)
 
 
 def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(

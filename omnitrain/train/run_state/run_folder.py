@@ -9,19 +9,21 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omnitrain.checkpoint.disk import existing, free_bytes, size_text
 from omnitrain.checkpoint.retention import Retention
 from omnitrain.checkpoint.shared_folder import require_seen
-from omnitrain.checkpoint.store import CheckpointStore, step_of
+from omnitrain.checkpoint.store import CheckpointStore, step_of, verify
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.errors import TrainingError, UserError
+from omnitrain.errors import DamagedCheckpointError, TrainingError, UserError
 from omnitrain.peers import Peers, all_or_raise
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.metrics.console import console
 from omnitrain.train.run_state.resume import require_same_run
 from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock, require_free
+
+Resume = bool | Literal["auto"]
 
 
 class RunFolder:
@@ -52,17 +54,31 @@ class RunFolder:
         """
         require_free(self.path)
 
-    def checkpoint_to_resume(self, peers: Peers) -> Path:
-        """Return the newest checkpoint of the run in this folder.
+    def checkpoint_to_resume(self, peers: Peers, resume: Resume) -> Path | None:
+        """Return the checkpoint that the run continues from. None: it starts.
 
         Args:
             peers: the ranks of the run, which all call this.
+            resume: True: from the newest checkpoint; "auto": from the newest intact one, if there is one; False: start.
 
         Raises:
-            UserError: no checkpoint exists, it is damaged, or the run was started with another recipe.
+            UserError: no checkpoint exists, it is damaged (with "auto": all are), or the run was started with another
+                recipe.
         """
+        if resume is False:
+            return None
         all_or_raise(peers, self._require_same_run)  # before checksums, which may take minutes
-        return self.store.latest(peers)
+        if resume is True:
+            return self.store.latest(peers)
+        checkpoint = self.store.latest_intact(peers)
+        for damaged, files in self.store.damaged.items():
+            console.print(f"checkpoint {damaged} is damaged: {list(files)}; the one before it is used", soft_wrap=True)
+        return checkpoint
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint exists, perhaps a damaged one."""
+        return self._steps_saved() > 0
 
     def _require_same_run(self) -> None:
         begun = self.path / "recipe.yaml"
@@ -72,7 +88,7 @@ class RunFolder:
     def finished(self) -> str | None:
         """Return that the run in this folder has nothing left to do, or None.
 
-        It has all steps of the recipe, and the evaluation that the recipe asks for.
+        It has all steps of the recipe, in a checkpoint that is intact, and the evaluation that the recipe asks for.
 
         Raises:
             UserError: the run was started with another recipe.
@@ -80,6 +96,10 @@ class RunFolder:
         self._require_same_run()
         steps, (done, evaluated) = self.recipe.train.steps, (self._steps_saved(), self._steps_evaluated())
         if done < steps or (self.recipe.evaluation is not None and evaluated != done):
+            return None
+        try:
+            verify(self.store.newest())
+        except DamagedCheckpointError:
             return None
         return (
             f"{self.path} is finished: {done} of {steps} steps are done; nothing was changed; a larger train.steps "
@@ -105,15 +125,20 @@ class RunFolder:
         """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
 
         Args:
-            resumed: whether the run in the folder is resumed.
+            resumed: whether the run in the folder goes on, from a checkpoint or from its start.
             checkpoint_bytes: size of a checkpoint.
 
         Raises:
-            UserError: another run writes there, the folder cannot be written, or has no space for a checkpoint.
+            UserError: another run writes or has meanwhile written there, the folder cannot be written, or has no space
+                for a checkpoint.
         """
         try:
             if resumed:
+                self.path.mkdir(parents=True, exist_ok=True)
                 self._lock.take(self.path)
+                self.store.require_no_other()
+                for aside in self.store.set_damaged_aside():
+                    console.print(f"a damaged checkpoint is now in {aside}", soft_wrap=True)
                 self.store.clear_unfinished()  # files of a crashed save take the space of a checkpoint
             _require_space(self.path, checkpoint_bytes)
             if not resumed:
