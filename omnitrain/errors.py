@@ -5,6 +5,8 @@ from collections.abc import Sequence
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
+# 128 + SIGTERM: what schedulers see of a process that SIGTERM ended, and may start again.
+EXIT_REQUEUE = 143
 
 
 class UserError(ValueError):

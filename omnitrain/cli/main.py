@@ -20,6 +20,7 @@ from omnitrain.cli.resume_hint import resume_hint
 from omnitrain.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
     EXIT_USER_ERROR,
     RecipeError,
     TrainingError,
@@ -288,7 +289,7 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, resume: Re
     if summary.interrupted:
         if global_rank() == 0:
             typer.echo(resume_hint(recipe.output_dir))
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise typer.Exit(EXIT_REQUEUE if summary.is_terminated else EXIT_INTERRUPTED)
 
 
 def _says_it_is_finished(recipe: Recipe) -> bool:

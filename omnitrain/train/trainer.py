@@ -65,15 +65,17 @@ class RunSummary:
 
     Attributes:
         step: optimizer steps done.
-        interrupted: Ctrl-C ended it early.
+        interrupted: Ctrl-C or SIGTERM ended it early.
         checkpoint: the last checkpoint.
         scores: scores of the evaluation; empty without an evaluation.
+        is_terminated: it was SIGTERM: a scheduler should start the run again.
     """
 
     step: int
     interrupted: bool
     checkpoint: Path
     scores: dict[str, float]
+    is_terminated: bool = False
 
 
 class Trainer:
@@ -215,7 +217,7 @@ class Trainer:
                         metrics.track(self.step, {"scores": scores})
                     return RunSummary(self.step, False, checkpoint, scores)
         console.print(f"interrupted at step {self.step} of {train.steps}; saved {checkpoint}", soft_wrap=True)
-        return RunSummary(self.step, True, checkpoint, {})
+        return RunSummary(self.step, True, checkpoint, {}, self.ranks.peers.any(interrupt.is_terminated))
 
     def _open_folder(self) -> MetricsFile:
         self._checkpoint_bytes = checkpoint_bytes(self.model)

@@ -203,7 +203,8 @@ def test_resume_takes_the_recipe_of_the_folder_which_may_have_moved(
 @pytest.mark.parametrize(
     ("outcome", "code", "message"),
     [
-        (types.SimpleNamespace(interrupted=True), 130, ""),
+        (types.SimpleNamespace(interrupted=True, is_terminated=False), 130, ""),
+        (types.SimpleNamespace(interrupted=True, is_terminated=True), 143, ""),
         (KeyboardInterrupt(), 130, "omnitrain: interrupted\n"),
         (DataError("no file x.parquet"), 2, "omnitrain: no file x.parquet\n"),
     ],

@@ -23,7 +23,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext, start_processes
 
-from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainingError, UserError
+from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR, TrainingError, UserError
 from omnitrain.train.interrupt import TOGETHER_SECONDS, heard
 from omnitrain.train.launch.crowding import num_cores
 from omnitrain.train.launch.environment import FIRST_TO_FAIL, LAUNCHER
@@ -49,8 +49,8 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float) -> int:
         stop_seconds: seconds after a signal until the ranks are killed.
 
     Returns:
-        The exit code that a single process would have: 0; 2 if a rank printed a user error; 130 if a signal ended the
-        ranks.
+        The exit code that a single process would have: 0; 2 if a rank printed a user error; 143 if SIGTERM ended the
+        ranks, 130 if another signal did.
 
     Raises:
         UserError: this process is already a rank.
@@ -173,7 +173,8 @@ class _Ranks:
     def exit_code(self) -> int:
         """See :func:`launch`."""
         # A rank that has not installed its handlers yet ends by the signal.
-        interrupted = {EXIT_INTERRUPTED, *(-number for number in self._forwarded)}
+        terminated = {EXIT_REQUEUE, *({-signal.SIGTERM} if signal.SIGTERM in self._forwarded else ())}
+        interrupted = {EXIT_INTERRUPTED, *terminated, *(-number for number in self._forwarded)}
         failed = {rank: code for rank, code in self.codes.items() if code not in (0, *interrupted)}
         if failed:
             rank, code = next(iter(failed.items()))
@@ -186,6 +187,8 @@ class _Ranks:
         if self.killed:
             ranks = f"rank{'s' * (len(self.killed) > 1)} {', '.join(map(str, self.killed))}"
             raise TrainingError(f"{ranks} did not stop within {self.stop_seconds:g} s (train.stop_seconds); killed")
+        if terminated.intersection(self.codes.values()):
+            return EXIT_REQUEUE
         return EXIT_INTERRUPTED if interrupted.intersection(self.codes.values()) else 0
 
     def _forward(self, number: int) -> None:
@@ -196,7 +199,7 @@ class _Ranks:
         if self._interrupted_at is None:
             self._interrupted_at = now
             self._end_within(self.stop_seconds)
-        elif now - self._interrupted_at > TOGETHER_SECONDS:
+        elif number != signal.SIGTERM and now - self._interrupted_at > TOGETHER_SECONDS:
             self._end_within(_HURRY_SECONDS)
 
     def _note_ends(self) -> None:
@@ -205,7 +208,7 @@ class _Ranks:
         # Killed ranks come first, because simultaneous errors of others are a consequence.
         self.codes |= dict(sorted(ended.items(), key=lambda item: item[1] >= 0))
         for code in ended.values():
-            if code == EXIT_INTERRUPTED or -code in self._forwarded:
+            if code in (EXIT_INTERRUPTED, EXIT_REQUEUE) or -code in self._forwarded:
                 self._end_within(self.stop_seconds)
             elif code != 0:
                 is_first_running = self._first_to_fail() not in (None, *self.codes)
