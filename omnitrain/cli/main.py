@@ -81,6 +81,10 @@ OverridesArgument = Annotated[
 ]
 
 RanksOption = Annotated[int, typer.Option("--nproc", help="Number of ranks to start on this machine.", min=1)]
+RestartsOption = Annotated[
+    int,
+    typer.Option("--max-restarts", help="With --nproc: how often to go on with the ranks left if some die.", min=0),
+]
 
 
 def _print_version(is_requested: bool) -> None:
@@ -212,6 +216,7 @@ def run(
         typer.Option("--auto-resume", help="Start, or continue from the newest intact checkpoint, if one exists."),
     ] = False,
     nproc: RanksOption = 1,
+    max_restarts: RestartsOption = 0,
 ) -> None:
     """Train a recipe."""
     from omnitrain.recipe import Recipe
@@ -225,7 +230,7 @@ def run(
         for advice in resolved.advice():
             typer.echo(f"omnitrain: {advice}", err=True)
     words = [*(overrides or []), *["--resume"] * resume, *["--auto-resume"] * auto_resume]
-    _train(resolved, recipe, ["run", recipe, *words], nproc, "auto" if auto_resume else resume)
+    _train(resolved, recipe, ["run", recipe, *words], nproc, max_restarts, "auto" if auto_resume else resume)
 
 
 @app.command()
@@ -233,6 +238,7 @@ def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
     overrides: OverridesArgument = None,
     nproc: RanksOption = 1,
+    max_restarts: RestartsOption = 0,
 ) -> None:
     """Continue a run from its folder alone, with the recipe that is saved in it."""
     from omnitrain.recipe import Recipe
@@ -245,10 +251,10 @@ def resume(
     resolved = Recipe.load(saved, [f"output_dir={json.dumps(str(folder))}", *(overrides or [])])
     if resolved.output_dir != str(folder):
         raise UserError(f"resume continues the run in {folder}, not in {resolved.output_dir}; remove output_dir=")
-    _train(resolved, str(saved), ["resume", str(folder), *(overrides or [])], nproc, True)
+    _train(resolved, str(saved), ["resume", str(folder), *(overrides or [])], nproc, max_restarts, True)
 
 
-def _train(recipe: Recipe, name: str, command: list[str], nproc: int, resume: Resume) -> None:
+def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restarts: int, resume: Resume) -> None:
     """Train on the ranks of this process's launcher, or start ``nproc`` of them.
 
     Args:
@@ -256,27 +262,28 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, resume: Re
         name: its name, for messages.
         command: the arguments of ``omnitrain`` with which each rank is started.
         nproc: number of ranks.
+        max_restarts: how often to start again if ranks are killed.
         resume: see :class:`Trainer`.
+
+    Raises:
+        UserError: a mistake in the recipe, or ``max_restarts`` without several ranks.
     """
     from omnitrain.train.launch.environment import global_rank, world_size
     from omnitrain.train.run_state.run_folder import RunFolder
 
+    if max_restarts and nproc == 1:
+        raise UserError(
+            "--max-restarts starts a run again on the ranks that are left, so it needs --nproc 2 or more; under "
+            "torchrun, use torchrun's own --max-restarts, and --auto-resume"
+        )
     if resume and _says_it_is_finished(recipe):
         return
     # A run that has begun may continue, whatever else a check finds in its recipe.
     begins = not (resume and RunFolder(recipe).has_checkpoint)
     if nproc > 1:
-        from omnitrain.parallel.state import state_without_groups
-        from omnitrain.train.launch.crowding import crowding
-        from omnitrain.train.launch.launch import launch
-        from omnitrain.train.micro_batches import require_enough_micro_batches
-
         with _all_problems(recipe, name, nproc):
-            # before 64 processes find that
-            require_enough_micro_batches(recipe, state_without_groups(recipe.parallel, nproc))
-        if (warning := crowding(recipe.train.device, nproc)) is not None:
-            typer.echo(f"omnitrain: {warning}", err=True)
-        raise typer.Exit(launch(["-m", "omnitrain", *command], nproc, stop_seconds=recipe.train.stop_seconds))
+            require_ranks(recipe, nproc)  # before 64 processes find that
+        raise typer.Exit(_launch(recipe, ["-m", "omnitrain", *command], nproc, max_restarts, continues=bool(resume)))
 
     from omnitrain.parallel.state import leave_process_groups
     from omnitrain.train import Trainer
@@ -290,6 +297,57 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, resume: Re
         if global_rank() == 0:
             typer.echo(resume_hint(recipe.output_dir))
         raise typer.Exit(EXIT_REQUEUE if summary.is_terminated else EXIT_INTERRUPTED)
+
+
+def _launch(recipe: Recipe, arguments: list[str], nproc: int, max_restarts: int, *, continues: bool) -> int:
+    """Start the ranks of a run, and start it again if ranks are killed.
+
+    Args:
+        recipe: the recipe.
+        arguments: arguments of the python interpreter.
+        nproc: number of ranks.
+        max_restarts: how often to start again.
+        continues: whether ``arguments`` continue a run.
+    """
+    from omnitrain.train.launch.crowding import crowding
+    from omnitrain.train.launch.restarts import launch_with_restarts
+    from omnitrain.train.run_state.run_folder import begun_at
+
+    before = begun_at(recipe)
+
+    def arguments_now() -> list[str]:
+        has_begun = not continues and begun_at(recipe) != before  # otherwise the folder may have an older run
+        return [*arguments, "--auto-resume"] if has_begun else arguments
+
+    def fits(ranks: int) -> bool:
+        try:
+            require_ranks(recipe, ranks)
+        except UserError:
+            return False
+        return True
+
+    if (warning := crowding(recipe.train.device, nproc)) is not None:
+        typer.echo(f"omnitrain: {warning}", err=True)
+    return launch_with_restarts(
+        arguments_now,
+        nproc,
+        max_restarts=max_restarts,
+        fits=fits,
+        say=lambda words: typer.echo(f"omnitrain: {words}", err=True),
+        stop_seconds=recipe.train.stop_seconds,
+    )
+
+
+def require_ranks(recipe: Recipe, ranks: int) -> None:
+    """Check that a recipe works on a number of ranks, as far as that is known without its model.
+
+    Raises:
+        UserError: it does not.
+    """
+    from omnitrain.parallel.state import state_without_groups
+    from omnitrain.train.micro_batches import require_enough_micro_batches
+
+    require_enough_micro_batches(recipe, state_without_groups(recipe.parallel, ranks))
 
 
 def _says_it_is_finished(recipe: Recipe) -> bool:

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -224,18 +225,24 @@ def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
 ) -> None:
     given: list[Any] = []
 
-    def launch(arguments: list[str], nproc: int, *, stop_seconds: float) -> int:
-        given.extend([arguments, nproc, stop_seconds])
+    def launch(arguments: Callable[[], list[str]], nproc: int, **options: Any) -> int:
+        first = list(arguments())
+        Path("runs/default").mkdir(parents=True)
+        Path("runs/default/recipe.yaml").write_text(RECIPE)  # the run begins
+        fits = [ranks for ranks in range(1, 9) if options["fits"](ranks)]
+        given.extend([first, arguments()[len(first) :], nproc, options["max_restarts"], options["stop_seconds"], fits])
         return 130
 
-    stand_in(monkeypatch, "omnitrain.train.launch.launch", launch=launch)
+    stand_in(monkeypatch, "omnitrain.train.launch.restarts", launch_with_restarts=launch)
     monkeypatch.setattr("omnitrain.train.launch.crowding.num_cores", lambda: 2)
-    ended = call("run", "small", "train.stop_seconds=7", "train.device=cpu", "--resume", "--nproc", "3")
+    overrides = ["train.stop_seconds=7", "train.device=cpu", "train.micro_batches=6"]
+    ended = call("run", "small", *overrides, "--nproc", "3", "--max-restarts", "4")
     assert ended.exit_code == 130
     assert ended.stderr.startswith("omnitrain: --nproc 3 on 2 cores: about 1.5 ranks share a core, so ")
-    overrides = ["train.stop_seconds=7", "train.device=cpu"]
-    assert given == [["-m", "omnitrain", "run", "small", *overrides, "--resume"], 3, 7.0]
+    first = ["-m", "omnitrain", "run", "small", *overrides]
+    assert given == [first, ["--auto-resume"], 3, 4, 7.0, [1, 2, 3, 6]]
     assert call("run", "small", "train.stps=7", "--nproc", "3").exit_code == 2  # found before ranks are started
+    assert "it needs --nproc 2 or more" in call("run", "small", "--max-restarts", "1").stderr
 
 
 def test_an_unexpected_error_keeps_its_traceback(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,15 @@ class RunFolder:
         return file
 
 
+def begun_at(recipe: Recipe) -> tuple[int, int] | None:
+    """Return what changes when a run begins to write to the folder of ``recipe``. None: it has no run."""
+    try:
+        found = (Path(recipe.output_dir) / "recipe.yaml").stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def _require_space(folder: Path, checkpoint_bytes: int) -> None:
     free = free_bytes(folder)
     if free < checkpoint_bytes:
