@@ -22,6 +22,7 @@ from omnitrain.ops.device import mixed_seed, seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.schedule.executor import OnOutput, OnPhase
 from omnitrain.parallel.step.item_costs import FROM_STEP
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
@@ -48,7 +49,7 @@ from omnitrain.train.metrics.progress import Activity, StepProgress
 from omnitrain.train.metrics.step_timing import StepSpans
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
 from omnitrain.train.micro_batches import require_enough_micro_batches
-from omnitrain.train.nonfinite import NonFiniteError, not_finite_error, unsound_parameters
+from omnitrain.train.nonfinite import NonFiniteError, Origin, OriginFinder, not_finite_error, unsound_parameters
 from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import join_ranks
@@ -345,19 +346,8 @@ class Trainer:
             NonFiniteError: on all ranks, before the update: no weight changes. The message names the samples.
         """
         settings = self.recipe.train.optimizer
-        # The same in a resumed run, and on tensor parallel and pipeline ranks.
-        seed_device(mixed_seed(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank), self.device)
         packs: list[PackLosses] = []
-        part = accumulate_gradients(
-            self.model,
-            batch,
-            loss_weights=self.recipe.train.loss_weights,
-            on_output=lambda pack, output: packs.append(PackLosses.of(pack, output)),
-            on_phase=self.watch.at,
-            forward_context=self.experts.routing.forward_context,
-            routers=self.experts.routers,
-            recorder=self.spans.recorder,
-        )
+        part = self._accumulate(batch, self.watch.at, lambda pack, output: packs.append(PackLosses.of(pack, output)))
         if self.compiled is not None:
             self.compiled.check()
         self.watch.at(phase="optimizer")
@@ -368,7 +358,8 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             mixed = mixed_precision(self.recipe.train, self.device.type) is True
-            raise not_finite_error(self.step + 1, loss, norm, packs, self.ranks.peers, self.recipe, mixed)
+            origin = self._origin_of_non_finite(batch)
+            raise not_finite_error(self.step + 1, loss, norm, packs, origin, self.ranks.peers, self.recipe, mixed)
         if num_targets := sum(batch.plan.loss_counts.values()):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings, group["peak"])
@@ -383,6 +374,33 @@ class Trainer:
         self.step += 1
         self.experts.routing.end(self.step)
         return loss, norm
+
+    def _accumulate(self, batch: StepBatch, on_phase: OnPhase, on_output: OnOutput | None = None) -> torch.Tensor:
+        # The same in a resumed run, and on tensor parallel and pipeline ranks.
+        seed_device(mixed_seed(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank), self.device)
+        return accumulate_gradients(
+            self.model,
+            batch,
+            loss_weights=self.recipe.train.loss_weights,
+            on_output=on_output,
+            on_phase=on_phase,
+            forward_context=self.experts.routing.forward_context,
+            routers=self.experts.routers,
+            recorder=self.spans.recorder,
+        )
+
+    def _origin_of_non_finite(self, batch: StepBatch) -> Origin | None:
+        """Compute a step again, which gives the same values, and return where the first one is not finite."""
+        finder = OriginFinder(self.model)
+
+        def at(**position: Any) -> None:
+            self.watch.at(**position)
+            finder.at(**position)
+
+        with finder.looking():
+            self._accumulate(batch, at)
+        self.optimizer.zero_grad(set_to_none=True)
+        return finder.found
 
     def _metrics(self, norm: float) -> dict[str, Any]:
         settings = self.recipe.train.optimizer

@@ -180,13 +180,14 @@ def test_steps_before_a_nan_are_saved_and_continued_exactly(tmp_path: Path) -> N
     lines = str(caught.value).splitlines()
     assert lines[0] == "step 4: the loss is nan and the gradient norm nan; this step changed no weight"
     assert lines[1] == f"  loss of text not finite in the samples {spoilt[0]}"
-    assert lines[4:6] == [
+    assert lines[2].startswith(f"  it began in forward of foundation, micro-batch 0: samples {spoilt[0]}, text/")
+    assert lines[5:7] == [
         "  - a lower train.optimizer.learning_rate (it is 0.0003), or more train.optimizer.warmup_steps (it is 1)",
         "  - a lower train.optimizer.max_grad_norm (it is 1)",
     ]
     run = tmp_path / "run"
-    assert lines[6] == f"  the steps before it are saved in {run / 'checkpoints' / 'step-00000003'}"
-    assert lines[7].endswith(f"model.checkpoint={run} and another output_dir")
+    assert lines[7] == f"  the steps before it are saved in {run / 'checkpoints' / 'step-00000003'}"
+    assert lines[8].endswith(f"model.checkpoint={run} and another output_dir")
     assert Trainer(recipe, resume=True).fit().step == 6
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     heads = [
