@@ -92,7 +92,8 @@ class CheckpointStore:
                 raise
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             reason = f"{first_line}; {size_text(free_bytes(self.folder))} are free there"
-            raise TrainingError(f"{final} cannot be written ({reason}); earlier checkpoints are intact") from error
+            earlier = "earlier checkpoints are intact" if self.folder.is_dir() else f"{self.folder} is gone"
+            raise TrainingError(f"{final} cannot be written ({reason}); {earlier}") from error
 
     def _commit(self, temporary: Path, final: Path, checksums: list[dict[str, str]]) -> None:
         manifest = dict(sorted(entry for of_rank in checksums for entry in of_rank.items()))
@@ -300,7 +301,8 @@ def _renamed(checkpoint: Path, target: Path) -> Path:
 
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.parent.mkdir(exist_ok=True)  # but not what it is in: the folder of a run that is gone stays gone
+    folder.mkdir()
 
 
 def _files_in(folder: Path) -> list[str]:
