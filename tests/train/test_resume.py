@@ -22,6 +22,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.trackers import numbers_in
+from omnitrain.train.run_state import save
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_recipe
@@ -89,6 +90,25 @@ def test_a_run_of_rounded_weights_goes_on_without_a_plan_from_what_was_rounded(t
         for optimizer in (rounded.optimizer.inner, resumed.optimizer)
     )
     assert len(weights) > 80 and all(torch.equal(a.to_local(), b) for a, b in zip(copies, weights, strict=True))
+
+
+def test_sigterm_in_a_save_lets_it_finish_and_ends_the_run_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_recipe(tmp_path, text_only=True, steps=6, save_every=2)
+    Trainer(load(path, f"output_dir={tmp_path / 'whole'}")).fit()
+    write = save.save_optimizer
+
+    def terminated(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        write(*arguments)
+
+    monkeypatch.setattr(save, "save_optimizer", terminated)
+    summary = Trainer(load(path)).fit()
+    assert (summary.interrupted, summary.is_terminated, summary.step) == (True, True, 2)
+    monkeypatch.undo()
+    Trainer(load(path), resume="auto").fit()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_resuming_nothing_is_an_error(tmp_path: Path) -> None:
