@@ -36,6 +36,7 @@ class CheckpointStore:
         folder: the folder.
         retention: which checkpoints stay.
         last: the last checkpoint that this process saved or verified. None: there is none.
+        saved: the last checkpoint that this process saved. None: there is none.
         damaged: newer checkpoint that :meth:`latest_intact` passed over -> its damaged files; newest first.
     """
 
@@ -43,6 +44,7 @@ class CheckpointStore:
         """Use ``folder``. Each save removes the checkpoints in it that do not stay by ``retention``."""
         self.folder, self.retention = Path(folder), retention or Retention()
         self.last: Path | None = None
+        self.saved: Path | None = None
         self.damaged: dict[Path, tuple[str, ...]] = {}
 
     def save(self, step: int, write: Callable[[Path], None], peers: Peers = SINGLE_PROCESS) -> Path:
@@ -72,13 +74,14 @@ class CheckpointStore:
             self._with_disk_errors(lambda: write(temporary), final)
             # Ranks on a network file system may not list all files yet, so all their listings are merged.
             names = set().union(*peers.gather(on_all(lambda: _files_in(temporary))))
-            checksums = peers.gather(on_all(lambda: _synced_checksums(_names_of_rank(sorted(names), peers), temporary)))
+            own = _names_of_rank(sorted(names), peers)
+            checksums = peers.gather(on_all(lambda: _synced_checksums(own, temporary, self.saved)))
             on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
         except Exception:
             if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self.last = final
+        self.last = self.saved = final
         return final
 
     def _with_disk_errors(self, work: Callable[[], T], final: Path) -> T:
@@ -313,12 +316,27 @@ def _names_of_rank(names: Sequence[str], peers: Peers) -> Sequence[str]:
     return names[peers.rank :: peers.size]
 
 
-def _synced_checksums(names: Sequence[str], folder: Path) -> dict[str, str]:
-    """Flush the files to disk and return file -> checksum."""
+def _synced_checksums(names: Sequence[str], folder: Path, previous: Path | None) -> dict[str, str]:
+    """Flush the files to disk, and return file -> checksum. That of a file of ``previous`` is in its manifest."""
     set_default_modes(folder / name for name in names)
+    known = _known_checksums(previous) if previous is not None else {}
+    checksums = {}
     for name in names:
+        if previous is not None and name in known and (folder / name).samefile(previous / name):
+            checksums[name] = known[name]
+            continue
         _sync(folder / name)
-    return {name: _checksum(folder / name) for name in names}
+        checksums[name] = _checksum(folder / name)
+    return checksums
+
+
+def _known_checksums(checkpoint: Path) -> dict[str, str]:
+    """Return file -> checksum of the files of a checkpoint that are there."""
+    try:
+        manifest = json.loads((checkpoint / _MANIFEST).read_text())
+    except OSError:  # a user has removed it
+        return {}
+    return {name: checksum for name, checksum in manifest.items() if (checkpoint / name).is_file()}
 
 
 def _digest(manifest: Mapping[str, str]) -> str:

@@ -40,7 +40,7 @@ def save_checkpoint(
     """
 
     def write(folder: Path) -> None:
-        save_whole(model, folder, ranks.peers)
+        save_whole(model, folder, ranks.peers, previous=run.store.saved)
         save_optimizer(model, optimizer, folder / OPTIMIZER)
         ranks.first(lambda: write_on_first(folder))
 
