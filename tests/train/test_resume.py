@@ -172,6 +172,9 @@ def test_resuming_a_finished_run_changes_nothing_and_says_so(tmp_path: Path) -> 
         assert RunFolder(load(path, *fast, *more)).finished() is None
     with pytest.raises(UserError, match="was started with another recipe"):
         RunFolder(load(path, *fast, "train.seed=9")).finished()
+    scores = tmp_path / "run" / "eval.json"
+    scores.write_text(scores.read_text()[:-9])  # killed while it was written: the evaluation is made again
+    assert RunFolder(load(path, *fast)).finished() is None
 
 
 def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Path) -> None:

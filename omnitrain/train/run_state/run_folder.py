@@ -23,6 +23,8 @@ from omnitrain.train.metrics.console import console
 from omnitrain.train.run_state.resume import require_same_run
 from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock, require_free
 
+_UNFINISHED_RECIPE = "recipe.yaml.tmp"  # what save_recipe leaves if it is killed
+
 Resume = bool | Literal["auto"]
 
 
@@ -113,13 +115,16 @@ class RunFolder:
             return 0
 
     def _steps_evaluated(self) -> int | None:
-        """Return the steps of the model in ``eval.json``. None: it is missing, or of an evaluation with other keys."""
+        """Return the steps of the model in ``eval.json``. None: it is missing or cut, or its evaluation is another."""
         begun, scores = self.path / "recipe.yaml", self.path / "eval.json"
         if not (begun.is_file() and scores.is_file()):
             return None
         old = Recipe.load(str(begun))
         is_same = (old.evaluation, old.data.heldout) == (self.recipe.evaluation, self.recipe.data.heldout)
-        return json.loads(scores.read_text()).get("step") if is_same else None
+        try:
+            return json.loads(scores.read_text()).get("step") if is_same else None
+        except ValueError:  # the run was killed while it wrote
+            return None
 
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
         """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
@@ -234,7 +239,7 @@ def _require_space(folder: Path, checkpoint_bytes: int) -> None:
 
 def _require_writable(folder: Path) -> None:
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if files - {LOCK_FILE} and not (folder / "recipe.yaml").is_file():
+    if files - {LOCK_FILE, _UNFINISHED_RECIPE} and not (folder / "recipe.yaml").is_file():
         raise UserError(f"output_dir: {str(folder)!r} has files but no run (no recipe.yaml); use a new folder")
     parent = existing(folder)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
