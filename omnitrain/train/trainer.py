@@ -22,6 +22,7 @@ from omnitrain.ops.device import mixed_seed, seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.schedule.executor import OnOutput, OnPhase
 from omnitrain.parallel.serving import serving
 from omnitrain.parallel.step.item_costs import Measured
 from omnitrain.parallel.step.media_dispatch import StepBatch
@@ -49,12 +50,12 @@ from omnitrain.train.metrics.progress import Activity, StepProgress
 from omnitrain.train.metrics.step_timing import StepSpans
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
 from omnitrain.train.micro_batches import require_enough_micro_batches
-from omnitrain.train.nonfinite import NonFiniteError, not_finite_error, unsound_parameters
+from omnitrain.train.nonfinite import NonFiniteError, Origin, OriginFinder, not_finite_error, unsound_parameters
 from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import join_ranks
 from omnitrain.train.run_state.resume import require_same_rows
-from omnitrain.train.run_state.run_folder import RunFolder
+from omnitrain.train.run_state.run_folder import Resume, RunFolder
 from omnitrain.train.run_state.save import checkpoint_bytes, save_checkpoint
 from omnitrain.train.run_state.save_times import SaveTimes
 from omnitrain.train.run_state.state import TrainingState, read_state
@@ -68,15 +69,17 @@ class RunSummary:
 
     Attributes:
         step: optimizer steps done.
-        interrupted: Ctrl-C ended it early.
+        interrupted: Ctrl-C or SIGTERM ended it early.
         checkpoint: the last checkpoint.
         scores: scores of the evaluation; empty without an evaluation.
+        is_terminated: it was SIGTERM: a scheduler should start the run again.
     """
 
     step: int
     interrupted: bool
     checkpoint: Path
     scores: dict[str, float]
+    is_terminated: bool = False
 
 
 class Trainer:
@@ -93,12 +96,13 @@ class Trainer:
         step: optimizer steps done.
     """
 
-    def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
+    def __init__(self, recipe: Recipe, *, resume: Resume = False) -> None:
         """Build everything; nothing is written before :meth:`fit`.
 
         Args:
             recipe: the recipe of the run.
-            resume: continue the run in ``recipe.output_dir`` from its newest checkpoint.
+            resume: continue the run in ``recipe.output_dir`` from its newest checkpoint. "auto": from the newest one
+                that is not damaged; if it has none, start it.
 
         Raises:
             UserError: recipe, data and weights do not fit together.
@@ -116,7 +120,8 @@ class Trainer:
         self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # fails before the expensive steps
         require_trackers(recipe)
-        self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers) if resume else None
+        self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers, resume)
+        self._continues = resume == "auto"
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
         self.model, self.processor, self.ops = prepared.model, prepared.processor, prepared.ops
         self.layout, self.compiled = prepared.layout, prepared.compiled
@@ -146,7 +151,8 @@ class Trainer:
         self.mean_loss = MeanLoss(state.mean_loss, state.loss_tokens)
         if self.ranks.meter_peers.rank == 0:
             self.meter.continue_from(state.losses)
-        self.save_times = SaveTimes(recipe.train.save_every, recipe.train.steps, self.step)
+        self.save_times = SaveTimes(recipe, self.step)
+        self._line: dict[str, Any] = {}  # the last line of metrics
         self._upcoming: StepBatch | UserError | TrainingError | None = None
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
@@ -203,6 +209,7 @@ class Trainer:
                         line["heldout"] = heldout_losses
                     if metrics is not None:
                         metrics.write(line)
+                    self._line = line
                     progress.advance(self.step, loss, _shown(line))
                 is_due, interrupted = self.ranks.peers.any_of_each([self._save_is_due(), interrupt.requested])
                 if is_due and not interrupted:
@@ -217,11 +224,11 @@ class Trainer:
                         metrics.track(self.step, {"scores": scores})
                     return RunSummary(self.step, False, checkpoint, scores)
         console.print(f"interrupted at step {self.step} of {train.steps}; saved {checkpoint}", soft_wrap=True)
-        return RunSummary(self.step, True, checkpoint, {})
+        return RunSummary(self.step, True, checkpoint, {}, self.ranks.peers.any(interrupt.is_terminated))
 
     def _open_folder(self) -> MetricsFile:
         self._checkpoint_bytes = checkpoint_bytes(self.model)
-        self.folder.open(self.last_checkpoint is not None, self._checkpoint_bytes)
+        self.folder.open(self._continues or self.last_checkpoint is not None, self._checkpoint_bytes)
         trackers = open_trackers(self.recipe, self.folder.path, self.step)
         return MetricsFile(self.folder.path / "metrics.jsonl", self.step, trackers)
 
@@ -355,20 +362,8 @@ class Trainer:
             NonFiniteError: on all ranks, before the update: no weight changes. The message names the samples.
         """
         settings = self.recipe.train.optimizer
-        # The same in a resumed run, and on tensor parallel and pipeline ranks.
-        seed_device(mixed_seed(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank), self.device)
         packs: list[PackLosses] = []
-        part = accumulate_gradients(
-            self.model,
-            batch,
-            loss_weights=self.recipe.train.loss_weights,
-            on_output=lambda pack, output: packs.append(PackLosses.of(pack, output)),
-            on_phase=self.watch.at,
-            forward_context=self.experts.routing.forward_context,
-            routers=self.experts.routers,
-            recorder=self.spans.recorder,
-            upcoming=self._upcoming if isinstance(self._upcoming, StepBatch) else None,
-        )
+        part = self._accumulate(batch, self.watch.at, lambda pack, output: packs.append(PackLosses.of(pack, output)))
         if self.compiled is not None:
             self.compiled.check()
         self.watch.at(phase="optimizer")
@@ -379,7 +374,8 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             mixed = mixed_precision(self.recipe.train, self.device.type) is True
-            raise not_finite_error(self.step + 1, loss, norm, packs, self.ranks.peers, self.recipe, mixed)
+            origin = self._origin_of_non_finite(batch)
+            raise not_finite_error(self.step + 1, loss, norm, packs, origin, self.ranks.peers, self.recipe, mixed)
         if num_targets := sum(batch.plan.loss_counts.values()):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings, group["peak"])
@@ -394,6 +390,34 @@ class Trainer:
         self.step += 1
         self.experts.routing.end(self.step)
         return loss, norm
+
+    def _accumulate(self, batch: StepBatch, on_phase: OnPhase, on_output: OnOutput | None = None) -> torch.Tensor:
+        # The same in a resumed run, and on tensor parallel and pipeline ranks.
+        seed_device(mixed_seed(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank), self.device)
+        return accumulate_gradients(
+            self.model,
+            batch,
+            loss_weights=self.recipe.train.loss_weights,
+            on_output=on_output,
+            on_phase=on_phase,
+            forward_context=self.experts.routing.forward_context,
+            routers=self.experts.routers,
+            recorder=self.spans.recorder,
+            upcoming=self._upcoming if isinstance(self._upcoming, StepBatch) else None,
+        )
+
+    def _origin_of_non_finite(self, batch: StepBatch) -> Origin | None:
+        """Compute a step again, which gives the same values, and return where the first one is not finite."""
+        finder = OriginFinder(self.model)
+
+        def at(**position: Any) -> None:
+            self.watch.at(**position)
+            finder.at(**position)
+
+        with finder.looking():
+            self._accumulate(batch, at)
+        self.optimizer.zero_grad(set_to_none=True)
+        return finder.found
 
     def _metrics(self, norm: float) -> dict[str, Any]:
         settings = self.recipe.train.optimizer
@@ -446,7 +470,7 @@ class Trainer:
         """Whether to save after this step; the first rank decides for all. `auto` leaves space for the last save."""
         if not (self.ranks.is_first and self.save_times.is_due(self.step)):
             return False
-        if self.recipe.train.save_every == "auto" and not self.folder.store.has_room(self._checkpoint_bytes):
+        if self.recipe.train.save_every == "auto" and not self.folder.store.has_room(self.step, self._checkpoint_bytes):
             self.save_times.restart(self.step)
             console.print(
                 f"step {self.step} is not saved, because the disk of {self.folder.path} has no space for this "
@@ -476,7 +500,8 @@ class Trainer:
                 self.mean_loss.mean,
                 self.mean_loss.tokens,
             )
-            save_checkpoint(self.folder, self.ranks, self.model, self.processor, self.optimizer, state)
+            line = self._line if self._line.get("step") == self.step else None
+            save_checkpoint(self.folder, self.ranks, self.model, self.processor, self.optimizer, state, line)
         self.last_checkpoint = target
         return target
 

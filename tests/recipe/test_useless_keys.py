@@ -146,7 +146,9 @@ STANDS: dict[str, Always | Idle] = {
     "Train.loss_weights": idle("unknown name; did you mean `text`", "train.loss_weights={txt: 2}"),
     "Train.log_every": PERIOD,
     "Train.save_every": PERIOD,
-    "Train.keep_checkpoints": Always("a resumed run has the last checkpoint of each start"),
+    "Train.keep_last": Always("a resumed run has the last checkpoint of each start"),
+    "Train.keep_every": PERIOD,
+    "Train.keep_best": idle("saves only at the end", "train.save_every=null", "train.keep_best=loss"),
     "Train.stop_seconds": DEVICE,
     "Train.stall_seconds": DEVICE,
     "Optimizer.learning_rate": idle(
