@@ -166,11 +166,16 @@ def _prepare(
     plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
     lacks_weights = ranks_without_weights(omni)
     require_one_source(omni, weights_path, is_bare=any(lacks_weights[rank] for rank in _sources(state)))
-    tokens = None
-    if state.section == MAIN:
-        require_same_math(omni.foundation, tensors.styles, state)
-        tokens = _token_sharding(omni, plans[FOUNDATION], tensors, state)
+    tokens = first_ranks(partial(_tried_on_tiny_model, omni, plans, tensors, state), state.of_section(MAIN).ranks)
     return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, lacks_weights)
+
+
+def _tried_on_tiny_model(
+    model: OmniModel, plans: Mapping[str, ComponentPlan], tensors: TensorPlan, state: ParallelState
+) -> TokenSharding | None:
+    """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
+    require_same_math(model.foundation, tensors.styles, state)
+    return _token_sharding(model, plans[FOUNDATION], tensors, state)
 
 
 def _sources(state: ParallelState) -> list[int]:

@@ -133,8 +133,8 @@ def parse_layout(text: str) -> Layout:
 
     ``vision1+dp2``: the image encoder has a rank of its own, the rest of the model two. The word of a section is
     ``vision``, ``audio``, ``encoders`` (both, together) or the name of a component, with its number of ranks. Further
-    words of a section: ``twice`` (``encode_twice``), ``ahead``, ``windowN`` (``micro_batch``), ``slotsN``, ``flightN``
-    (``in_flight``).
+    words of a section: ``twice`` (``encode_twice``), ``ahead``, ``nixl`` (``carrier``), ``windowN`` (``micro_batch``),
+    ``slotsN``, ``flightN`` (``in_flight``).
 
     Raises:
         UserError: a word is unknown or sets a field twice; lists all such words, and the valid ones.
@@ -179,6 +179,8 @@ def _parse_section(text: str) -> tuple[str, Section] | None:
             fields["encode_twice"] = True
         elif word == "ahead":
             fields["ahead"] = 1
+        elif word == "nixl":
+            fields["carrier"] = "nixl"
         elif setting is not None and setting[1] in _OF_SECTION:
             fields[_OF_SECTION[setting[1]]] = int(setting[2])
         else:
@@ -194,6 +196,7 @@ def _section_words(name: str, section: Section) -> str:
         if (value := getattr(section, field)) != Section.model_fields[field].default
     ]
     flags = [*(["twice"] if section.encode_twice else []), *(["ahead"] if section.ahead else [])]
+    flags += ["nixl"] if section.carrier == "nixl" else []
     return ".".join([f"{name}{section.ranks}", *flags, *numbers])
 
 

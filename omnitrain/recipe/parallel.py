@@ -324,6 +324,11 @@ class Section(Strict):
     encode_twice: bool = Field(
         False, description="Keep no activations; the backward of trained encoders repeats their forward."
     )
+    carrier: Literal["torch", "nixl"] = Field(
+        "torch",
+        description="What sends features to the other ranks: `torch`: its point-to-point operations; `nixl`: NIXL, "
+        "which must be installed, and writes from host memory to host memory while the receiver computes.",
+    )
     ahead: int = Field(
         0,
         ge=0,

@@ -214,6 +214,7 @@ STANDS: dict[str, Always | Idle] = {
     "Section.slots": Always("each number is another limit of memory"),
     "Section.in_flight": section("in_flight=2", "keeps no activations", FROZEN),
     "Section.encode_twice": section("encode_twice=true", "keeps no activations", FROZEN),
+    "Section.carrier": Always("each sends the features otherwise"),
     "Section.ahead": section("ahead=1", "image_encoder trains", "data.workers=1"),
     "ComponentPlan.mode": Always("parameters lie in one way or another"),
     "ComponentPlan.recompute": plan("recompute=full", "the component has no blocks", "image_decoder"),

@@ -89,12 +89,12 @@ class ForwardReader:
         self._refuse(pack, "and needs the whole pack, but ranks share its sequence; set ulysses and cp to 1")
 
     def require_whole_model(self, pack: Pack) -> None:
-        """Refuse a pack for a pipeline stage if the foundation's own forward reads its media.
+        """Refuse a pack for a rank with a part of the model if the foundation's own forward reads its media.
 
         Raises:
             UserError: names the sample.
         """
-        self._refuse(pack, "and each pipeline stage would run its towers; set pp to 1")
+        self._refuse(pack, "and a rank that has a part of the model cannot run it; set pp to 1 without sections")
 
     def _refuse(self, pack: Pack, reason: str) -> None:
         if pack.forward_inputs:

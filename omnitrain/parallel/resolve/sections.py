@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from omnitrain.errors import ScheduleError
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.packages import install_command
 from omnitrain.parallel.pipeline.apply import schedule_of_plan
+from omnitrain.parallel.sections.carriers.nixl import nixl_is_installed
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.actions import Kind
 from omnitrain.plan.schedule.generators import least_micro_batches
@@ -18,7 +20,7 @@ from omnitrain.recipe.suggest import hint
 
 def section_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> list[str]:
     """Return all problems of the sections of a plan."""
-    problems = [*_component_problems(model, plan), *_other_section_problems(plan)]
+    problems = [*_component_problems(model, plan), *_other_section_problems(plan), *_carrier_problems(plan, state)]
     planned = [(name, section.ranks) for name, section in plan.sections.items()]
     found = [(name, other.world_size) for name, other in state.sections.items() if name != MAIN]
     if not problems and planned != found:
@@ -110,3 +112,15 @@ def _other_section_problems(plan: ParallelPlan) -> Iterator[str]:
                         f"components.{component}.{field}: found {degree}, but components of sections.{name} have only "
                         "dp_replicate, dp_shard, tp, ulysses and ep; remove it"
                     )
+
+
+def _carrier_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """NIXL is optional, and moves host memory."""
+    for name, section in plan.sections.items():
+        if section.carrier == "nixl" and state.device_type != "cpu":
+            yield (
+                f"sections.{name}.carrier: found nixl with ranks on {state.device_type}, but it moves host memory "
+                "only; use torch"
+            )
+        elif section.carrier == "nixl" and not nixl_is_installed():
+            yield f"sections.{name}.carrier: found nixl, which is not installed; {install_command('nixl')}"

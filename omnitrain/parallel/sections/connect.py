@@ -41,7 +41,16 @@ def connect_sections(
         for component in section.components:
             form = replace(forms[component], pattern=_on(forms[component].pattern, device))
             edge = Edge(section_name, MAIN)
-            made = FeatureEdge(component, form, edge, senders, receivers, slots=section.slots, device=device)
+            made = FeatureEdge(
+                component,
+                form,
+                edge,
+                senders,
+                receivers,
+                slots=section.slots,
+                device=device,
+                carrier=section.carrier,
+            )
             if state.rank in (*senders, *receivers):
                 edges[component] = made
     return edges

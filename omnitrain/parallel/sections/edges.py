@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from omnitrain.models.discovery import MediaFeatures
 from omnitrain.ops.device import to_device
+from omnitrain.parallel.sections.carriers.carrier import Carrier
+from omnitrain.parallel.sections.carriers.nixl import GrowingNixlCarrier
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
 from omnitrain.parallel.sections.message import Edge, Message, Part, Rows
 from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox
@@ -74,6 +77,7 @@ class FeatureEdge:
         receivers: ranks that read packs on the first pipeline stage.
         slots: number of messages for which a receiver has room.
         device: where features and gradients are.
+        carrier: brings the features; ``nixl`` only between hosts' memories. Gradients always go with ``torch``.
 
     Attributes:
         kept: window -> features of a later step, which this rank has encoded ahead.
@@ -90,12 +94,18 @@ class FeatureEdge:
         *,
         slots: int,
         device: torch.device,
+        carrier: Literal["torch", "nixl"] = "torch",
     ) -> None:
         self.component, self.form, self.slots = component, form, slots
         self._rank, self._device = dist.get_rank(), device
         self._is_sender, self._is_receiver = self._rank in senders, self._rank in receivers
-        out, back = torch_carrier(senders, receivers, device), torch_carrier(receivers, senders, device)
-        features = EdgeEnd(edge, out, self._rank, slots)
+        self._carrier: Carrier = (
+            GrowingNixlCarrier(senders, receivers, slots)
+            if carrier == "nixl"
+            else torch_carrier(senders, receivers, device)
+        )
+        back = torch_carrier(receivers, senders, device)
+        features = EdgeEnd(edge, self._carrier, self._rank, slots)
         # A section posts the gradients of a window when it has encoded it: `in_flight` bounds them.
         gradients = EdgeEnd(edge.returned, back, self._rank, _ANY if self._is_sender else slots)
         self._features = (Outbox if self._is_sender else Inbox)(features)
@@ -116,8 +126,9 @@ class FeatureEdge:
             trains: whether the step has backwards.
         """
         self._gradient_rows = self.form.gradient_rows if trains else ()
-        for window in windows if self._is_sender or self._is_receiver else ():
-            self._messages[window] = messages = messages_of(plan, self.component, window, self.form.rows)
+        self._messages = {window: messages_of(plan, self.component, window, self.form.rows) for window in windows}
+        self._carrier.prepare([message for messages in self._messages.values() for message in messages])
+        for window, messages in self._messages.items():
             self._features.expect(messages)
             if self._is_sender:
                 self._shares[window] = _shares(plan, self.component, window, self._rank)

@@ -40,6 +40,10 @@ class Carrier(Protocol):
     A receiver posts message ``number`` only after it has taken message ``number - slots``.
     """
 
+    def prepare(self, messages: Sequence[Message]) -> None:
+        """Take note of all messages of a step, of all ranks, before any of them is posted. Nothing is under way."""
+        ...
+
     def post(self, message: Message, number: int) -> Arrival:
         """Give a message of this rank a place to which its senders may write. Does not wait."""
         ...

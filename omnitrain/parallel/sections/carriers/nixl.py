@@ -121,6 +121,9 @@ class NixlCarrier:
             name = name.decode() if isinstance(name, bytes) else name
             self._peers[rank], self._ranks[name] = _Peer(name, address), rank
 
+    def prepare(self, messages: Sequence[Message]) -> None:
+        """Do nothing: the slots stay as large as they are."""
+
     def post(self, message: Message, number: int) -> _Landing:
         """Tell the senders of a message that its slot is free."""
         self._offsets(message)
@@ -258,12 +261,54 @@ class NixlCarrier:
 
     def _offsets(self, message: Message) -> list[int]:
         """Offset of each tensor in the slot, in bytes."""
-        offsets = [0]
-        for rows in message.tensors:
-            offsets.append(offsets[-1] + _aligned(message.rows * rows.bytes))
-        if offsets[-1] > self._slot_bytes:
-            raise UserError(f"a message has {offsets[-1]} bytes, and a slot has {self._slot_bytes}")
-        return offsets[:-1]
+        *offsets, end = _offsets(message)
+        if end > self._slot_bytes:
+            raise UserError(f"a message has {end} bytes, and a slot has {self._slot_bytes}")
+        return offsets
+
+
+def _offsets(message: Message) -> list[int]:
+    """Offset of each tensor of a message from its start, in bytes, and its end."""
+    offsets = [0]
+    for rows in message.tensors:
+        offsets.append(offsets[-1] + _aligned(message.rows * rows.bytes))
+    return offsets
+
+
+class GrowingNixlCarrier:
+    """:class:`NixlCarrier` whose slots are as large as the largest message so far needs. All ranks must create it.
+
+    Args:
+        senders: global ranks of the section that sends.
+        receivers: global ranks of the section that receives.
+        slots: number of messages for which a receiver has room.
+
+    Raises:
+        UserError: NIXL is not installed.
+    """
+
+    def __init__(self, senders: Sequence[int], receivers: Sequence[int], slots: int) -> None:
+        _api()
+        self._senders, self._receivers, self._slots, self._slot_bytes = senders, receivers, slots, 0
+        self._group = dist.new_group(sorted({*senders, *receivers}), backend="gloo", group_desc="section_edge")
+        self._carrier: NixlCarrier | None = None
+
+    def prepare(self, messages: Sequence[Message]) -> None:
+        """Make the slots larger if a message does not fit. All ranks of the edge call it with the same messages."""
+        largest = max((_offsets(message)[-1] for message in messages), default=0)
+        if largest > self._slot_bytes:
+            self._slot_bytes = 2 * largest
+            self._carrier = _connected(self._senders, self._receivers, self._slots, self._slot_bytes, self._group)
+
+    def post(self, message: Message, number: int) -> _Landing:
+        """See :meth:`NixlCarrier.post`."""
+        assert self._carrier is not None
+        return self._carrier.post(message, number)
+
+    def send(self, tensors: Sequence[Tensor], message: Message, part: Part, number: int) -> _Write:
+        """See :meth:`NixlCarrier.send`."""
+        assert self._carrier is not None
+        return self._carrier.send(tensors, message, part, number)
 
 
 def nixl_carrier(
@@ -287,13 +332,27 @@ def nixl_carrier(
     group = dist.new_group(members, backend="gloo", group_desc="section_edge")
     if rank not in members:
         return None
+    carrier = _connected(senders, receivers, slots, slot_bytes, group)
+    dist.destroy_process_group(group)
+    return carrier
+
+
+def _connected(
+    senders: Sequence[int], receivers: Sequence[int], slots: int, slot_bytes: int, group: dist.ProcessGroup
+) -> NixlCarrier:
+    """A carrier that knows the others of ``group``, all of which call this."""
+    rank, members = dist.get_rank(), dist.get_process_group_ranks(group)
     carrier = NixlCarrier(rank, senders, receivers, slots=slots, slot_bytes=slot_bytes)
     addresses: list[Any] = [None] * len(members)
     dist.all_gather_object(addresses, carrier.address(), group=group)
     carrier.meet({member: address for member, address in zip(members, addresses, strict=True) if member != rank})
     dist.barrier(group)  # nobody writes before all know each other
-    dist.destroy_process_group(group)
     return carrier
+
+
+def nixl_is_installed() -> bool:
+    """Return whether NIXL's Python package is installed."""
+    return any(find_spec(package) is not None for package in _PACKAGES)
 
 
 def _api() -> Any:

@@ -151,6 +151,9 @@ class TorchCarrier:
         self._groups, self._device = groups, device
         self._numbers: Counter[int] = Counter()  # of parts to or from a rank; both ends count alike
 
+    def prepare(self, messages: Sequence[Message]) -> None:
+        """Do nothing: each message gets memory of its own."""
+
     def post(self, message: Message, number: int) -> _Gathered:
         """Post the receives of all parts, each into its rows of new tensors."""
         tensors = message.empty(self._device)
