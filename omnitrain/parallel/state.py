@@ -406,7 +406,9 @@ def init_parallel_state(
     try:
         shape = fit_mesh(ranks, dp=dp_size, **data, **sizes, keys=_DEGREE_ARGUMENTS)
     except UserError as error:
-        raise UserError(f"sections leave {ranks} of {dist.get_world_size()} ranks; {error}" if plan.sections else str(error)) from None
+        raise UserError(
+            f"sections leave {ranks} of {dist.get_world_size()} ranks; {error}" if plan.sections else str(error)
+        ) from None
     _default = _with_groups(_all_sections(plan, shape, dp_mode))
     return _default
 

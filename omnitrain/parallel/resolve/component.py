@@ -72,7 +72,11 @@ def _media_fields(request: Request) -> dict[str, Any]:
                 request.problem(
                     field, f"found {found}, but the ranks of sections.{section} encode for all others; remove it"
                 )
-        return {"place": "world", "window": request.plans.sections[section].micro_batch, "quadratic_cost": request.merged.quadratic_cost}
+        return {
+            "place": "world",
+            "window": request.plans.sections[section].micro_batch,
+            "quadratic_cost": request.merged.quadratic_cost,
+        }
     if stages > 1 and place == "world":
         window = window or "step"
     elif request.explicit.window is not None and stages > 1:

@@ -40,7 +40,5 @@ def test_each_value_of_a_section_trains_as_one_process(sections: RankPool, case:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "trained", "data"), sorted({(c.model, c.trained, c.data) for c in table()}))
-def test_every_pair_of_the_table_trains_as_one_process(
-    sections: RankPool, model: str, trained: str, data: str
-) -> None:
+def test_every_pair_of_the_table_trains_as_one_process(sections: RankPool, model: str, trained: str, data: str) -> None:
     require_equal(sections, [c for c in table() if (c.model, c.trained, c.data) == (model, trained, data)])

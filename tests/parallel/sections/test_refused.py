@@ -42,9 +42,21 @@ BOTH = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 2}}
     [
         (plan(VISION | {"other": {}}), 4, r"sections.other.components: image_encoder is named 2 times; .* one section"),
         (plan({"main": {}}), 3, r"sections.main: this name is that of the other ranks; use another one"),
-        (plan({"vision": {"components": ["image_encodr"]}}), 3, r"sections.vision.components: unknown .*`image_encoder"),
-        (plan({"text": {"components": ["foundation"]}}), 3, r"found foundation, but only encoders .* outputs do not exist"),
-        (plan({"paint": {"components": ["image_decoder"]}}), 3, r"found image_decoder, but only encoders can leave `main`"),
+        (
+            plan({"vision": {"components": ["image_encodr"]}}),
+            3,
+            r"sections.vision.components: unknown .*`image_encoder",
+        ),
+        (
+            plan({"text": {"components": ["foundation"]}}),
+            3,
+            r"found foundation, but only encoders .* outputs do not exist",
+        ),
+        (
+            plan({"paint": {"components": ["image_decoder"]}}),
+            3,
+            r"found image_decoder, but only encoders can leave `main`",
+        ),
         (plan({"vision": {"ranks": 3}}), 3, r"3 of 3 ranks are for vision, and none is left .* such as --nproc 4"),
         (
             plan(VISION, tp=2, dp_shard=2),
@@ -57,22 +69,42 @@ BOTH = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 2}}
             r"sections.vision.ranks: found 3, but image_encoder: dp_replicate=2 must divide dp; 1, 3 would fit",
         ),
         *(
-            (plan(OF_TWO, {"image_encoder": {axis: 2}}), 4, rf"image_encoder.{axis}: found 2, but .* sections.vision have")
+            (
+                plan(OF_TWO, {"image_encoder": {axis: 2}}),
+                4,
+                rf"image_encoder.{axis}: found 2, but .* sections.vision have",
+            )
             for axis in ("tp", "cp", "pp")
         ),
         *(
-            (plan(VISION, {"image_encoder": {field: value}}), 3, rf"image_encoder.{field}: found {value}, but .* encode")
+            (
+                plan(VISION, {"image_encoder": {field: value}}),
+                3,
+                rf"image_encoder.{field}: found {value}, but .* encode",
+            )
             for field, value in (("place", "local"), ("window", 2), ("features_on", "cpu"))
         ),
         (plan(BOTH, {"audio_encoder": {"ulysses": 2}}), 4, r"no ranks share .* set ulysses or cp of image_encoder"),
-        (plan({"vision": {"in_flight": 1}}, pp=2), 3, r"vision.in_flight: found 1, .* wait for ever; allow more, or set enc"),
+        (
+            plan({"vision": {"in_flight": 1}}, pp=2),
+            3,
+            r"vision.in_flight: found 1, .* wait for ever; allow more, or set enc",
+        ),
         (
             plan({"vision": {"in_flight": 9}}, pp=2, schedule={"kind": "gpipe"}),
             3,
             r"sections.vision.in_flight: found 9, but the first stage needs the features of more windows",
         ),
-        (plan({"vision": {"in_flight": 1}}, freeze=True), 3, r"vision.in_flight: found 1, but the section trains nothing"),
-        (plan({"vision": {"encode_twice": True}}, freeze=True), 3, r"encode_twice: found true, but the section trains no"),
+        (
+            plan({"vision": {"in_flight": 1}}, freeze=True),
+            3,
+            r"vision.in_flight: found 1, but the section trains nothing",
+        ),
+        (
+            plan({"vision": {"encode_twice": True}}, freeze=True),
+            3,
+            r"encode_twice: found true, but the section trains no",
+        ),
     ],
 )
 def test_a_section_that_cannot_work_is_refused_with_what_would(
@@ -90,7 +122,10 @@ def test_a_section_that_cannot_work_is_refused_with_what_would(
         ({"micro_batch": 0}, r"sections.vision.micro_batch\n.* greater than or equal to 1"),
         ({"components": []}, r"sections.vision.components\n.* at least 1 item"),
         ({"slotz": 1}, r"sections.vision.slotz\n"),
-        ({"in_flight": 2, "encode_twice": True}, r"in_flight\n.* but `encode_twice: true` keeps no activations; remove"),
+        (
+            {"in_flight": 2, "encode_twice": True},
+            r"in_flight\n.* but `encode_twice: true` keeps no activations; remove",
+        ),
     ],
 )
 def test_a_setting_that_no_section_can_have_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -125,10 +160,26 @@ def with_another_state(built: ParallelPlan, of_state: ParallelPlan | None) -> st
 @pytest.mark.parametrize(
     ("built", "of_state", "message"),
     [
-        (plan(VISION), None, "sections: found vision with 1 rank, but the parallel state has none; call init_parallel_st"),
-        (ParallelPlan(), plan(VISION), "sections: found none, but the parallel state has vision with 1 rank; call init_"),
-        (plan(OF_TWO), plan(VISION), "sections: found vision with 2 ranks, but the parallel state has vision with 1 ran"),
-        (plan({"vision": {"ranks": 3}}), plan({"vision": {"ranks": 3}}), "3 of 3 ranks are for vision, and none is left"),
+        (
+            plan(VISION),
+            None,
+            "sections: found vision with 1 rank, but the parallel state has none; call init_parallel_st",
+        ),
+        (
+            ParallelPlan(),
+            plan(VISION),
+            "sections: found none, but the parallel state has vision with 1 rank; call init_",
+        ),
+        (
+            plan(OF_TWO),
+            plan(VISION),
+            "sections: found vision with 2 ranks, but the parallel state has vision with 1 ran",
+        ),
+        (
+            plan({"vision": {"ranks": 3}}),
+            plan({"vision": {"ranks": 3}}),
+            "3 of 3 ranks are for vision, and none is left",
+        ),
     ],
 )
 def test_a_state_of_other_sections_is_refused_on_all_ranks(
