@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -83,8 +84,9 @@ def starving_sections(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) ->
     foundation = plans[FOUNDATION]
     for name, section in plan.sections.items():
         settings, ranks = foundation.schedule or PipelineSchedule(), foundation.pp or 1
-        warm_up = 4 * least_micro_batches(settings.resolved_kind, ranks, settings.group_size)
-        num_micro_batches = warm_up + section.micro_batch * ((section.in_flight or 0) + 1)
+        group = least_micro_batches(settings.resolved_kind, ranks, settings.group_size)
+        in_flight = section.micro_batch * ((section.in_flight or 0) + 1)
+        num_micro_batches = group * (4 + math.ceil(in_flight / group))  # steady, and of groups of equal size
         windows = SectionWindows(
             name=name,
             encoded=dict.fromkeys(section.components, range(0, num_micro_batches, section.micro_batch)),

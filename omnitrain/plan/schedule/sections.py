@@ -194,7 +194,7 @@ def _order(
             heapq.heappush(ready, (turns[unknown[0]].ends + late, unknown[0]))
             del unknown[0]
         forward_at = float("inf")
-        if encoded < len(turns) and kept < section.keeps:
+        if encoded < len(turns) and (kept < section.keeps or encoded not in has_backward):
             forward_at = max(free, begins[encoded - section.slots] if encoded >= section.slots else 0.0)
         backward_at = max(free, ready[0][0]) if ready else float("inf")
         if forward_at == backward_at == float("inf"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
@@ -291,34 +291,46 @@ def _encoders(schedule: Schedule) -> Iterator[Problem]:
 
 def _sections(schedule: Schedule) -> Iterator[Problem]:
     """A section sends what it has encoded, and the first stage reads it, and returns its gradients, in time."""
-    first = schedule.stage_ranks[0] if schedule.stage_ranks else 0
-    at = {
-        (rank, part): index
-        for rank, row in enumerate(schedule.actions)
-        for index, action in enumerate(row)
-        for part in action.passes or (action,)
-    }
     for rank, section in enumerate(schedule.sections, schedule.num_pipeline_ranks):
-        row = schedule.actions[rank]
-        for component, start in dict.fromkeys((a.component, a.micro_batch) for a in row if a.kind is Kind.SEND_F):
-            stop = min((start or 0) + section.size, schedule.num_micro_batches)
-            encode = Action(Kind.ENCODE, None, start, None, component)
-            here = [
-                *([encode] if (rank, encode) in at or not section.ahead else []),
-                encode._replace(kind=Kind.SEND_F, peer=first),
-            ]
-            backward = [encode._replace(kind=Kind.RECV_B, peer=first), encode._replace(kind=Kind.ENCODE_B)]
-            here += backward if (rank, backward[1]) in at else []
-            there = [encode._replace(kind=Kind.RECV_F, peer=rank), Action(Kind.F, 0, start)]
-            if (rank, backward[1]) in at:
-                last = [Action(kind, 0, k) for k in range(start or 0, stop) for kind in (Kind.B, Kind.I)]
-                ends = [action for action in last if (first, action) in at]
-                there += [ends[-1], encode._replace(kind=Kind.SEND_B, peer=rank)]
-            for of_rank, actions in ((rank, here), (first, there)):
-                indices = [at.get((of_rank, action), -1) for action in actions]
-                if indices != sorted(indices) or -1 in indices:
-                    listed = ", ".join(map(str, actions))
-                    yield Problem(of_rank, f"rank {of_rank}: expected {listed}, in this order", tuple(actions))
+        first = schedule.stage_ranks[0]
+        places: dict[Action, list[int]] = defaultdict(list)
+        for of_rank in (first, rank):
+            for index, action in enumerate(schedule.actions[of_rank]):
+                for part in action.passes or (action,):
+                    places[part].append(index)
+        windows = [
+            (action.component, action.micro_batch)
+            for action in places
+            if action.stage is None and action.micro_batch is not None and action.component in section.components
+        ]
+        windows = [window for window in windows if window[1] < schedule.num_micro_batches]  # others: the next step's
+        for component, start in dict.fromkeys(windows):
+            for of_rank, actions in _of_window(schedule, rank, places, component, start):
+                listed = ", ".join(map(str, actions))
+                indices = [index for action in actions for index in places.get(action, ())]
+                if indices != sorted(indices) or len(indices) != len(actions):
+                    message = f"rank {of_rank}: expected {listed}, each once and in this order"
+                    yield Problem(of_rank, message, tuple(actions))
+
+
+def _of_window(
+    schedule: Schedule, rank: int, places: Mapping[Action, Sequence[int]], component: str, start: int
+) -> Iterator[tuple[int, list[Action]]]:
+    """Yield the actions of a window on the section's ranks, and those on the first stage, in order."""
+    first, section = schedule.stage_ranks[0], schedule.sections[rank - schedule.num_pipeline_ranks]
+    micro_batches = range(start, min(start + section.size, schedule.num_micro_batches))
+    encode = Action(Kind.ENCODE, None, start, None, component)
+    here = [*([] if section.ahead else [encode]), encode._replace(kind=Kind.SEND_F, peer=first)]
+    backward = [encode._replace(kind=Kind.RECV_B, peer=first), encode._replace(kind=Kind.ENCODE_B)]
+    forwards = [Action(Kind.F, 0, k) for k in micro_batches]
+    there = [encode._replace(kind=Kind.RECV_F, peer=rank), min(forwards, key=lambda action: places[action][0])]
+    returned = encode._replace(kind=Kind.SEND_B, peer=rank)
+    if any(action in places for action in (*backward, returned)):
+        ends = [a for k in micro_batches for a in (Action(Kind.B, 0, k), Action(Kind.I, 0, k)) if a in places]
+        here += backward
+        there += [max(ends, key=lambda action: places[action][0]), returned]
+    yield rank, here
+    yield first, there
 
 
 def _deadlock(schedule: Schedule) -> Iterator[Problem]:
