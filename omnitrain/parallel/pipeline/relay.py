@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.foundation.stage import BlockSpan
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.parallel.pipeline.apply import Pipeline
-from omnitrain.peers import Peers
+from omnitrain.peers import Peers, told_error
 
 T = TypeVar("T")
 
@@ -81,8 +80,7 @@ class PipelineRelay:
             message[0] = _saved(made, self._device)
             return made
         except Exception as error:  # raised on the other ranks, too
-            is_users = isinstance(error, UserError)
-            message[0] = UserError(str(error)) if is_users else TrainingError(f"{type(error).__name__}: {error}")
+            message[0] = told_error(error, dist.get_rank())
             raise
         finally:
             dist.broadcast_object_list(message, group=self._column.group, group_src=source)
