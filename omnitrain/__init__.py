@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from omnitrain.parallel.parallelize import build_parallelize_model
     from omnitrain.parallel.schedule.accumulate import accumulate_gradients
     from omnitrain.parallel.sequence.head_exchange import gather_heads_scatter_seq, gather_seq_scatter_heads
+    from omnitrain.parallel.serving import serving
     from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state, loss_peers
     from omnitrain.parallel.step.plan import step_planner
     from omnitrain.parallel.verify.verify import VerifyReport, VerifyRow
@@ -105,6 +106,7 @@ _HOMES = {
     "pack_all": "omnitrain.data.packing.fill_pack",
     "parse_layout": "omnitrain.recipe",
     "save_optimizer": "omnitrain.checkpoint.optimizer",
+    "serving": "omnitrain.parallel.serving",
     "step_planner": "omnitrain.parallel.step.plan",
     "verify": "omnitrain.train.verbs.verify",
 }
@@ -161,6 +163,7 @@ __all__ = [
     "pack_all",
     "parse_layout",
     "save_optimizer",
+    "serving",
     "step_planner",
     "verify",
 ]

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
+# 128 + SIGTERM: what schedulers see of a process that SIGTERM ended, and may start again.
+EXIT_REQUEUE = 143
 
 
 class UserError(ValueError):
@@ -28,6 +30,19 @@ class RecipeError(UserError):
 
 class WeightsError(UserError):
     """Weights with missing, renamed or misshapen tensors."""
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint whose files are not those that were saved.
+
+    Attributes:
+        files: names of the files that differ or are missing.
+    """
+
+    def __init__(self, message: str, files: Sequence[str] = ()) -> None:
+        """``files`` is not an argument of the error, because each argument is a problem."""
+        super().__init__(message)
+        self.files = tuple(files)
 
 
 class TrainingError(RuntimeError):

@@ -171,6 +171,22 @@ def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
     return results[0]
 
 
+def told_error(error: BaseException, rank: int) -> UserError | TrainingError:
+    """Return the error that other ranks raise because of one of this rank.
+
+    Args:
+        error: of this rank.
+        rank: of this process.
+    """
+    if isinstance(error, UserError):
+        return UserError(*error.problems)
+    return TrainingError(str(error) if isinstance(error, TrainingError) else f"rank {rank} failed: {_named(error)}")
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 def parameters_at_rest(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> parameter as the optimizer has it: parameters that a forward gathered are sharded again."""
     model.state_dict(keep_vars=True)  # FSDP2 reshards in a hook of it

@@ -101,6 +101,21 @@ def test_a_whole_model_is_fine_tuned_behind_its_frozen_tower(tiny: dict[str, str
     assert run("finetune_vlm", tmp_path, *own, f"data.train=[{{path: {tiny['images']}}}]") == {"foundation"}
 
 
+def test_a_run_that_may_be_stopped_keeps_its_newest_and_its_best_checkpoint_and_goes_on(
+    tiny: dict[str, str], tmp_path: Path
+) -> None:
+    data = [f"data.{kind}=[{{path: {tiny['images']}}}]" for kind in ("train", "heldout")]
+    parts = [f"model.foundation={tiny['llava']}", *data]
+    often = ["train.save_every=1", "evaluation={loss_every: 1, max_new_tokens: 1}", "train.micro_batches=2"]
+    overrides = [*SMALL, *parts, *often, f"output_dir={tmp_path / 'run'}"]
+    for steps in (2, 4):
+        Trainer(Recipe.load("preemptible", [*overrides, f"train.steps={steps}"]), resume="auto").fit()
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = {line["step"]: line["heldout"]["loss"] for line in lines}
+    kept = {int(folder.name[5:]) for folder in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert kept == {3, 4, min(losses, key=lambda step: (losses[step], step))} and len(losses) == 4
+
+
 def steps_on_a_rank(name: str, overrides: list[str]) -> int:
     return Trainer(Recipe.load(name, [*SMALL, *overrides])).fit().step
 
@@ -177,5 +192,5 @@ def test_forwards_and_backwards_of_stages_with_experts_run_in_turn(
 
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
-    run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section"}
+    run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     assert set(list_recipes()) == run_here | {"quickstart"}

@@ -7,20 +7,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
 from omnitrain.checkpoint.disk import free_bytes, set_default_modes, size_text
+from omnitrain.checkpoint.retention import Retention
 from omnitrain.checkpoint.shared_folder import require_seen
-from omnitrain.errors import TrainingError, UserError
+from omnitrain.errors import DamagedCheckpointError, TrainingError, UserError
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 
 T = TypeVar("T")
 
 _MANIFEST = "manifest.json"
+_METRICS = "metrics.json"
 _DISK_ERRORS = (OSError, SafetensorError, RuntimeError)  # torch.save raises RuntimeError if the disk is full
 _STEP = re.compile(r"step-\d{8}")
 
@@ -29,11 +31,21 @@ class CheckpointStore:
     """The checkpoints of one run, ``FOLDER/step-00000100`` and so on.
 
     A folder of that name is always complete: a rename creates it after all files and their checksums are written.
+
+    Attributes:
+        folder: the folder.
+        retention: which checkpoints stay.
+        last: the last checkpoint that this process saved or verified. None: there is none.
+        saved: the last checkpoint that this process saved. None: there is none.
+        damaged: newer checkpoint that :meth:`latest_intact` passed over -> its damaged files; newest first.
     """
 
-    def __init__(self, folder: str | Path, keep: int) -> None:
-        """Use ``folder``, and keep only the newest ``keep`` checkpoints in it."""
-        self.folder, self.keep = Path(folder), keep
+    def __init__(self, folder: str | Path, retention: Retention | None = None) -> None:
+        """Use ``folder``. Each save removes the checkpoints in it that do not stay by ``retention``."""
+        self.folder, self.retention = Path(folder), retention or Retention()
+        self.last: Path | None = None
+        self.saved: Path | None = None
+        self.damaged: dict[Path, tuple[str, ...]] = {}
 
     def save(self, step: int, write: Callable[[Path], None], peers: Peers = SINGLE_PROCESS) -> Path:
         """Call ``write(temporary_folder)`` and commit the files as the checkpoint of ``step``.
@@ -62,12 +74,14 @@ class CheckpointStore:
             self._with_disk_errors(lambda: write(temporary), final)
             # Ranks on a network file system may not list all files yet, so all their listings are merged.
             names = set().union(*peers.gather(on_all(lambda: _files_in(temporary))))
-            checksums = peers.gather(on_all(lambda: _synced_checksums(_names_of_rank(sorted(names), peers), temporary)))
+            own = _names_of_rank(sorted(names), peers)
+            checksums = peers.gather(on_all(lambda: _synced_checksums(own, temporary, self.saved)))
             on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
         except Exception:
             if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
+        self.last = self.saved = final
         return final
 
     def _with_disk_errors(self, work: Callable[[], T], final: Path) -> T:
@@ -81,10 +95,12 @@ class CheckpointStore:
                 raise
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             reason = f"{first_line}; {size_text(free_bytes(self.folder))} are free there"
-            raise TrainingError(f"{final} cannot be written ({reason}); earlier checkpoints are intact") from error
+            earlier = "earlier checkpoints are intact" if self.folder.is_dir() else f"{self.folder} is gone"
+            raise TrainingError(f"{final} cannot be written ({reason}); {earlier}") from error
 
     def _commit(self, temporary: Path, final: Path, checksums: list[dict[str, str]]) -> None:
         manifest = dict(sorted(entry for of_rank in checksums for entry in of_rank.items()))
+        manifest[_MANIFEST] = _digest(manifest)
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         folders = [path for path in temporary.rglob("*") if path.is_dir()]
         for path in (temporary / _MANIFEST, *folders, temporary):  # fsync of a folder makes its file names durable
@@ -92,7 +108,8 @@ class CheckpointStore:
         replaced = [_put_aside(final)] if final.exists() else []
         temporary.rename(final)
         _sync(self.folder)
-        for removed in (*replaced, *(_put_aside(old) for old in self._steps()[: -self.keep])):
+        leaving = self.retention.leaving({step_of(old): self._value(old) for old in self._steps()})
+        for removed in (*replaced, *(_put_aside(self.folder_of(step)) for step in leaving)):
             shutil.rmtree(removed, ignore_errors=True)
 
     def clear_unfinished(self) -> None:
@@ -107,22 +124,72 @@ class CheckpointStore:
         """Return the folder of the committed checkpoint of ``step``."""
         return self.folder / f"step-{step:08d}"
 
-    def has_room(self, size: int) -> bool:
-        """Return whether the disk has space for a checkpoint of ``size`` bytes, and then for the next one."""
-        is_one_removed = len(self._steps()) >= self.keep
+    def has_room(self, step: int, size: int) -> bool:
+        """Return whether the disk has space for the checkpoint of ``step``, of ``size`` bytes, and for the next one."""
+        values = {step_of(checkpoint): self._value(checkpoint) for checkpoint in self._steps()}
+        is_one_removed = bool(self.retention.leaving(values | {step: None}))
         return free_bytes(self.folder) >= (size if is_one_removed else 2 * size)
 
     def latest(self, peers: Peers = SINGLE_PROCESS) -> Path:
         """Return the newest checkpoint that rank 0 sees, after verifying its checksums. All ``peers`` call this.
 
         Raises:
-            UserError: no checkpoint exists, one of its files is damaged, or the ranks do not share the folder.
+            DamagedCheckpointError: one of its files is damaged.
+            UserError: no checkpoint exists, or the ranks do not share the folder.
         """
         names = peers.gather(all_or_raise(peers, lambda: self.newest().name if peers.rank == 0 else ""))
-        newest = self.folder / names[0]
-        require_seen(newest, self.folder, peers)
-        verify(newest, peers)
-        return newest
+        return self._verified(names[0], peers)
+
+    def latest_intact(self, peers: Peers = SINGLE_PROCESS) -> Path | None:
+        """Return the newest checkpoint that rank 0 sees and that is not damaged. All ``peers`` call this.
+
+        Newer ones are in :attr:`damaged` then, and stay where they are until :meth:`set_damaged_aside`.
+
+        Returns:
+            The checkpoint, or None: no checkpoint exists.
+
+        Raises:
+            DamagedCheckpointError: all checkpoints are damaged.
+            UserError: the ranks do not share the folder.
+        """
+        names = peers.gather([checkpoint.name for checkpoint in self._steps()] if peers.rank == 0 else [])[0]
+        for name in reversed(names):
+            try:
+                return self._verified(name, peers)
+            except DamagedCheckpointError as error:
+                self.damaged[self.folder / name] = error.files
+        if not self.damaged:
+            return None
+        found = "; ".join(f"{checkpoint.name}: {list(files)}" for checkpoint, files in self.damaged.items())
+        raise DamagedCheckpointError(
+            f"all checkpoints in {self.folder} are damaged ({found}); start a new run with another output_dir"
+        )
+
+    def _verified(self, name: str, peers: Peers) -> Path:
+        checkpoint = self.folder / name
+        require_seen(checkpoint, self.folder, peers)
+        verify(checkpoint, peers)
+        self.last = checkpoint
+        return checkpoint
+
+    def set_damaged_aside(self) -> list[Path]:
+        """Rename the checkpoints in :attr:`damaged`, so that they are none any more. Return their new folders."""
+        aside = [_renamed(found, found.with_name(f"{found.name}.damaged")) for found in self.damaged]
+        self.damaged = {}
+        return aside
+
+    def require_no_other(self) -> None:
+        """Check that no other run has saved here since this process chose the checkpoint that it continues from.
+
+        Raises:
+            UserError: the newest checkpoint is another one.
+        """
+        newer = [checkpoint for checkpoint in self._steps() if checkpoint not in self.damaged]
+        if newer and newer[-1] != self.last:
+            raise UserError(
+                f"output_dir: another run has saved {newer[-1]} while this one started; start it again to continue "
+                "from there"
+            )
 
     def newest(self) -> Path:
         """Return the checkpoint with the most steps.
@@ -133,6 +200,10 @@ class CheckpointStore:
         if not (steps := self._steps()):
             raise UserError(f"nothing to resume: no checkpoint in {self.folder}")
         return steps[-1]
+
+    def _value(self, checkpoint: Path) -> float | None:
+        """Return what decides whether it is the best one. None: nothing does, or the metric has no value in it."""
+        return None if self.retention.best is None else metric_of(checkpoint, self.retention.best)
 
     def _steps(self) -> list[Path]:
         """Return all checkpoints, but no folders that a user added, such as a copy under another name."""
@@ -148,16 +219,21 @@ def verify(checkpoint: Path, peers: Peers = SINGLE_PROCESS, unread: str | None =
         unread: a folder in the checkpoint that nobody will read; its files are skipped.
 
     Raises:
-        UserError: files are missing or differ; the message lists them.
+        DamagedCheckpointError: files are missing or differ; the message lists them.
+        UserError: the run that saved it has removed it meanwhile.
     """
     damaged = peers.gather(all_or_raise(peers, lambda: _damaged(checkpoint, peers, unread)))
-    if names := sorted(name for of_rank in damaged for name in of_rank):
+    if names := sorted({name for of_rank in damaged for name in of_rank}):
         if not checkpoint.is_dir():
             raise UserError(
                 f"checkpoint {checkpoint} was removed while it was read: its run is still training and keeps only the "
-                "newest train.keep_checkpoints; read the newest one, or a copy"
+                "newest train.keep_last; read the newest one, or a copy"
             )
-        raise UserError(f"checkpoint {checkpoint} is damaged: {names} do not match {_MANIFEST}; remove the folder")
+        raise DamagedCheckpointError(
+            f"checkpoint {checkpoint} is damaged: {names} do not match {_MANIFEST}; use another one: `omnitrain run "
+            "--auto-resume` continues from the one before it",
+            names,
+        )
 
 
 def require_as_saved(checkpoint: Path, unread: str | None = None) -> None:
@@ -168,9 +244,11 @@ def require_as_saved(checkpoint: Path, unread: str | None = None) -> None:
 
 def _damaged(checkpoint: Path, peers: Peers, unread: str | None) -> list[str]:
     try:
-        manifest = json.loads((checkpoint / _MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {checkpoint} is damaged: {error}; remove the folder") from None
+        manifest = dict(json.loads((checkpoint / _MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError):
+        return [_MANIFEST]
+    if manifest.pop(_MANIFEST, None) != _digest(manifest):
+        return [_MANIFEST]
     names = sorted(name for name in manifest if Path(name).parts[0] != unread)
     return [
         name
@@ -184,6 +262,22 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def write_metrics(checkpoint: Path, line: Mapping[str, Any]) -> None:
+    """Write the line of ``metrics.jsonl`` of a checkpoint's step to its folder."""
+    (checkpoint / _METRICS).write_text(json.dumps(line) + "\n")
+
+
+def metric_of(checkpoint: Path, metric: str) -> float | None:
+    """Return a number of the line that :func:`write_metrics` wrote, by its dotted path. None: there is none."""
+    try:
+        value: Any = json.loads((checkpoint / _METRICS).read_text())
+        for key in metric.split("."):
+            value = value[key]
+        return None if value is None else float(value)
+    except (OSError, ValueError, KeyError, TypeError):  # not measured there, or the file is damaged
+        return None
+
+
 def newest_checkpoint(path: str | Path) -> Path:
     """Return ``path`` if it is a checkpoint, else the newest checkpoint of the run in it, without verifying it.
 
@@ -194,18 +288,24 @@ def newest_checkpoint(path: str | Path) -> Path:
     if not (path / "config.json").is_file():
         if not (path / "checkpoints").is_dir():
             raise UserError(f"{path} is neither a saved omni model (config.json) nor a run folder with checkpoints")
-        path = CheckpointStore(path / "checkpoints", keep=1).newest()
+        path = CheckpointStore(path / "checkpoints").newest()
     return path
 
 
 def _put_aside(checkpoint: Path) -> Path:
     """Rename it first, so that an interrupted removal leaves no incomplete checkpoint."""
-    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.leaving.partial"))
+    return _renamed(checkpoint, checkpoint.with_name(f".{checkpoint.name}.leaving.partial"))
+
+
+def _renamed(checkpoint: Path, target: Path) -> Path:
+    shutil.rmtree(target, ignore_errors=True)  # what an earlier one of this step has left there
+    return checkpoint.rename(target)
 
 
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.parent.mkdir(exist_ok=True)  # but not what it is in: the folder of a run that is gone stays gone
+    folder.mkdir()
 
 
 def _files_in(folder: Path) -> list[str]:
@@ -216,12 +316,32 @@ def _names_of_rank(names: Sequence[str], peers: Peers) -> Sequence[str]:
     return names[peers.rank :: peers.size]
 
 
-def _synced_checksums(names: Sequence[str], folder: Path) -> dict[str, str]:
-    """Flush the files to disk and return file -> checksum."""
+def _synced_checksums(names: Sequence[str], folder: Path, previous: Path | None) -> dict[str, str]:
+    """Flush the files to disk, and return file -> checksum. That of a file of ``previous`` is in its manifest."""
     set_default_modes(folder / name for name in names)
+    known = _known_checksums(previous) if previous is not None else {}
+    checksums = {}
     for name in names:
+        if previous is not None and name in known and (folder / name).samefile(previous / name):
+            checksums[name] = known[name]
+            continue
         _sync(folder / name)
-    return {name: _checksum(folder / name) for name in names}
+        checksums[name] = _checksum(folder / name)
+    return checksums
+
+
+def _known_checksums(checkpoint: Path) -> dict[str, str]:
+    """Return file -> checksum of the files of a checkpoint that are there."""
+    try:
+        manifest = json.loads((checkpoint / _MANIFEST).read_text())
+    except OSError:  # a user has removed it
+        return {}
+    return {name: checksum for name, checksum in manifest.items() if (checkpoint / name).is_file()}
+
+
+def _digest(manifest: Mapping[str, str]) -> str:
+    """Return the manifest's own checksum, an entry of it."""
+    return hashlib.sha256(json.dumps(sorted(manifest.items())).encode()).hexdigest()
 
 
 def _checksum(file: Path) -> str:

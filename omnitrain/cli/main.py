@@ -6,6 +6,7 @@ The verbs import what they need themselves, so that help and the verbs for recip
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ from omnitrain.cli.resume_hint import resume_hint
 from omnitrain.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
     EXIT_USER_ERROR,
     RecipeError,
     TrainingError,
@@ -29,8 +31,9 @@ from omnitrain.packages import require_fitting_torchvision
 
 if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
+    from omnitrain.train.run_state.run_folder import Resume
 
-_WITH_RECIPE = ("check", "run", "verify", "schedule")  # the verbs that take overrides
+_WITH_RECIPE = ("check", "run", "resume", "verify", "schedule")  # the verbs that take overrides
 
 
 class _Verbs(TyperGroup):
@@ -77,6 +80,12 @@ OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Overrides, such as train.steps=20.")
 ]
 
+RanksOption = Annotated[int, typer.Option("--nproc", help="Number of ranks to start on this machine.", min=1)]
+RestartsOption = Annotated[
+    int,
+    typer.Option("--max-restarts", help="With --nproc: how often to go on with the ranks left if some die.", min=0),
+]
+
 
 def _print_version(is_requested: bool) -> None:
     if is_requested:
@@ -89,6 +98,7 @@ def _print_version(is_requested: bool) -> None:
 _MODEL_VERBS = (
     "check",
     "run",
+    "resume",
     "verify",
     "schedule",
     "generate",
@@ -201,46 +211,143 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint in output_dir.")
     ] = False,
-    nproc: Annotated[int, typer.Option(help="Number of ranks to start on this machine.", min=1)] = 1,
+    auto_resume: Annotated[
+        bool,
+        typer.Option("--auto-resume", help="Start, or continue from the newest intact checkpoint, if one exists."),
+    ] = False,
+    nproc: RanksOption = 1,
+    max_restarts: RestartsOption = 0,
 ) -> None:
     """Train a recipe."""
     from omnitrain.recipe import Recipe
-    from omnitrain.train.launch.environment import end_with_launcher, global_rank, is_first_process, world_size
+    from omnitrain.train.launch.environment import end_with_launcher, is_first_process
 
     end_with_launcher()
+    if resume and auto_resume:
+        raise UserError("--resume and --auto-resume exclude each other: --auto-resume also continues; remove --resume")
     resolved = Recipe.load(recipe, overrides)
     if is_first_process():
         for advice in resolved.advice():
             typer.echo(f"omnitrain: {advice}", err=True)
-    if resume and _says_it_is_finished(resolved):
-        return
-    if nproc > 1:
-        from omnitrain.parallel.state import state_without_groups
-        from omnitrain.train.launch.crowding import crowding
-        from omnitrain.train.launch.launch import launch
-        from omnitrain.train.micro_batches import require_enough_micro_batches
+    words = [*(overrides or []), *["--resume"] * resume, *["--auto-resume"] * auto_resume]
+    _train(resolved, recipe, ["run", recipe, *words], nproc, max_restarts, "auto" if auto_resume else resume)
 
-        with _all_problems(resolved, recipe, nproc):
-            # before 64 processes find that
-            require_enough_micro_batches(resolved, state_without_groups(resolved.parallel, nproc))
-        if (warning := crowding(resolved.train.device, nproc)) is not None:
-            typer.echo(f"omnitrain: {warning}", err=True)
-        command = ["-m", "omnitrain", "run", recipe, *(overrides or []), *["--resume"] * resume]
-        raise typer.Exit(launch(command, nproc, stop_seconds=resolved.train.stop_seconds))
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    overrides: OverridesArgument = None,
+    nproc: RanksOption = 1,
+    max_restarts: RestartsOption = 0,
+) -> None:
+    """Continue a run from its folder alone, with the recipe that is saved in it."""
+    from omnitrain.recipe import Recipe
+    from omnitrain.train.launch.environment import end_with_launcher
+
+    end_with_launcher()
+    saved = folder / "recipe.yaml"
+    if not saved.is_file():
+        raise UserError(f"{folder} is not the folder of a run (no recipe.yaml); name the output_dir of one")
+    resolved = Recipe.load(saved, [f"output_dir={json.dumps(str(folder))}", *(overrides or [])])
+    if resolved.output_dir != str(folder):
+        raise UserError(f"resume continues the run in {folder}, not in {resolved.output_dir}; remove output_dir=")
+    _train(resolved, str(saved), ["resume", str(folder), *(overrides or [])], nproc, max_restarts, True)
+
+
+def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restarts: int, resume: Resume) -> None:
+    """Train on the ranks of this process's launcher, or start ``nproc`` of them.
+
+    Args:
+        recipe: the recipe.
+        name: its name, for messages.
+        command: the arguments of ``omnitrain`` with which each rank is started.
+        nproc: number of ranks.
+        max_restarts: how often to start again if ranks are killed.
+        resume: see :class:`Trainer`.
+
+    Raises:
+        UserError: a mistake in the recipe, or ``max_restarts`` without several ranks.
+    """
+    from omnitrain.train.launch.environment import global_rank, world_size
+    from omnitrain.train.run_state.run_folder import RunFolder
+
+    if max_restarts and nproc == 1:
+        raise UserError(
+            "--max-restarts starts a run again on the ranks that are left, so it needs --nproc 2 or more; under "
+            "torchrun, use torchrun's own --max-restarts, and --auto-resume"
+        )
+    if resume and _says_it_is_finished(recipe):
+        return
+    # A run that has begun may continue, whatever else a check finds in its recipe.
+    begins = not (resume and RunFolder(recipe).has_checkpoint)
+    if nproc > 1:
+        with _all_problems(recipe, name, nproc):
+            require_ranks(recipe, nproc)  # before 64 processes find that
+        raise typer.Exit(_launch(recipe, ["-m", "omnitrain", *command], nproc, max_restarts, continues=bool(resume)))
 
     from omnitrain.parallel.state import leave_process_groups
     from omnitrain.train import Trainer
 
-    # A run that has begun may continue, whatever else a check finds in its recipe.
-    with contextlib.nullcontext() if resume else _all_problems(resolved, recipe, world_size()):
-        trainer = Trainer(resolved, resume=resume)
+    with _all_problems(recipe, name, world_size()) if begins else contextlib.nullcontext():
+        trainer = Trainer(recipe, resume=resume)
     summary = trainer.fit()
     del trainer  # it holds process groups
     leave_process_groups()
     if summary.interrupted:
         if global_rank() == 0:
-            typer.echo(resume_hint(recipe, overrides or []))
-        raise typer.Exit(EXIT_INTERRUPTED)
+            typer.echo(resume_hint(recipe.output_dir))
+        raise typer.Exit(EXIT_REQUEUE if summary.is_terminated else EXIT_INTERRUPTED)
+
+
+def _launch(recipe: Recipe, arguments: list[str], nproc: int, max_restarts: int, *, continues: bool) -> int:
+    """Start the ranks of a run, and start it again if ranks are killed.
+
+    Args:
+        recipe: the recipe.
+        arguments: arguments of the python interpreter.
+        nproc: number of ranks.
+        max_restarts: how often to start again.
+        continues: whether ``arguments`` continue a run.
+    """
+    from omnitrain.train.launch.crowding import crowding
+    from omnitrain.train.launch.restarts import launch_with_restarts
+    from omnitrain.train.run_state.run_folder import begun_at
+
+    before = begun_at(recipe)
+
+    def arguments_now() -> list[str]:
+        has_begun = not continues and begun_at(recipe) != before  # otherwise the folder may have an older run
+        return [*arguments, "--auto-resume"] if has_begun else arguments
+
+    def fits(ranks: int) -> bool:
+        try:
+            require_ranks(recipe, ranks)
+        except UserError:
+            return False
+        return True
+
+    if (warning := crowding(recipe.train.device, nproc)) is not None:
+        typer.echo(f"omnitrain: {warning}", err=True)
+    return launch_with_restarts(
+        arguments_now,
+        nproc,
+        max_restarts=max_restarts,
+        fits=fits,
+        say=lambda words: typer.echo(f"omnitrain: {words}", err=True),
+        stop_seconds=recipe.train.stop_seconds,
+    )
+
+
+def require_ranks(recipe: Recipe, ranks: int) -> None:
+    """Check that a recipe works on a number of ranks, as far as that is known without its model.
+
+    Raises:
+        UserError: it does not.
+    """
+    from omnitrain.parallel.state import state_without_groups
+    from omnitrain.train.micro_batches import require_enough_micro_batches
+
+    require_enough_micro_batches(recipe, state_without_groups(recipe.parallel, ranks))
 
 
 def _says_it_is_finished(recipe: Recipe) -> bool:
@@ -317,8 +424,6 @@ def schedule(
     ] = None,
 ) -> None:
     """Show the schedule of a recipe's pipeline and sections, and simulate a step. Starts no ranks."""
-    import json
-
     from omnitrain.recipe import Recipe
 
     for option, seconds in (("--forward", forward), ("--backward", backward), ("--encode", encode)):
@@ -401,8 +506,6 @@ def export(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of recipes, for completion in an editor."""
-    import json
-
     from omnitrain.recipe import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))

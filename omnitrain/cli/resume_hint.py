@@ -6,24 +6,23 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from omnitrain.train.launch.environment import LAUNCHER, world_size
 
 
-def resume_hint(recipe: str, overrides: Sequence[str]) -> str:
-    """Return how to continue the run that this process, or this rank, was started for.
+def resume_hint(folder: str) -> str:
+    """Return how to continue the run of this process, or of this rank.
 
     Args:
-        recipe: the recipe as given on the command line.
-        overrides: the overrides as given.
+        folder: folder of the run, whose recipe has the overrides of the command that started it.
     """
     is_launched = LAUNCHER in os.environ  # by `omnitrain run --nproc`
+    ranks = ["--nproc", str(world_size())] if is_launched else []
+    command = shlex.join(["resume", folder, *ranks])
     if world_size() > 1 and not is_launched:
-        return "to continue, start the same command again with --resume at its end"
+        return f"to continue, start `-m omnitrain {command}` in place of `-m omnitrain run ...`"
     found = shutil.which("omnitrain")
     is_ours = found is not None and Path(found).parent == Path(sys.executable).parent
     program = ["omnitrain"] if is_ours else [sys.executable, "-m", "omnitrain"]
-    ranks = ["--nproc", str(world_size())] if is_launched else []
-    return f"to continue: {shlex.join([*program, 'run', recipe, *overrides, *ranks, '--resume'])}"
+    return f"to continue: {shlex.join(program)} {command}"

@@ -123,6 +123,11 @@ class ModelLayout:
         is_world = any(is_separate(component.plan) for component in self.components.values())
         return tuple(range(self.state.num_ranks)) if is_world else self.state.stage_ranks
 
+    @property
+    def encodes_ahead(self) -> bool:
+        """Whether this rank encodes items of the next step."""
+        return self.section is not None and self.section.ahead > 0
+
     def holds(self, component: str) -> bool:
         """Whether this rank's section has the component."""
         return self.section_of[component] == self.state.section

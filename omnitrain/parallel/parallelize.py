@@ -45,6 +45,7 @@ from omnitrain.parallel.pipeline.relay import PipelineRelay
 from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.sections.connect import connect_sections
+from omnitrain.parallel.sections.serve import feature_relay
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state
@@ -157,7 +158,7 @@ def _prepare(
     if is_spread(model):
         raise UserError("the model is parallelized already; build a new one to use another layout")
     omni = model if isinstance(model, OmniModel) else build_omni_model(foundation=model, init_device=str(model.device))
-    tensors = tensor_plan(omni, plan, state.of_section(MAIN).size("tp"))
+    tensors = tensor_plan(omni, plan, state.degrees("tp"))
     stored = first_ranks(partial(adapters_at, weights_path, omni)) if weights_path is not None and omni is model else {}
     present = stored | adapters_of(omni)
     if state.num_ranks > 1:
@@ -223,12 +224,12 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
         drop_parameters(omni, absent)
 
     # Tensor parallelism, with Megatron's sequence parallelism
-    if FOUNDATION in plans:
-        ends = () if tokens is None else tokens.ends_in(prepared.tensors.styles)
-        shard_matrices(omni, styles_with_adapters(prepared.tensors.styles, omni.renamed), state.tp_mesh, ends)
-        if tokens is not None and not tokens.problem:
-            last, spans = [omni.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
-            apply_sequence_parallel(omni.foundation, last, state.tp_mesh.get_group(), spans)
+    styles = prepared.tensors.of_components(plans)
+    ends = () if tokens is None else tokens.ends_in(styles)
+    shard_matrices(omni, styles_with_adapters(styles, omni.renamed), state.tp_mesh, ends)
+    if tokens is not None and not tokens.problem:
+        last, spans = [omni.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
+        apply_sequence_parallel(omni.foundation, last, state.tp_mesh.get_group(), spans)
 
     # Experts, async Ulysses, towers that ranks share
     experts = _spread_experts(omni, plans, prepared.plan, state)
@@ -257,6 +258,7 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     column = GlooGroup(main.groups("pp").tolist()) if main.size("pp") > 1 else None
     if pipeline is not None and column is not None:
         omni.relay = PipelineRelay(pipeline, column, device)
+    omni.encoder_relay = feature_relay(omni, sections, state, device) if sections else None
     omni.takes_batches = False
 
 

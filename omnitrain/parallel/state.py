@@ -81,6 +81,10 @@ class ParallelState:
         """Return the state of a section; another one's has no process groups."""
         return self if section == self.section else self.sections[section]
 
+    def degrees(self, axis: str) -> dict[str, int]:
+        """Return section -> number of its ranks along ``axis``."""
+        return {name: state.size(axis) for name, state in (self.sections or {MAIN: self}).items()}
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks of the section, ascending."""
@@ -403,7 +407,11 @@ def init_parallel_state(
     _ensure_process_group()
     plan = sections or ParallelPlan()
     ranks = _ranks_of_main(plan, dist.get_world_size())
-    shape = fit_mesh(ranks, dp=dp_size, **data, **sizes, keys=_DEGREE_ARGUMENTS)
+    try:
+        shape = fit_mesh(ranks, dp=dp_size, **data, **sizes, keys=_DEGREE_ARGUMENTS)
+    except UserError as error:
+        left = f"sections leave {ranks} of {dist.get_world_size()} ranks; " if plan.sections else ""
+        raise UserError(f"{left}{error}") from None
     _default = _with_groups(_all_sections(plan, shape, dp_mode))
     return _default
 
@@ -452,8 +460,9 @@ def _ranks_of_main(plan: ParallelPlan, world_size: int) -> int:
     elsewhere = sum(section.ranks for section in plan.sections.values())
     if plan.sections and world_size <= elsewhere:
         raise UserError(
-            f"parallel.sections: {', '.join(plan.sections)} have {elsewhere} ranks of their own, and the run has "
-            f"{world_size}; start it with more, such as --nproc {elsewhere + 1}, or give sections fewer"
+            f"parallel.sections: {elsewhere} of {world_size} ranks are for {', '.join(plan.sections)}, and none is "
+            f"left for the rest of the model; start with more ranks, such as --nproc {elsewhere + 1}, or give sections "
+            "fewer"
         )
     return world_size - elsewhere
 

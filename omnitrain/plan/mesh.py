@@ -188,7 +188,7 @@ def _model_problems(world_size: int, degrees: Mapping[str, int]) -> list[str]:
         return []
     split = {axis: degree for axis, degree in degrees.items() if degree > 1}
     listed = " x ".join(f"{axis}={degree}" for axis, degree in split.items())
-    problems = [f"{listed} needs a multiple of {product} ranks, but the run has {world_size}"]
+    problems = [f"{listed} needs a multiple of {product} ranks, found {world_size}"]
     for axis, degree in split.items():
         ranks_left, rest = divmod(world_size, product // degree)
         if not rest:

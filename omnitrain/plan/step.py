@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -29,6 +30,19 @@ class Call:
     call_site: int
     index: int
     items: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How long a step's work takes, in seconds or in any other unit.
+
+    Attributes:
+        per_token: forward and backward of a token in the ranks that read packs; of a pipeline, on its first stage.
+        per_cost: component of a section -> forward of an item on one rank, per unit of its cost.
+    """
+
+    per_token: float
+    per_cost: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,7 @@ class StepPlan:
         work: ``[items]`` int64, all items sorted by slot, producer and call.
         call: ``[items]`` int64, in the order of ``work``: index of the call within its slot and producer.
         work_cell: ``[items]`` int64, ascending, in the order of ``work``: ``slot * ranks + producer``.
+        rates: with sections, how long the work takes, from which its schedule follows; else None.
     """
 
     topology: Topology
@@ -108,6 +123,7 @@ class StepPlan:
     work: np.ndarray
     call: np.ndarray
     work_cell: np.ndarray
+    rates: Rates | None = None
 
     def is_active(self, component: str, micro_batch: int) -> bool:
         """Whether the component runs in this micro-batch. If it does, all of its ranks call it."""
@@ -264,12 +280,13 @@ class StepPlan:
         return [tuple(items.tolist()) for items in np.split(self.work[in_cell], offsets)]
 
 
-def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
+def plan_step(topology: Topology, tables: StepTables, rates: Rates | None = None) -> StepPlan:
     """Plan a step. Pure function of the topology and the samples that all ranks drew.
 
     Args:
         topology: components and ranks of the run.
         tables: tables of all ranks (:func:`omnitrain.plan.tables.decode_tables`).
+        rates: see :class:`StepPlan`.
 
     Returns:
         The same plan on every rank.
@@ -296,6 +313,7 @@ def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
         work=work,
         call=call,
         work_cell=work_cell,
+        rates=rates,
     )
 
 

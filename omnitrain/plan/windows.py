@@ -49,7 +49,7 @@ class WindowChooser:
     Args:
         choices: the components whose windows depend on the step.
         passes: number of micro-batches -> forwards and backwards of the step. Picklable.
-        num_parameters: component -> its parameters, from which ``auto`` estimates times.
+        num_parameters: component -> the parameters that a token meets, from which ``auto`` estimates times.
     """
 
     def __init__(self, choices: Sequence[WindowChoice], passes: Passes, num_parameters: Mapping[str, int]) -> None:
@@ -172,7 +172,8 @@ def _too_small(topology: Topology, tables: StepTables, choice: WindowChoice, fea
     largest = int(tables.item_tokens[_items(topology, tables, choice.component)].max())
     if choice.bytes_per_feature * largest > (choice.max_bytes or 0):
         bytes_ = choice.bytes_per_feature * largest
-        return f"{found}, but one item has {largest:,} features of {choice.bytes_per_feature:,} bytes: {bytes_:,} bytes"
+        of_item = f"{largest:,} features of {choice.bytes_per_feature:,} bytes: {bytes_:,} bytes"
+        return f"{found}, but one item has {of_item}; allow at least as many, or make items smaller"
     micro_batch, rank = np.unravel_index(features.argmax(), features.shape)
     return (
         f"{found}, but with windows of one micro-batch {needed:,} bytes wait on a rank at a time (rank {rank} has "

@@ -133,7 +133,7 @@ def parse_layout(text: str) -> Layout:
 
     ``vision1+dp2``: the image encoder has a rank of its own, the rest of the model two. The word of a section is
     ``vision``, ``audio``, ``encoders`` (both, together) or the name of a component, with its number of ranks. Further
-    words of a section: ``twice`` (``encode_twice``), ``windowN`` (``micro_batch``), ``slotsN``, ``flightN``
+    words of a section: ``twice`` (``encode_twice``), ``ahead``, ``windowN`` (``micro_batch``), ``slotsN``, ``flightN``
     (``in_flight``).
 
     Raises:
@@ -177,6 +177,8 @@ def _parse_section(text: str) -> tuple[str, Section] | None:
         setting = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
         if word == "twice":
             fields["encode_twice"] = True
+        elif word == "ahead":
+            fields["ahead"] = 1
         elif setting is not None and setting[1] in _OF_SECTION:
             fields[_OF_SECTION[setting[1]]] = int(setting[2])
         else:
@@ -191,7 +193,8 @@ def _section_words(name: str, section: Section) -> str:
         for word, field in _OF_SECTION.items()
         if (value := getattr(section, field)) != Section.model_fields[field].default
     ]
-    return ".".join([f"{name}{section.ranks}", *(["twice"] if section.encode_twice else []), *numbers])
+    flags = [*(["twice"] if section.encode_twice else []), *(["ahead"] if section.ahead else [])]
+    return ".".join([f"{name}{section.ranks}", *flags, *numbers])
 
 
 def _parse_word(word: str) -> dict[str, Any] | None:

@@ -302,7 +302,7 @@ class ComponentPlan(Strict):
 
 
 # A component of a section has ranks of its own: it does not inherit these fields from the default plan.
-_OF_RANKS = (*AXES, "mode", "schedule", "place", "window", "quadratic_cost", "sequence_parallel", "async_ulysses")
+_OF_RANKS = (*AXES, "mode", "schedule", "place", "window", "sequence_parallel", "async_ulysses")
 
 
 class Section(Strict):
@@ -323,6 +323,13 @@ class Section(Strict):
     )
     encode_twice: bool = Field(
         False, description="Keep no activations; the backward of trained encoders repeats their forward."
+    )
+    ahead: int = Field(
+        0,
+        ge=0,
+        le=1,
+        description="Of frozen encoders: 1 encodes the items of the next step while this one trains, and keeps their "
+        "features for it. No step then waits for its first features.",
     )
 
     def idle(self) -> Iterator[Idle]:
@@ -439,8 +446,13 @@ class ParallelPlan(Strict):
 
     def with_quadratic_costs(self, costs: Mapping[str, float]) -> ParallelPlan:
         """Return the plan with these numbers, component -> number, in place of `measured`."""
+        of_default = self.default.quadratic_cost
         plans = {name: self.components.get(name, ComponentPlan()) for name in costs}
-        fixed = {name: plan.model_copy(update={"quadratic_cost": costs[name]}) for name, plan in plans.items()}
+        fixed = {
+            name: plan.model_copy(update={"quadratic_cost": costs[name]})
+            for name, plan in plans.items()
+            if (of_default if plan.quadratic_cost is None else plan.quadratic_cost) == "measured"
+        }
         return self.model_copy(update={"components": {**self.components, **fixed}})
 
     def path_of(self, component: str, *fields: str) -> str:

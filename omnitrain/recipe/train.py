@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.useless_keys import Idle
+
+_LOSS = re.compile(r"(heldout\.)?(heads\.[^.]+\.)?loss")  # in a line of metrics.jsonl, by its path
+
+
+def _a_loss(path: str) -> str:
+    if _LOSS.fullmatch(path) is None:
+        raise ValueError("expected `loss`, `heads.HEAD.loss`, `heldout.loss` or `heldout.heads.HEAD.loss`")
+    return path
 
 
 class Optimizer(Strict):
@@ -151,7 +160,15 @@ class Train(Strict):
         description="Steps between two checkpoints. `auto`: every ten minutes, or less often if saving takes longer "
         "than 30 seconds; null: save only at the end.",
     )
-    keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
+    keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
+    keep_every: int | None = Field(
+        None, ge=1, description="Save after every multiple of so many steps, too, and keep these checkpoints forever."
+    )
+    keep_best: Annotated[str, AfterValidator(_a_loss)] | None = Field(
+        None,
+        description="Also keep the checkpoint with the lowest value of this loss of metrics.jsonl: `loss`, "
+        "`heads.HEAD.loss`, `heldout.loss` or `heldout.heads.HEAD.loss`.",
+    )
     stop_seconds: float = Field(
         600,
         gt=0,
@@ -171,6 +188,11 @@ class Train(Strict):
         default_factory=lambda: Compile(enabled=False),
         description="`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}.",
     )
+
+    def idle(self) -> Iterator[Idle]:
+        """Yield the key that compares checkpoints if there is only one."""
+        if self.save_every is None:
+            yield Idle("keep_best", "but `save_every: null` saves only at the end; remove it, or set `save_every`")
 
     @model_validator(mode="after")
     def _traced_steps_exist(self) -> Train:

@@ -55,6 +55,9 @@ class Recipe(Strict):
         if default is not None and default.compute is not None:
             why = "but `parallel.default.precision.compute` sets it for all components; remove one of the two"
             yield Idle("train.precision", why)
+        for name in self.parallel.sections if not self.data.workers else ():
+            why = "but with `data.workers: 0` a step is planned when it begins, not before; set data.workers above 0"
+            yield Idle(f"parallel.sections.{name}.ahead", f"{why}, or remove it")
         if self.data.processor is not None:
             yield Idle("model.tokenizer", "but `data.processor` contains a tokenizer; remove one of the two")
         if self.model.checkpoint is not None:
@@ -71,6 +74,27 @@ class Recipe(Strict):
     def _evaluation_has_data(self) -> Recipe:
         if self.evaluation is not None and not self.data.heldout:
             raise ValueError("`evaluation` needs `data.heldout`: add the held-out data, or remove `evaluation`")
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> Recipe:
+        train, measured = self.train, self.evaluation.loss_every if self.evaluation is not None else None
+        if train.keep_best is None:
+            return self
+        key, period = "train.log_every", train.log_every
+        if train.keep_best.startswith("heldout."):
+            if measured is None:
+                raise ValueError(
+                    f"`train.keep_best: {train.keep_best}` needs `evaluation.loss_every`: set it, or use a loss of the "
+                    "training data, such as `loss`"
+                )
+            key, period = "evaluation.loss_every", measured
+        every = train.save_every
+        if isinstance(every, int) and not self.measures_best(every):
+            raise ValueError(
+                f"`train.keep_best: {train.keep_best}` is measured every {period} steps (`{key}`), but checkpoints are "
+                f"saved every {every} steps (`train.save_every`); set it to a multiple of {period}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -114,8 +138,17 @@ class Recipe(Strict):
         """Return whether step ``step``, from 1, writes a line to ``metrics.jsonl``."""
         return step % self.train.log_every == 0 or step == self.train.steps or self.measures_heldout_loss(step)
 
+    def measures_best(self, step: int) -> bool:
+        """Return whether the line of step ``step``, from 1, has ``train.keep_best``; without that key, True."""
+        if self.train.keep_best is None:
+            return True
+        is_heldout = self.train.keep_best.startswith("heldout.")
+        return self.measures_heldout_loss(step) if is_heldout else self.writes_metrics(step)
+
     def check_heads(self, decoders: Iterable[str]) -> None:
-        """Check that names in ``train.loss_weights`` and ``evaluation.sampling`` are ``text`` or in ``decoders``.
+        """Check that the heads that keys of the recipe name are ``text`` or in ``decoders``.
+
+        These keys are ``train.loss_weights``, ``train.keep_best`` and ``evaluation.sampling``.
 
         Raises:
             ValidationError: lists every other name with the nearest valid one.
@@ -129,6 +162,10 @@ class Recipe(Strict):
             for path, value in named.items()
             if path[-1] not in heads
         ]
+        _, is_of_head, best = (self.train.keep_best or "").partition("heads.")
+        if is_of_head and (name := best.removesuffix(".loss")) not in heads:
+            where = ("train", "keep_best")
+            problems.append(located(f"unknown head; {hint(name, heads)}", where, self.train.keep_best))
         if problems:
             raise ValidationError.from_exception_data("Recipe", problems)
 

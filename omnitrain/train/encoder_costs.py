@@ -1,61 +1,115 @@
-"""Measure the cost of items in the first steps of a run."""
+"""Measure in the first steps of a run what its plans need: the cost of items, and the seconds of sections."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.timing import Recorded
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.step.item_costs import (
     MEASURED_STEPS,
+    UNUSED_STEPS,
     WARM_UP,
+    Measured,
     MeasuredCosts,
     encoded_in,
     measured_components,
     publish,
 )
 from omnitrain.plan.item_cost import Encoded, fitted_quadratic
+from omnitrain.plan.schedule.actions import Action
 from omnitrain.plan.step import StepPlan
+from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.train.process_groups import Ranks
+from omnitrain.train.run_state.state import TrainingState
 
 
 class EncoderCosts:
     """Fits the quadratic part of items' costs for components with ``quadratic_cost: measured``.
 
+    With sections, it also measures how long their encoders and the first stage take, from which steps are ordered.
+
     Args:
         model: the model, sharded or in one process.
         ranks: ranks of the run.
-        settled: what an earlier part of the run measured.
+        state: what an earlier part of the run measured, and its steps. If it measured nothing, this part does.
 
     Attributes:
-        settled: component -> what was measured; None: nothing, or not yet.
+        settled: what was measured; None: nothing, or not yet.
+        unused_until: the last step that is planned without it.
     """
 
-    def __init__(self, model: OmniModel, ranks: Ranks, settled: Mapping[str, float] | None) -> None:
-        self._components, self._ranks = measured_components(model) if ranks.peers.size > 1 else (), ranks
-        self.settled = dict(settled) if settled is not None else None
+    def __init__(self, model: OmniModel, ranks: Ranks, state: TrainingState) -> None:
         layout = layout_of(model)
+        self._ranks, is_spread = ranks, layout is not None and ranks.peers.size > 1
+        self._components = measured_components(model) if is_spread else ()
+        sections = layout.sections.values() if layout is not None and is_spread else ()
+        self._apart = [component for section in sections for component in section.components]
+        quadratic, seconds = state.quadratic_costs or {}, state.section_seconds or {}
+        is_known = quadratic.keys() >= set(self._components) and seconds.keys() >= set(self._timed)
+        self.settled = Measured(quadratic, seconds) if is_known and self._names else None
+        self._done_before = state.step
+        self.unused_until = state.step + UNUSED_STEPS if self.settled is None else state.measured_costs_unused_until
+        self._of_planner: MeasuredCosts | None = None
         self._rank = 0 if layout is None or ranks.state is None else layout.planned_ranks.index(ranks.state.rank)
         self._encoded: defaultdict[str, list[Encoded]] = defaultdict(list)
 
-    def of_planner(self, step: int) -> MeasuredCosts | None:
-        """Return what the planner of this rank needs if ``step`` steps are done; None: nothing is measured."""
-        return MeasuredCosts(step, self.settled, self._ranks.rendezvous) if self._components else None
+    @property
+    def _timed(self) -> list[str]:
+        """The components of sections, and the foundation if there are any."""
+        return [*self._apart, FOUNDATION] if self._apart else []
+
+    @property
+    def _names(self) -> list[str]:
+        """All components of which something is measured."""
+        return list(dict.fromkeys([*self._components, *self._timed]))
+
+    def of_planner(self) -> MeasuredCosts | None:
+        """Return what the planner of this rank needs; None: nothing is measured."""
+        if self._names:
+            at = self._ranks.rendezvous
+            self._of_planner = MeasuredCosts(self._done_before, self.unused_until, self.settled, at)
+        return self._of_planner
+
+    def restart(self, step: int) -> None:
+        """Say that ``step`` steps are done when the data processes start to plan, again after Ctrl-C."""
+        if self._of_planner is not None:
+            self._of_planner.step, self._of_planner.settled = step, self.settled
 
     def measures(self, step: int) -> bool:
         """Whether step number ``step`` (from 1) is measured."""
-        return bool(self._components) and self.settled is None and step <= MEASURED_STEPS
+        return bool(self._names) and self.settled is None and step <= self._done_before + MEASURED_STEPS
 
     def add(self, step: int, plan: StepPlan, recorded: Recorded) -> None:
         """Add a measured step; after the last one all ranks agree on what was measured. All ranks call this."""
-        for name in self._components if step > WARM_UP else ():
-            spans = [span for span in recorded.spans if span.what.name == "encode" and span.what.layer == name]
-            seconds = sum(span.seconds for span in spans)
-            self._encoded[name].append(encoded_in(plan, self._rank, name, seconds))
-        if step == MEASURED_STEPS:
+        for name in self._names if step > self._done_before + WARM_UP else ():
+            row = self._of_first_stage(plan, recorded) if name == FOUNDATION else self._of_encoder(name, plan, recorded)
+            self._encoded[name].append(row)
+        if step == self._done_before + MEASURED_STEPS:
             of_ranks = self._ranks.peers.gather(dict(self._encoded))
-            rows = {name: [row for of_rank in of_ranks for row in of_rank.get(name, [])] for name in self._components}
-            self.settled = {name: fitted_quadratic(own) for name, own in rows.items()}
+            rows = {name: [row for of_rank in of_ranks for row in of_rank.get(name, [])] for name in self._names}
+            quadratic = {name: fitted_quadratic(rows[name]) for name in self._components}
+            self.settled = Measured(
+                quadratic,
+                {n: _seconds_per_unit(rows[n], quadratic.get(n, 0.0)) for n in self._timed},
+            )
             publish(self._ranks.rendezvous, self.settled)
+
+    def _of_encoder(self, name: str, plan: StepPlan, recorded: Recorded) -> Encoded:
+        spans = [span for span in recorded.spans if span.what.name == "encode" and span.what.layer == name]
+        return encoded_in(plan, self._rank, name, sum(span.seconds for span in spans))
+
+    def _of_first_stage(self, plan: StepPlan, recorded: Recorded) -> Encoded:
+        """The tokens of this rank on the first stage, and the seconds of its forwards and backwards; elsewhere none."""
+        if self._rank not in plan.topology.readers or plan.topology.first_stage[self._rank] != self._rank:
+            return Encoded(0, 0, 0, 0)
+        spans = [span for span in recorded.spans if span.what.kind == "action" and Action.parse(span.what.name).passes]
+        tokens = plan.tokens[:, plan.topology.owner_of(self._rank)].sum()
+        return Encoded(len(spans), float(tokens), 0.0, sum(span.seconds for span in spans))
+
+
+def _seconds_per_unit(rows: list[Encoded], quadratic: float) -> float:
+    """Seconds per token, or per unit of the cost of items; 0 if nothing was computed."""
+    units = sum(row.elements + quadratic * row.squares for row in rows)
+    return sum(row.seconds for row in rows if row.elements) / units if units else 0.0

@@ -27,17 +27,24 @@ class Interrupt:
     """Within this context the first Ctrl-C (SIGTERM, hang-up) only sets :attr:`requested`; the second one interrupts.
 
     A terminal sends Ctrl-C to every process of the command, and a launcher forwards it to its ranks, so signals within
-    one second of the first count as the first. Under ``nohup`` a hang-up is ignored.
+    one second of the first count as the first. Under ``nohup`` a hang-up is ignored. A later SIGTERM never interrupts:
+    schedulers repeat it while a run saves, and have SIGKILL for the end of their patience.
     """
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._first: float | None = None
+        self._number: int | None = None
 
     @property
     def requested(self) -> bool:
         """Whether a signal arrived."""
         return self._first is not None
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the first signal was SIGTERM, which schedulers send."""
+        return self._number == signal.SIGTERM
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
@@ -49,8 +56,8 @@ class Interrupt:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._first is None:
-            self._first = time.monotonic()
-        elif time.monotonic() - self._first > TOGETHER_SECONDS:
+            self._first, self._number = time.monotonic(), number
+        elif number != signal.SIGTERM and time.monotonic() - self._first > TOGETHER_SECONDS:
             self._restore()
             signal.raise_signal(number)
 

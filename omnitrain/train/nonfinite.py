@@ -1,18 +1,125 @@
-"""A loss or gradient that is not finite: what the error says, and whether the weights are still worth saving."""
+"""A loss or gradient that is not finite: where it began, what the error says, and whether the weights can be saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from omnitrain.errors import TrainingError
+from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.watch.component_hooks import component_modules
 from omnitrain.peers import Peers, parameters_at_rest
 from omnitrain.recipe import Recipe
+from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.train.metrics.meter import PackLosses
 
 _SHOWN = 8
+_LOSS = "the loss"
+
+
+class Origin(NamedTuple):
+    """Where the first value of a step was not finite on a rank.
+
+    Attributes:
+        component: the component that computed it, or ``the loss``.
+        phase: ``forward``, ``backward``, or ``weight gradients``: those of the component after a backward.
+        micro_batch: index of the rank's micro-batch.
+        samples: ids of the samples in the micro-batch.
+    """
+
+    component: str
+    phase: str
+    micro_batch: int
+    samples: Sequence[str]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Smaller for what a step computes first: its values reach the others, on other ranks as well."""
+        forward = 2 if self.component == _LOSS else 1 if self.component == FOUNDATION else 0
+        phase = ("forward", "backward", "weight gradients").index(self.phase)
+        return phase, forward if phase == 0 else -forward
+
+
+class OriginFinder:
+    """Finds where the first value is not finite while a step is computed.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+
+    Attributes:
+        found: the first one on this rank. None: all values were finite.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.found: Origin | None = None
+        self._model = model
+        self._micro_batch = 0
+        self._samples: tuple[str, ...] = ()
+        layout = layout_of(model)
+        # A stage of a pipeline gets its gradients from another stage of the foundation.
+        self._outside = _LOSS if layout is None or layout.pipeline is None else FOUNDATION
+        self._component = self._outside  # that runs now
+
+    def at(self, *, micro_batch: int | None = None, samples: Sequence[str] = (), **_: Any) -> None:
+        """Take the position of this rank in its schedule, before each of its actions."""
+        self._look_at_weight_gradients()
+        if micro_batch is not None:
+            self._micro_batch, self._samples, self._component = micro_batch, tuple(samples), self._outside
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at inputs and outputs of the components, and at their gradients, within this context."""
+        hooks: list[RemovableHandle] = []
+        for module, name in component_modules(self._model):
+            hooks.append(module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True))
+            hooks.append(module.register_forward_hook(partial(self._end, name)))
+        try:
+            yield
+            self._look_at_weight_gradients()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, name: str, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        self._component = name
+        for value in _floats((arguments, keywords)):
+            if value.grad_fn is not None:
+                value.register_hook(partial(self._backward_ends, name))
+
+    def _end(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+        for value in _floats(output):
+            self._look(value, name, "forward")
+            if value.grad_fn is not None:
+                value.register_hook(partial(self._backward_begins, name))
+
+    def _backward_begins(self, name: str, gradient: Tensor) -> None:
+        self._look(gradient, self._component, "backward")  # of what reads the component's output
+        self._component = name
+
+    def _backward_ends(self, name: str, gradient: Tensor) -> None:
+        self._look(gradient, name, "backward")
+
+    def _look_at_weight_gradients(self) -> None:
+        for name, weights in self._model.components.items():
+            for weight in weights.values() if self.found is None else ():
+                if weight.grad is not None:
+                    self._look(weight.grad, name, "weight gradients")
+
+    def _look(self, value: Tensor, component: str, phase: str) -> None:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if self.found is None and not local.isfinite().all():
+            self.found = Origin(component, phase, self._micro_batch, self._samples)
+
+
+def _floats(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
 class NonFiniteError(TrainingError):
@@ -20,7 +127,14 @@ class NonFiniteError(TrainingError):
 
 
 def not_finite_error(
-    step: int, loss: float, norm: float, packs: Sequence[PackLosses], peers: Peers, recipe: Recipe, mixed: bool
+    step: int,
+    loss: float,
+    norm: float,
+    packs: Sequence[PackLosses],
+    origin: Origin | None,
+    peers: Peers,
+    recipe: Recipe,
+    mixed: bool,
 ) -> NonFiniteError:
     """Return the error of a step, with the samples whose loss is not finite. All ranks call this.
 
@@ -29,6 +143,7 @@ def not_finite_error(
         loss: its total loss.
         norm: its gradient norm.
         packs: losses of this rank's packs.
+        origin: where it began on this rank, as an :class:`OriginFinder` found when the step was computed again.
         peers: ranks of the run.
         recipe: recipe of the run, whose settings the message names.
         mixed: whether the model computes in bfloat16.
@@ -41,9 +156,21 @@ def not_finite_error(
             by_head.setdefault(head, {}).update(dict.fromkeys(ids))
     lines = [f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; this step changed no weight"]
     lines += [f"  loss of {head} not finite in the samples {_listed(ids)}" for head, ids in sorted(by_head.items())]
-    if not by_head:
-        lines.append(f"  the loss of each sample is finite; the samples of the step: {_listed(samples)}")
+    lines += _where(peers.gather(origin), samples)
     return NonFiniteError("\n".join([*lines, *_advice(recipe, mixed)]))
+
+
+def _where(origins: Sequence[Origin | None], samples: Mapping[str, None]) -> Iterator[str]:
+    """Yield a line for each rank on which the values that came first were not finite."""
+    found = sorted((origin.order, rank, origin) for rank, origin in enumerate(origins) if origin is not None)
+    if not found:
+        yield "  computed again, all values of this step are finite: look for a fault of the hardware or of a kernel"
+        yield f"  the samples of the step: {_listed(samples)}"
+    for order, rank, origin in found:
+        if order == found[0][0]:
+            of = f" of rank {rank}" if len(origins) > 1 else ""
+            where = f"{origin.phase} of {origin.component}, micro-batch {origin.micro_batch}{of}"
+            yield f"  it began in {where}: samples {_listed(dict.fromkeys(origin.samples))}"
 
 
 def _listed(names: Mapping[str, None]) -> str:

@@ -6,11 +6,11 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,7 +22,9 @@ from omnitrain.ops.device import mixed_seed, seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
-from omnitrain.parallel.step.item_costs import FROM_STEP
+from omnitrain.parallel.schedule.executor import OnOutput, OnPhase
+from omnitrain.parallel.serving import serving
+from omnitrain.parallel.step.item_costs import Measured
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, open_data
@@ -48,15 +50,17 @@ from omnitrain.train.metrics.progress import Activity, StepProgress
 from omnitrain.train.metrics.step_timing import StepSpans
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
 from omnitrain.train.micro_batches import require_enough_micro_batches
-from omnitrain.train.nonfinite import NonFiniteError, not_finite_error, unsound_parameters
+from omnitrain.train.nonfinite import NonFiniteError, Origin, OriginFinder, not_finite_error, unsound_parameters
 from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import join_ranks
 from omnitrain.train.run_state.resume import require_same_rows
-from omnitrain.train.run_state.run_folder import RunFolder
+from omnitrain.train.run_state.run_folder import Resume, RunFolder
 from omnitrain.train.run_state.save import checkpoint_bytes, save_checkpoint
 from omnitrain.train.run_state.save_times import SaveTimes
 from omnitrain.train.run_state.state import TrainingState, read_state
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,15 +69,17 @@ class RunSummary:
 
     Attributes:
         step: optimizer steps done.
-        interrupted: Ctrl-C ended it early.
+        interrupted: Ctrl-C or SIGTERM ended it early.
         checkpoint: the last checkpoint.
         scores: scores of the evaluation; empty without an evaluation.
+        is_terminated: it was SIGTERM: a scheduler should start the run again.
     """
 
     step: int
     interrupted: bool
     checkpoint: Path
     scores: dict[str, float]
+    is_terminated: bool = False
 
 
 class Trainer:
@@ -90,12 +96,13 @@ class Trainer:
         step: optimizer steps done.
     """
 
-    def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
+    def __init__(self, recipe: Recipe, *, resume: Resume = False) -> None:
         """Build everything; nothing is written before :meth:`fit`.
 
         Args:
             recipe: the recipe of the run.
-            resume: continue the run in ``recipe.output_dir`` from its newest checkpoint.
+            resume: continue the run in ``recipe.output_dir`` from its newest checkpoint. "auto": from the newest one
+                that is not damaged; if it has none, start it.
 
         Raises:
             UserError: recipe, data and weights do not fit together.
@@ -113,7 +120,8 @@ class Trainer:
         self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # fails before the expensive steps
         require_trackers(recipe)
-        self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers) if resume else None
+        self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers, resume)
+        self._continues = resume == "auto"
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
         self.model, self.processor, self.ops = prepared.model, prepared.processor, prepared.ops
         self.layout, self.compiled = prepared.layout, prepared.compiled
@@ -127,9 +135,9 @@ class Trainer:
         self.spans = StepSpans(self.model, self.device, recipe, self.folder.path / "trace")
         self.encoder_metrics: dict[str, Any] = {}
         self.experts = ExpertsOfRun(self.model, recipe, self.ranks, self.spans, state)
-        self.encoder_costs = EncoderCosts(self.model, self.ranks, state.quadratic_costs)
+        self.encoder_costs = EncoderCosts(self.model, self.ranks, state)
         self.recipe = self.folder.recipe = self._with_what_was_measured()
-        costs = self.encoder_costs.of_planner(self.step)
+        costs = self.encoder_costs.of_planner()
         self.loader, heldout = open_data(recipe, self.model, self.processor, self.ranks, state.data, costs)
         if self.resumed:
             require_same_rows(state.rows, self.loader.order.lengths, self.folder.path)
@@ -143,7 +151,9 @@ class Trainer:
         self.mean_loss = MeanLoss(state.mean_loss, state.loss_tokens)
         if self.ranks.meter_peers.rank == 0:
             self.meter.continue_from(state.losses)
-        self.save_times = SaveTimes(recipe.train.save_every, recipe.train.steps, self.step)
+        self.save_times = SaveTimes(recipe, self.step)
+        self._line: dict[str, Any] = {}  # the last line of metrics
+        self._upcoming: StepBatch | UserError | TrainingError | None = None
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
 
@@ -164,8 +174,9 @@ class Trainer:
                 console.print(finished, soft_wrap=True)
                 return RunSummary(self.step, False, self.resumed, {})
         self._show()
-        self.stopwatch = Stopwatch()
+        self.stopwatch, self._upcoming = Stopwatch(), None
         self.save_times.restart(self.step)
+        self.encoder_costs.restart(self.step)
         if self.watch.is_closed:
             self.watch = self.ranks.watch(train.stall_seconds)
         with (
@@ -185,7 +196,9 @@ class Trainer:
             self.folder.require_shared(self.ranks.peers)
             interrupted, heldout_losses = False, None
             while self.step < train.steps and not interrupted:
-                loss, norm = self._measured_step(first.pop() if first else self._next_batch(steps))
+                batch = first.pop() if first else self._next_batch(steps)
+                self._upcoming = self._fetched(steps) if self._looks_ahead() else None
+                loss, norm = self._measured_step(batch)
                 self.data_state = self.loader.state()
                 self._require_targets()
                 if not self.recipe.writes_metrics(self.step):
@@ -196,6 +209,7 @@ class Trainer:
                         line["heldout"] = heldout_losses
                     if metrics is not None:
                         metrics.write(line)
+                    self._line = line
                     progress.advance(self.step, loss, _shown(line))
                 is_due, interrupted = self.ranks.peers.any_of_each([self._save_is_due(), interrupt.requested])
                 if is_due and not interrupted:
@@ -210,11 +224,11 @@ class Trainer:
                         metrics.track(self.step, {"scores": scores})
                     return RunSummary(self.step, False, checkpoint, scores)
         console.print(f"interrupted at step {self.step} of {train.steps}; saved {checkpoint}", soft_wrap=True)
-        return RunSummary(self.step, True, checkpoint, {})
+        return RunSummary(self.step, True, checkpoint, {}, self.ranks.peers.any(interrupt.is_terminated))
 
     def _open_folder(self) -> MetricsFile:
         self._checkpoint_bytes = checkpoint_bytes(self.model)
-        self.folder.open(self.last_checkpoint is not None, self._checkpoint_bytes)
+        self.folder.open(self._continues or self.last_checkpoint is not None, self._checkpoint_bytes)
         trackers = open_trackers(self.recipe, self.folder.path, self.step)
         return MetricsFile(self.folder.path / "metrics.jsonl", self.step, trackers)
 
@@ -247,19 +261,27 @@ class Trainer:
         """Return the packs of a step. If the data fail on any rank, save the finished steps first."""
         self.watch.at(step=self.step + 1, phase="data")
         waiting = time.perf_counter()
-        batch: StepBatch | None = None
-        failure: Exception | None = None
-        try:
-            batch = next(steps)
-        except (UserError, TrainingError) as error:
-            failure = error
-        if self.ranks.peers.any(batch is None):
+        batch = self._upcoming or self._fetched(steps)
+        if self.ranks.peers.any(not isinstance(batch, StepBatch)):
             if self.step:
                 console.print(f"the data failed at step {self.step + 1}; {self._saved_or_why_not()}", soft_wrap=True)
-            raise failure or TrainingError(f"step {self.step + 1}: the data failed on another rank")
-        assert batch is not None
+            if isinstance(batch, StepBatch):
+                raise TrainingError(f"step {self.step + 1}: the data failed on another rank")
+            raise batch
+        assert isinstance(batch, StepBatch)
         self.stopwatch.add(int(batch.plan.tokens.sum()), time.perf_counter() - waiting)
         return batch
+
+    def _fetched(self, steps: Iterator[StepBatch]) -> StepBatch | UserError | TrainingError:
+        """Return the next packs of this rank, or why there are none."""
+        try:
+            return next(steps)
+        except (UserError, TrainingError) as error:
+            return error
+
+    def _looks_ahead(self) -> bool:
+        """Whether this rank takes the packs of the next step before this one, to encode some of their items."""
+        return self.layout is not None and self.layout.encodes_ahead and self.step + 1 < self.recipe.train.steps
 
     def _measured_step(self, batch: StepBatch) -> tuple[float, float]:
         chunks, costs = self.experts.chunks.settled, self.encoder_costs.settled
@@ -281,9 +303,11 @@ class Trainer:
             self.ranks.first(lambda: self.folder.save_recipe(self.recipe))
             for name, number in (self.experts.chunks.settled or {}).items() if chunks is None else ():
                 console.print(f"expert_chunks of {name}: {number} was the fastest number, and stays")
-            for name, cost in (self.encoder_costs.settled or {}).items() if costs is None else ():
+            measured = self.encoder_costs.settled or Measured()
+            for name, cost in measured.quadratic.items() if costs is None else ():
                 console.print(
-                    f"quadratic_cost of {name}: {cost:.3g} was measured; it counts from step {FROM_STEP + 1} on"
+                    f"quadratic_cost of {name}: {cost:.3g} was measured; it counts from step "
+                    f"{self.encoder_costs.unused_until + 1} on"
                 )
         return loss, norm
 
@@ -324,8 +348,8 @@ class Trainer:
         parallel = self.recipe.parallel
         if (chunks := self.experts.chunks.settled) is not None:
             parallel = parallel.with_expert_chunks(chunks)
-        if (costs := self.encoder_costs.settled) is not None:
-            parallel = parallel.with_quadratic_costs(costs)
+        if (measured := self.encoder_costs.settled) is not None:
+            parallel = parallel.with_quadratic_costs(measured.quadratic)
         return self.recipe.model_copy(update={"parallel": parallel})
 
     def train_step(self, batch: StepBatch) -> tuple[float, float]:
@@ -338,19 +362,8 @@ class Trainer:
             NonFiniteError: on all ranks, before the update: no weight changes. The message names the samples.
         """
         settings = self.recipe.train.optimizer
-        # The same in a resumed run, and on tensor parallel and pipeline ranks.
-        seed_device(mixed_seed(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank), self.device)
         packs: list[PackLosses] = []
-        part = accumulate_gradients(
-            self.model,
-            batch,
-            loss_weights=self.recipe.train.loss_weights,
-            on_output=lambda pack, output: packs.append(PackLosses.of(pack, output)),
-            on_phase=self.watch.at,
-            forward_context=self.experts.routing.forward_context,
-            routers=self.experts.routers,
-            recorder=self.spans.recorder,
-        )
+        part = self._accumulate(batch, self.watch.at, lambda pack, output: packs.append(PackLosses.of(pack, output)))
         if self.compiled is not None:
             self.compiled.check()
         self.watch.at(phase="optimizer")
@@ -361,7 +374,8 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             mixed = mixed_precision(self.recipe.train, self.device.type) is True
-            raise not_finite_error(self.step + 1, loss, norm, packs, self.ranks.peers, self.recipe, mixed)
+            origin = self._origin_of_non_finite(batch)
+            raise not_finite_error(self.step + 1, loss, norm, packs, origin, self.ranks.peers, self.recipe, mixed)
         if num_targets := sum(batch.plan.loss_counts.values()):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings, group["peak"])
@@ -376,6 +390,34 @@ class Trainer:
         self.step += 1
         self.experts.routing.end(self.step)
         return loss, norm
+
+    def _accumulate(self, batch: StepBatch, on_phase: OnPhase, on_output: OnOutput | None = None) -> torch.Tensor:
+        # The same in a resumed run, and on tensor parallel and pipeline ranks.
+        seed_device(mixed_seed(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank), self.device)
+        return accumulate_gradients(
+            self.model,
+            batch,
+            loss_weights=self.recipe.train.loss_weights,
+            on_output=on_output,
+            on_phase=on_phase,
+            forward_context=self.experts.routing.forward_context,
+            routers=self.experts.routers,
+            recorder=self.spans.recorder,
+            upcoming=self._upcoming if isinstance(self._upcoming, StepBatch) else None,
+        )
+
+    def _origin_of_non_finite(self, batch: StepBatch) -> Origin | None:
+        """Compute a step again, which gives the same values, and return where the first one is not finite."""
+        finder = OriginFinder(self.model)
+
+        def at(**position: Any) -> None:
+            self.watch.at(**position)
+            finder.at(**position)
+
+        with finder.looking():
+            self._accumulate(batch, at)
+        self.optimizer.zero_grad(set_to_none=True)
+        return finder.found
 
     def _metrics(self, norm: float) -> dict[str, Any]:
         settings = self.recipe.train.optimizer
@@ -401,24 +443,34 @@ class Trainer:
         """Held-out losses for the metrics of this step; None: they are not due, or Ctrl-C interrupted them."""
         if self.evaluator is None or not self.recipe.measures_heldout_loss(self.step):
             return None
-        found = None
-        with contextlib.suppress(StoppedError), self.watch.paused("evaluate"), self._eager():
-            found = self.evaluator.losses(lambda _: self._stop_at(interrupt))
+        with self.watch.paused("evaluate"), self._eager():
+            losses = partial(self.evaluator.losses, lambda _: self._stop_at(interrupt))
+            found = self.ranks.of_first(self._unless_stopped(losses))
         self.stopwatch = Stopwatch()
         return found
 
     def _eager(self) -> contextlib.AbstractContextManager[None]:
         return self.compiled.paused() if self.compiled else contextlib.nullcontext()
 
+    def _unless_stopped(self, work: Callable[[], T]) -> T | None:
+        """Evaluate on the ranks that have the foundation; return None on those of sections, and after Ctrl-C."""
+
+        def stoppable() -> T | None:
+            with contextlib.suppress(StoppedError):
+                return work()
+            return None
+
+        return serving(self.model, stoppable)
+
     def _stop_at(self, interrupt: Interrupt) -> None:
-        if self.ranks.peers.any(interrupt.requested):
+        if self.ranks.section_peers.any(interrupt.requested):
             raise StoppedError
 
     def _save_is_due(self) -> bool:
         """Whether to save after this step; the first rank decides for all. `auto` leaves space for the last save."""
         if not (self.ranks.is_first and self.save_times.is_due(self.step)):
             return False
-        if self.recipe.train.save_every == "auto" and not self.folder.store.has_room(self._checkpoint_bytes):
+        if self.recipe.train.save_every == "auto" and not self.folder.store.has_room(self.step, self._checkpoint_bytes):
             self.save_times.restart(self.step)
             console.print(
                 f"step {self.step} is not saved, because the disk of {self.folder.path} has no space for this "
@@ -431,6 +483,7 @@ class Trainer:
         target = self.folder.store.folder_of(self.step)
         if self.last_checkpoint == target:
             return target
+        measured = self.encoder_costs.settled
         with self.watch.paused("save"), self.save_times.saving(self.step):
             state = TrainingState(
                 self.step,
@@ -440,12 +493,15 @@ class Trainer:
                 self.loader.order.lengths,
                 self.experts.routers.expert_shares(),
                 self.experts.chunks.settled,
-                self.encoder_costs.settled,
+                None if measured is None else dict(measured.quadratic),
+                None if measured is None else dict(measured.seconds),
+                self.encoder_costs.unused_until,
                 self.meter.totals(self.ranks.meter_peers),
                 self.mean_loss.mean,
                 self.mean_loss.tokens,
             )
-            save_checkpoint(self.folder, self.ranks, self.model, self.processor, self.optimizer, state)
+            line = self._line if self._line.get("step") == self.step else None
+            save_checkpoint(self.folder, self.ranks, self.model, self.processor, self.optimizer, state, line)
         self.last_checkpoint = target
         return target
 
@@ -460,10 +516,19 @@ class Trainer:
                 self._stop_at(interrupt)
                 activity.update(doing)
 
-            result = evaluator.evaluate(notify, losses)
-        scores = result.scores | {"seconds": time.perf_counter() - self._started}
-        skipped = [*merge_states(self.ranks.peers.gather(self.data_state)).rejected, *result.rejected]
-        self.ranks.first(lambda: write_results(self.folder, self.step, result, scores, skipped, settings.saved_samples))
+            result = self._unless_stopped(partial(evaluator.evaluate, notify, losses))
+        scores = self.ranks.of_first(None if result is None else result.scores)
+        if scores is None:
+            raise StoppedError
+        scores |= {"seconds": time.perf_counter() - self._started}
+        skipped = merge_states(self.ranks.peers.gather(self.data_state)).rejected
+
+        def write() -> None:
+            assert result is not None
+            rejected = [*skipped, *result.rejected]
+            write_results(self.folder, self.step, result, scores, rejected, settings.saved_samples)
+
+        self.ranks.first(write)
         return scores
 
 

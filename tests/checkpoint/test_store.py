@@ -1,4 +1,5 @@
 import contextlib
+import math
 import os
 import shutil
 from pathlib import Path
@@ -9,7 +10,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from omnitrain.checkpoint.disk import set_default_modes
-from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint, require_as_saved
+from omnitrain.checkpoint.retention import Retention
+from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint, require_as_saved, write_metrics
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.peers import GlooGroup
@@ -20,15 +22,38 @@ def write(text: str):
 
 
 def test_the_newest_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path)
     for step in (1, 20, 3):
         store.save(step, write(str(step)))
     assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000020"]
     assert (store.latest() / "state.txt").read_text() == "20"
 
 
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [
+        (Retention(last=2), [50, 60]),
+        (Retention(last=1, every=20), [20, 40, 60]),
+        (Retention(last=1, best="loss"), [30, 60]),
+        (Retention(last=1, best="heads.text.loss"), [10, 60]),
+        (Retention(last=1, every=50, best="heldout.loss"), [50, 60]),
+    ],
+)
+def test_the_newest_the_best_and_one_every_n_steps_are_kept(tmp_path: Path, rule: Retention, kept: list[int]) -> None:
+    """Step 20 has no line of metrics; the loss of step 40 is not a number; that of step 50 is no better than 30's."""
+    store, losses = CheckpointStore(tmp_path, rule), {10: 3.0, 30: 2.0, 40: math.nan, 50: 2.0, 60: 2.5}
+    for step in range(10, 70, 10):
+
+        def write(folder: Path, step: int = step) -> None:
+            if step in losses:
+                write_metrics(folder, {"loss": losses[step], "heads": {"text": {"loss": step / 10 or None}}})
+
+        store.save(step, write)
+    assert [int(folder.name[5:]) for folder in sorted(tmp_path.iterdir())] == kept
+
+
 def test_what_a_user_puts_beside_them_is_no_checkpoint_and_stays(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path, Retention(last=1))
     store.save(1, write("1"))
     (tmp_path / "step-00000001-best").mkdir()
     (tmp_path / "step-00000009.tar").write_text("of another one")
@@ -43,7 +68,7 @@ def test_what_a_user_puts_beside_them_is_no_checkpoint_and_stays(tmp_path: Path)
 def test_one_that_its_run_removes_while_it_is_read_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path, Retention(last=1))
     store.save(1, write("1"))
 
     def meanwhile(file: Path) -> str:
@@ -56,7 +81,7 @@ def test_one_that_its_run_removes_while_it_is_read_is_not_called_damaged(
 
 
 def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path)
     store.save(1, write("good"))
 
     def crash(folder: Path) -> None:
@@ -71,7 +96,7 @@ def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path: Path) -> Non
 
 def test_a_full_disk_is_told_in_a_line_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     """Each library that writes a checkpoint's files has an error of its own for it."""
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path)
     store.save(1, write("good"))
     full = "No space left on device"
     for error in (OSError(28, full), SafetensorError("I/O error"), RuntimeError("unexpected pos"), Exception(full)):
@@ -96,7 +121,7 @@ def test_weights_have_the_permissions_that_the_umask_asks_for(
     tmp_path.chmod(folder_mode)
     before = os.umask(umask)
     try:
-        CheckpointStore(tmp_path, keep=1).save(1, lambda path: save_file({}, path / "model.safetensors"))
+        CheckpointStore(tmp_path, Retention(last=1)).save(1, lambda path: save_file({}, path / "model.safetensors"))
         save_file({}, tmp_path / "model.safetensors")
         set_default_modes([tmp_path / "model.safetensors"])
         (tmp_path / "plain").touch()
@@ -109,12 +134,12 @@ def test_weights_have_the_permissions_that_the_umask_asks_for(
 
 def test_a_mistake_in_writing_is_no_full_disk_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
-        CheckpointStore(tmp_path, keep=2).save(1, lambda folder: {}["weight"])
+        CheckpointStore(tmp_path).save(1, lambda folder: {}["weight"])
     assert not any(tmp_path.iterdir())
 
 
 def test_what_crashes_left_behind_is_cleared(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path)
     store.save(1, write("good"))
     for step in (2, 3):
         (tmp_path / f".step-{step:08d}.partial").mkdir()
@@ -132,7 +157,7 @@ def test_every_file_and_folder_is_on_the_disk_before_a_checkpoint_has_its_name(
         (folder / "weights").mkdir()
         write("good")(folder / "weights")
 
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path, Retention(last=1))
     store.save(1, nested)
     *before, after = synced
     assert sorted(before) == [".step-00000001.partial", "manifest.json", "state.txt", "weights"]
@@ -141,10 +166,10 @@ def test_every_file_and_folder_is_on_the_disk_before_a_checkpoint_has_its_name(
 
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 def test_damage_is_named(tmp_path: Path, damage: str) -> None:
-    file = CheckpointStore(tmp_path, keep=1).save(1, write("good")) / "state.txt"
+    file = CheckpointStore(tmp_path, Retention(last=1)).save(1, write("good")) / "state.txt"
     file.write_text("goof") if damage == "flip" else file.unlink()
     with pytest.raises(UserError, match=r"damaged: \['state\.txt'\]"):
-        CheckpointStore(tmp_path, keep=1).latest()
+        CheckpointStore(tmp_path, Retention(last=1)).latest()
 
 
 def test_a_folder_that_will_not_be_read_is_not_compared(tmp_path: Path) -> None:
@@ -153,7 +178,7 @@ def test_a_folder_that_will_not_be_read_is_not_compared(tmp_path: Path) -> None:
             (folder / name).mkdir()
             (folder / name / "file").write_text("good")
 
-    checkpoint = CheckpointStore(tmp_path, keep=1).save(1, write_two)
+    checkpoint = CheckpointStore(tmp_path, Retention(last=1)).save(1, write_two)
     (checkpoint / "optimizer" / "file").write_text("goof")
     require_as_saved(checkpoint, unread="optimizer")
     with pytest.raises(UserError, match=r"damaged: \['optimizer/file'\]"):
@@ -165,7 +190,7 @@ def test_a_folder_that_will_not_be_read_is_not_compared(tmp_path: Path) -> None:
 
 def test_nothing_to_resume_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint in"):
-        CheckpointStore(tmp_path / "none", keep=1).latest()
+        CheckpointStore(tmp_path / "none", Retention(last=1)).latest()
     with pytest.raises(UserError, match="neither a saved omni model"):
         newest_checkpoint(tmp_path)
 
@@ -179,7 +204,7 @@ def met_alone(folder: Path) -> None:
             raise RuntimeError("not enough memory")
         dist.barrier()
 
-    CheckpointStore(folder, keep=1).save(1, write, peers)
+    CheckpointStore(folder, Retention(last=1)).save(1, write, peers)
 
 
 def test_what_a_rank_meets_alone_while_all_write_is_raised_there_and_not_after_the_others(
@@ -194,7 +219,7 @@ def test_a_checkpoint_whose_removal_does_not_end_is_none_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: BaseException
 ) -> None:
     """A crash, or a shared disk on which another process reads it, leaves some of its files."""
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path, Retention(last=1))
     store.save(1, write("old"))
     unlink = os.unlink
 

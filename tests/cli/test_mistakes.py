@@ -74,9 +74,9 @@ run R --resume
 check R parallel.default.ulysses=3
     2  parallel.default.ulysses: found 3, but 3 ranks cannot share 4 heads equally; 1, 2, 4 can
 check R --nproc 3 parallel.default.ulysses=2
-    2  parallel: ulysses=2 needs a multiple of 2 ranks, but the run has 3...start it with --nproc 4
+    2  parallel: ulysses=2 needs a multiple of 2 ranks, found 3...start it with --nproc 4
 run R parallel.default.ulysses=2
-    2  1 problem in recipe.yaml:...ulysses=2 needs a multiple of 2 ranks, but the run has 1...start it with --nproc 2
+    2  1 problem in recipe.yaml:...ulysses=2 needs a multiple of 2 ranks, found 1...start it with --nproc 2
 run R --nproc 2 parallel.default.ulysses=3
     2  2 problems...start it with --nproc 3...parallel.default.ulysses: found 3, but 3 ranks cannot share 4 heads
 check R parallel.default.ep=2
@@ -110,7 +110,7 @@ check R --nproc 2 parallel.default.pp=2 parallel.default.schedule={kind: zbv, ov
 schedule R
     2  this recipe has no pipeline (pp is 1)...set parallel.components.foundation.pp=2
 schedule deep.yaml --nproc 3 parallel.default.pp=2
-    2  pp=2 needs a multiple of 2 ranks, but the run has 3
+    2  pp=2 needs a multiple of 2 ranks, found 3
 schedule deep.yaml parallel.default.pp=2 --forward=-1
     2  --forward: found -1; expected a number of seconds above 0
 check R parallel.default.precision.param=bfloat16

@@ -8,8 +8,6 @@ import pytest
 from omnitrain.cli import resume_hint
 from omnitrain.train.launch.environment import LAUNCHER
 
-OVERRIDES = ["train.steps=20", "data.train=[{path: my data.parquet}]"]
-
 
 @pytest.fixture(autouse=True)
 def _as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,22 +16,21 @@ def _as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words() -> list[str]:
-    return shlex.split(resume_hint.resume_hint("my run.yaml", OVERRIDES).removeprefix("to continue: "))
+    return shlex.split(resume_hint.resume_hint("my run").removeprefix("to continue: "))
 
 
-def test_the_hint_is_the_command_with_resume_and_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ["run", "my run.yaml", *OVERRIDES]
+def test_the_hint_names_the_folder_and_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume_hint.shutil, "which", lambda name: None)
-    assert words() == [sys.executable, "-m", "omnitrain", *given, "--resume"]
+    assert words() == [sys.executable, "-m", "omnitrain", "resume", "my run"]
     monkeypatch.setattr(resume_hint.shutil, "which", lambda name: f"{sys.executable.rpartition('/')[0]}/{name}")
-    assert words() == ["omnitrain", *given, "--resume"]
+    assert words() == ["omnitrain", "resume", "my run"]
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv(LAUNCHER, "123")
-    assert words() == ["omnitrain", *given, "--nproc", "4", "--resume"]
+    assert words() == ["omnitrain", "resume", "my run", "--nproc", "4"]
 
 
-def test_under_torchrun_the_command_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_the_command_of_the_launcher_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert (
-        resume_hint.resume_hint("my.yaml", []) == "to continue, start the same command again with --resume at its end"
+    assert resume_hint.resume_hint("runs/mine") == (
+        "to continue, start `-m omnitrain resume runs/mine` in place of `-m omnitrain run ...`"
     )

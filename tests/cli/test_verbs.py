@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +176,36 @@ def test_run_hands_over_the_recipe_with_its_overrides(shipped: Path, monkeypatch
     assert call("run", "small", "train.steps=7", "output_dir=here", "--resume").exit_code == 0
     recipe, resume = Trainer.given
     assert (recipe.train.steps, recipe.output_dir, resume) == (7, "here", True)
+    assert call("run", "small", "output_dir=here", "--auto-resume").exit_code == 0
+    assert Trainer.given[1] == "auto"
+    refused = call("run", "small", "--resume", "--auto-resume")
+    assert refused.exit_code == 2 and "--resume and --auto-resume exclude each other" in refused.stderr
+
+
+def test_resume_takes_the_recipe_of_the_folder_which_may_have_moved(
+    shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
+    moved = shipped / "moved: here"
+    moved.mkdir()
+    (moved / "recipe.yaml").write_text(f"{RECIPE}train: {{steps: 5, log_every: 3}}\noutput_dir: runs/before\n")
+    assert call("resume", str(moved), "train.steps=7").exit_code == 0
+    recipe, resume = Trainer.given
+    assert (recipe.train.steps, recipe.train.log_every, recipe.output_dir, resume) == (7, 3, str(moved), True)
+    for arguments, message in (
+        ([str(shipped)], f"{shipped} is not the folder of a run (no recipe.yaml); name the output_dir of one"),
+        ([str(moved), "output_dir=x"], f"resume continues the run in {moved}, not in x; remove output_dir="),
+        ([str(moved), "--train.steps", "9"], "--train.steps: keys of a recipe have no dashes; write `train.steps=9`"),
+    ):
+        refused = call("resume", *arguments)
+        assert (refused.exit_code, refused.stderr) == (2, f"omnitrain: {message}\n")
 
 
 @pytest.mark.parametrize(
     ("outcome", "code", "message"),
     [
-        (types.SimpleNamespace(interrupted=True), 130, ""),
+        (types.SimpleNamespace(interrupted=True, is_terminated=False), 130, ""),
+        (types.SimpleNamespace(interrupted=True, is_terminated=True), 143, ""),
         (KeyboardInterrupt(), 130, "omnitrain: interrupted\n"),
         (DataError("no file x.parquet"), 2, "omnitrain: no file x.parquet\n"),
     ],
@@ -192,7 +217,7 @@ def test_run_ends_with_the_code_of_its_outcome(
     stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
     ended = call("run", "small")
     assert (ended.exit_code, ended.stderr) == (code, message)
-    assert ended.stdout.endswith("omnitrain run small --resume\n") == isinstance(outcome, types.SimpleNamespace)
+    assert ended.stdout.endswith("omnitrain resume runs/default\n") == isinstance(outcome, types.SimpleNamespace)
 
 
 def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
@@ -200,18 +225,24 @@ def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
 ) -> None:
     given: list[Any] = []
 
-    def launch(arguments: list[str], nproc: int, *, stop_seconds: float) -> int:
-        given.extend([arguments, nproc, stop_seconds])
+    def launch(arguments: Callable[[], list[str]], nproc: int, **options: Any) -> int:
+        first = list(arguments())
+        Path("runs/default").mkdir(parents=True)
+        Path("runs/default/recipe.yaml").write_text(RECIPE)  # the run begins
+        fits = [ranks for ranks in range(1, 9) if options["fits"](ranks)]
+        given.extend([first, arguments()[len(first) :], nproc, options["max_restarts"], options["stop_seconds"], fits])
         return 130
 
-    stand_in(monkeypatch, "omnitrain.train.launch.launch", launch=launch)
+    stand_in(monkeypatch, "omnitrain.train.launch.restarts", launch_with_restarts=launch)
     monkeypatch.setattr("omnitrain.train.launch.crowding.num_cores", lambda: 2)
-    ended = call("run", "small", "train.stop_seconds=7", "train.device=cpu", "--resume", "--nproc", "3")
+    overrides = ["train.stop_seconds=7", "train.device=cpu", "train.micro_batches=6"]
+    ended = call("run", "small", *overrides, "--nproc", "3", "--max-restarts", "4")
     assert ended.exit_code == 130
     assert ended.stderr.startswith("omnitrain: --nproc 3 on 2 cores: about 1.5 ranks share a core, so ")
-    overrides = ["train.stop_seconds=7", "train.device=cpu"]
-    assert given == [["-m", "omnitrain", "run", "small", *overrides, "--resume"], 3, 7.0]
+    first = ["-m", "omnitrain", "run", "small", *overrides]
+    assert given == [first, ["--auto-resume"], 3, 4, 7.0, [1, 2, 3, 6]]
     assert call("run", "small", "train.stps=7", "--nproc", "3").exit_code == 2  # found before ranks are started
+    assert "it needs --nproc 2 or more" in call("run", "small", "--max-restarts", "1").stderr
 
 
 def test_an_unexpected_error_keeps_its_traceback(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:

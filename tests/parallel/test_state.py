@@ -120,7 +120,7 @@ def test_one_process_needs_no_launcher() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         state.rank = 1
     with pytest.raises(
-        UserError, match=r"these degrees do not fit 1 rank:\ntp_size=2 needs a multiple of 2 ranks, but the run has 1"
+        UserError, match=r"these degrees do not fit 1 rank:\ntp_size=2 needs a multiple of 2 ranks, found 1"
     ):
         ot.init_parallel_state(tp_size=2)
     assert ot.get_parallel_state() is state

@@ -35,7 +35,7 @@ def test_degrees_left_out_are_inferred(world_size: int, degrees: dict[str, int |
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ({"tp": 3}, "tp=3 needs a multiple of 3 ranks, but the run has 8\ntp=3: 1, 2, 4, 8 would fit"),
+        ({"tp": 3}, "tp=3 needs a multiple of 3 ranks, found 8\ntp=3: 1, 2, 4, 8 would fit"),
         ({"tp": 3, "sp": 2}, "ulysses=2 x tp=3 needs a multiple of 6 ranks, .* 8\ntp=3: 1, 2, 4 would fit"),
         ({"tp": 4, "sp": 4}, "ulysses=4: 1, 2 would fit\ntp=4: 1, 2 would fit"),
         ({"dp": 8, "tp": 2}, "dp=8 must be 4, the number of ranks that the other degrees leave"),

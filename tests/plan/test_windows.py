@@ -105,7 +105,9 @@ def test_a_limit_that_is_too_small_is_refused_with_the_one_that_is_needed() -> N
     )
     with pytest.raises(UserError, match=needed):
         chosen(4, 119, features)
-    with pytest.raises(UserError, match="found 29, but one item has 3 features of 10 bytes: 30 bytes"):
+    with pytest.raises(
+        UserError, match="found 29, but one item has 3 features of 10 bytes: 30 bytes; allow at least as many"
+    ):
         chosen(4, 29, features)
     assert chosen(4, 120, features) == 1
 

@@ -54,6 +54,12 @@ def plan(field: str, message: str, component: str = "image_encoder", *others: st
     return idle(message, *(f"{place}.{other}" for other in others), f"{place}.{field}", base=base)
 
 
+def section(field: str, message: str, *others: str) -> Idle:
+    apart = ("parallel.sections.vision={components: [image_encoder], ranks: 1}", *others)
+    return idle(message, *apart, f"parallel.sections.vision.{field}")
+
+
+FROZEN = "model.freeze=[image_encoder]"
 PERIOD = Always("a period or a limit; a run that ends earlier is a short run")
 SIZE = Always("a size, a rate or a seed of what every run does")
 DEVICE = Always("depends on the machine or on --nproc, which a recipe does not say")
@@ -140,7 +146,9 @@ STANDS: dict[str, Always | Idle] = {
     "Train.loss_weights": idle("unknown name; did you mean `text`", "train.loss_weights={txt: 2}"),
     "Train.log_every": PERIOD,
     "Train.save_every": PERIOD,
-    "Train.keep_checkpoints": Always("a resumed run has the last checkpoint of each start"),
+    "Train.keep_last": Always("a resumed run has the last checkpoint of each start"),
+    "Train.keep_every": PERIOD,
+    "Train.keep_best": idle("saves only at the end", "train.save_every=null", "train.keep_best=loss"),
     "Train.stop_seconds": DEVICE,
     "Train.stall_seconds": DEVICE,
     "Optimizer.learning_rate": idle(
@@ -200,6 +208,13 @@ STANDS: dict[str, Always | Idle] = {
         "schedule.overlap=true", "no all-to-all of experts can be hidden", "foundation", base="text"
     ),
     "PipelineSchedule.split": Always("any split gives other stages"),
+    "Section.components": Always("each of them gets other ranks"),
+    "Section.ranks": Always("each number divides the encoders otherwise"),
+    "Section.micro_batch": Always("each number encodes other items together"),
+    "Section.slots": Always("each number is another limit of memory"),
+    "Section.in_flight": section("in_flight=2", "keeps no activations", FROZEN),
+    "Section.encode_twice": section("encode_twice=true", "keeps no activations", FROZEN),
+    "Section.ahead": section("ahead=1", "image_encoder trains", "data.workers=1"),
     "ComponentPlan.mode": Always("parameters lie in one way or another"),
     "ComponentPlan.recompute": plan("recompute=full", "the component has no blocks", "image_decoder"),
     "ComponentPlan.recomputed_parts": plan(

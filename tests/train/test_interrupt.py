@@ -24,6 +24,20 @@ def test_signals_that_come_together_are_one_and_a_later_one_interrupts(monkeypat
     signal.signal(signal.SIGINT, before)
 
 
+def test_a_repeated_sigterm_lets_a_save_finish_and_ctrl_c_still_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    now = 0.0
+    monkeypatch.setattr(interrupt.time, "monotonic", lambda: now)
+    with Interrupt() as asked:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+            now += 30
+        assert asked.requested and asked.is_terminated
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
 def test_handlers_are_as_before_afterwards() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with Interrupt():

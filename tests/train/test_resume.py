@@ -22,6 +22,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.trackers import numbers_in
+from omnitrain.train.run_state import save
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_recipe
@@ -91,6 +92,25 @@ def test_a_run_of_rounded_weights_goes_on_without_a_plan_from_what_was_rounded(t
     assert len(weights) > 80 and all(torch.equal(a.to_local(), b) for a, b in zip(copies, weights, strict=True))
 
 
+def test_sigterm_in_a_save_lets_it_finish_and_ends_the_run_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_recipe(tmp_path, text_only=True, steps=6, save_every=2)
+    Trainer(load(path, f"output_dir={tmp_path / 'whole'}")).fit()
+    write = save.save_optimizer
+
+    def terminated(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        write(*arguments)
+
+    monkeypatch.setattr(save, "save_optimizer", terminated)
+    summary = Trainer(load(path)).fit()
+    assert (summary.interrupted, summary.is_terminated, summary.step) == (True, True, 2)
+    monkeypatch.undo()
+    Trainer(load(path), resume="auto").fit()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
 def test_resuming_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to resume"):
         Trainer(load(tiny_recipe(tmp_path, text_only=True)), resume=True)
@@ -152,6 +172,9 @@ def test_resuming_a_finished_run_changes_nothing_and_says_so(tmp_path: Path) -> 
         assert RunFolder(load(path, *fast, *more)).finished() is None
     with pytest.raises(UserError, match="was started with another recipe"):
         RunFolder(load(path, *fast, "train.seed=9")).finished()
+    scores = tmp_path / "run" / "eval.json"
+    scores.write_text(scores.read_text()[:-9])  # killed while it was written: the evaluation is made again
+    assert RunFolder(load(path, *fast)).finished() is None
 
 
 def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Path) -> None:

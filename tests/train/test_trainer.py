@@ -180,13 +180,14 @@ def test_steps_before_a_nan_are_saved_and_continued_exactly(tmp_path: Path) -> N
     lines = str(caught.value).splitlines()
     assert lines[0] == "step 4: the loss is nan and the gradient norm nan; this step changed no weight"
     assert lines[1] == f"  loss of text not finite in the samples {spoilt[0]}"
-    assert lines[4:6] == [
+    assert lines[2].startswith(f"  it began in forward of foundation, micro-batch 0: samples {spoilt[0]}, text/")
+    assert lines[5:7] == [
         "  - a lower train.optimizer.learning_rate (it is 0.0003), or more train.optimizer.warmup_steps (it is 1)",
         "  - a lower train.optimizer.max_grad_norm (it is 1)",
     ]
     run = tmp_path / "run"
-    assert lines[6] == f"  the steps before it are saved in {run / 'checkpoints' / 'step-00000003'}"
-    assert lines[7].endswith(f"model.checkpoint={run} and another output_dir")
+    assert lines[7] == f"  the steps before it are saved in {run / 'checkpoints' / 'step-00000003'}"
+    assert lines[8].endswith(f"model.checkpoint={run} and another output_dir")
     assert Trainer(recipe, resume=True).fit().step == 6
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     heads = [
@@ -247,7 +248,7 @@ def test_a_run_saves_every_ten_minutes_and_leaves_space_for_its_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints_that_fit: int
 ) -> None:
     """A step takes 400 s here."""
-    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True, steps=5, save_every="auto", keep_checkpoints=9)))
+    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True, steps=5, save_every="auto", keep_last=9)))
     monkeypatch.setattr(save_times, "time", SimpleNamespace(monotonic=lambda: 400.0 * trainer.step))
     space, disk = checkpoints_that_fit * checkpoint_bytes(trainer.model), shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=space))
@@ -257,6 +258,38 @@ def test_a_run_saves_every_ten_minutes_and_leaves_space_for_its_last_checkpoint(
     assert [int(path.name[5:]) for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == saved
     told = " ".join(printed.get().split())
     assert ("step 2 is not saved, because the disk" in told) == (checkpoints_that_fit == 1)
+
+
+def test_the_checkpoint_with_the_lowest_held_out_loss_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run compares with the checkpoints of earlier starts."""
+    losses = iter([5.0, 1.0, 3.0, 2.0, 4.0, 1.5])
+
+    def scripted(*_: Any) -> dict[str, Any]:
+        return {"heads": {"text": {"loss": next(losses), "tokens": 1}}, "sources": {}}
+
+    monkeypatch.setattr("omnitrain.train.evaluate.evaluate.heldout_loss", scripted)
+    path = tiny_recipe(tmp_path, evaluated=True, text_only=True, steps=4, save_every=1, keep_last=1)
+    settings = ["train.keep_best=heldout.loss", "evaluation={max_new_tokens: 1, loss_every: 1}"]
+    Trainer(load(path, *settings)).fit()
+    Trainer(load(path, *settings, "train.steps=6"), resume=True).fit()
+    assert [folder.name for folder in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "step-00000002",
+        "step-00000006",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.keep_best=grad_norm"], r"expected `loss`, `heads\.HEAD\.loss`"),
+        (["train.keep_best=heads.txt.loss"], "train.keep_best: unknown head; did you mean `text`"),
+        (["train.keep_best=heldout.loss"], r"needs `evaluation\.loss_every`"),
+        (["train.keep_best=loss", "train.log_every=2", "train.save_every=3"], "set it to a multiple of 2"),
+    ],
+)
+def test_a_metric_that_no_checkpoint_has_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(tiny_recipe(tmp_path), *overrides)
 
 
 def test_frozen_weights_stay_and_all_others_move(tmp_path: Path) -> None:

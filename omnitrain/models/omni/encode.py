@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
+from omnitrain.errors import UserError
 from omnitrain.models.components.media_calls import media_calls
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout
 from omnitrain.models.foundation.runner import EncodedMedia
@@ -24,7 +26,19 @@ from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.ops.attention import SequenceSlice
 from omnitrain.ops.timing import What
 
-Exchange = Callable[..., tuple[Tensor, ...]]
+
+class Exchange(Protocol):
+    """Sends the tensors of a rank's features to the ranks that need them.
+
+    Attributes:
+        around_backward: makes a context in which the gradients return.
+    """
+
+    around_backward: Callable[[], AbstractContextManager[None]]
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors that this rank needs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -119,7 +133,14 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
         pack: the micro-batch.
         work: this rank's work in this micro-batch.
         components: encode only their media; None: those of all components.
+
+    Raises:
+        UserError: other ranks have an encoder of the pack's media, and ``work`` does not say that they encode now.
     """
+    elsewhere: Collection[str] = ()
+    if model.encoder_relay is not None:
+        model.encoder_relay.require_forward()
+        elsewhere = model.encoder_relay.components
     inserted: list[tuple[Tensor, Tensor]] = []
     native: dict[str, MediaFeatures] = {}
     labels: dict[str, Tensor] = {}
@@ -134,6 +155,8 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
         counts = {name: batch.num_tokens for name, batch in batches.items()}
         if component in work.encoded:
             made = _cut(model, work.encoded[component], counts)
+        elif component in elsewhere:
+            made = _from_elsewhere(model, component, work, pack)
         else:
             calls = call_component(model, component, work, pack)
             made, idle = calls.made, [*idle, *calls.idle]
@@ -183,6 +206,19 @@ def call_component(model: Any, component: str, work: MicroBatchWork, pack: Pack 
     return ComponentCalls(made, minimal)
 
 
+def _from_elsewhere(model: Any, component: str, work: MicroBatchWork, pack: Pack) -> dict[str, list[MediaFeatures]]:
+    """Get the features of a component that other ranks have, without a graph."""
+    calls = {name: own_calls(model, pack, name) for name in model.media_names[component]}
+    if any(work.calls.get(name) for name in calls):  # the same on all ranks
+        return model.encoder_relay.encode(component, calls)
+    if any(calls.values()):
+        raise UserError(
+            f"{component} is on other ranks, and a forward by itself does not tell them to encode: use "
+            "accumulate_gradients to train, and heldout_loss or generate (in omnitrain.serving) otherwise"
+        )
+    return {}
+
+
 def exchange_features(model: Any, component: str, calls: ComponentCalls, exchange: Exchange) -> tuple[Tensor, ...]:
     """Send the features of a component to the ranks that need them; return those that this rank needs.
 
@@ -194,6 +230,7 @@ def exchange_features(model: Any, component: str, calls: ComponentCalls, exchang
     """
     own = [features for of_name in calls.made.values() for features in of_name]
     sent = [torch.cat(tensors) for tensors in zip(*(f.tensors() for f in own or calls.minimal[:1]), strict=True)]
+    exchange.around_backward = partial(_recorded, model, What("wait", FEATURES, "backward", component))
     with _recorded(model, What("wait", FEATURES, "forward", component)):
         return exchange(*(sent if own else [tensor[:0] for tensor in sent]))
 

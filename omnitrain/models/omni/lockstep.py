@@ -29,8 +29,11 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
         A pack, and this rank's work for it.
 
     Raises:
-        UserError: raised on all ranks if the foundation's own forward reads a pack, and the model is a pipeline.
+        UserError: raised on all ranks if the foundation's own forward reads a pack, and the model is a pipeline; or if
+            other ranks have encoders, and do not listen.
     """
+    if model.encoder_relay is not None:
+        model.encoder_relay.require_open()
     if model.relay.is_cut:  # before any stage waits for another
         all_or_raise(peers, lambda: [model.runner.in_forward.require_whole_model(pack) for pack in packs])
     rounds = peers.most({"packs": len(packs)})["packs"]

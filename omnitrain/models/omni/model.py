@@ -39,7 +39,7 @@ from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, id
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.lockstep import idle_prompt
-from omnitrain.models.omni.relay import ONE_STAGE, StageRelay
+from omnitrain.models.omni.relay import ONE_STAGE, EncoderRelay, StageRelay
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
@@ -65,6 +65,8 @@ class OmniModel(ComponentModel):
         compute_device: device of its computations, if its parameters are on another device.
         takes_batches: whether :meth:`forward` takes batches of transformers; not after ``build_parallelize_model``.
         relay: runs its pipeline stages in turn, for evaluation and generation.
+        encoder_relay: gets the features of encoders that other ranks have, for evaluation and generation; None: there
+            are none.
     """
 
     config_class = OmniConfig
@@ -81,6 +83,7 @@ class OmniModel(ComponentModel):
         self.compute_device: torch.device | None = None
         self.takes_batches = True
         self.relay: StageRelay = ONE_STAGE
+        self.encoder_relay: EncoderRelay | None = None
         self._minimal_inputs: dict[str, tuple[TensorFeatures, tuple[int, ...]]] = {}
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
         # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -27,7 +29,9 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
-def save_whole(model: ComponentModel, folder: Path, peers: Peers, file_bytes: int = FILE_BYTES) -> None:
+def save_whole(
+    model: ComponentModel, folder: Path, peers: Peers, file_bytes: int = FILE_BYTES, previous: Path | None = None
+) -> None:
     """Write the config, the weights and LoRA adapters (in PEFT's files) exactly as a single process would.
 
     Files are distributed over the ranks; each rank holds the weights of one file at a time.
@@ -37,6 +41,8 @@ def save_whole(model: ComponentModel, folder: Path, peers: Peers, file_bytes: in
         folder: the same on all ranks; weights saved there before are removed.
         peers: all ranks of the model; all must call this function.
         file_bytes: largest size of a file's weights; a single block may exceed it.
+        previous: a folder to which this process has saved the same model. Its files of weights that do not train are
+            linked, if the file system can do that, and not written again.
 
     Raises:
         Exception: writing failed on one rank; all ranks raise its exception.
@@ -48,12 +54,19 @@ def save_whole(model: ComponentModel, folder: Path, peers: Peers, file_bytes: in
     # Without the base's weights, which come last, nobody takes the folder for a complete model.
     all_or_raise(peers, lambda: _begin(model, folder, adapters) if peers.rank == 0 else None)
     files = _names_by_file({name: value for name, value in values.items() if name not in adapter_names}, file_bytes)
-    file_of: dict[str, str] = {}
-    for begin in range(0, len(files), peers.size):
+    frozen = [
+        _file_name(index, len(files))
+        for index, names in enumerate(files)
+        if all(isinstance(values[name], nn.Parameter) and not values[name].requires_grad for name in names)
+    ]
+    file_of = peers.gather(_linked(frozen, previous, folder) if peers.rank == 0 and previous is not None else {})[0]
+    left = [index for index in range(len(files)) if _file_name(index, len(files)) not in file_of.values()]
+    for begin in range(0, len(left), peers.size):
         weights: dict[str, Tensor] = {}
-        for rank, names in enumerate(files[begin : begin + peers.size]):
-            weights |= whole({name: values[name] for name in names}, keep=rank == peers.rank)
-        file_name = _file_name(begin + peers.rank, len(files))
+        for rank, index in enumerate(left[begin : begin + peers.size]):
+            weights |= whole({name: values[name] for name in files[index]}, keep=rank == peers.rank)
+        own = left[begin + peers.rank :][:1]  # some ranks have no file in the last round
+        file_name = _file_name(own[0], len(files)) if own else ""
         written = all_or_raise(peers, partial(_write, model, weights, folder / file_name))
         for names, file in peers.gather((written, file_name)):
             file_of |= dict.fromkeys(names, file)
@@ -92,6 +105,18 @@ def _names_by_file(values: Mapping[str, Tensor], file_bytes: int) -> list[list[s
         files[-1] += names
         left -= size
     return files
+
+
+def _linked(names: list[str], previous: Path, folder: Path) -> dict[str, str]:
+    """Link files of ``previous`` into ``folder``, as far as that works; return the file of each of their tensors."""
+    file_of: dict[str, str] = {}
+    for name in names:
+        with contextlib.suppress(OSError, SafetensorError):  # no links on this disk, or the file is gone
+            with safe_open(previous / name, framework="pt") as stored:
+                tensors = list(stored.keys())
+            (folder / name).hardlink_to(previous / name)
+            file_of |= dict.fromkeys(tensors, name)
+    return file_of
 
 
 def _file_name(index: int, num_files: int) -> str:

@@ -103,6 +103,25 @@ def cut_into_stages(
     return Pipeline(stages, schedule, group, channel, held_by, shared)
 
 
+def schedule_of_plan(
+    plan: ComponentPlan, num_micro_batches: int, encoders: tuple[EncoderWindows, ...] = ()
+) -> Schedule:
+    """Return the schedule of a step of the foundation: that of its pipeline, or gradient accumulation.
+
+    Args:
+        plan: the complete plan of the foundation.
+        num_micro_batches: number of micro-batches of the step on each rank.
+        encoders: components of ``main`` that are encoded outside of the forwards.
+
+    Raises:
+        ScheduleError: it cannot run.
+    """
+    num_ranks, settings = plan.pp or 1, plan.schedule or PipelineSchedule()
+    if num_ranks > 1 or settings.overlap:
+        return complete_schedule(settings, num_ranks, num_micro_batches, encoders)
+    return with_encoders(accumulate(num_micro_batches), encoders)
+
+
 def complete_schedule(
     settings: PipelineSchedule, num_ranks: int, num_micro_batches: int, encoders: tuple[EncoderWindows, ...] = ()
 ) -> Schedule:

@@ -81,10 +81,7 @@ def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState
     placement = Placement.V if schedule.kind == "zbv" else Placement.LOOP
     ranks = stage_ranks(state.size("pp"), schedule.stages_per_rank, placement)
     cuts = model.stage_contract.cuts
-    text = model.foundation.config.get_text_config(decoder=True)
-    chosen = next((number for name in CHOSEN_EXPERTS if (number := config_value(text, name))), None)
-    blocks = [_cost(block, chosen) for block in text_blocks(model.foundation)]
-    head = float(sum(weight.numel() for weight in model.foundation.get_output_embeddings().parameters()))
+    blocks, head = parameters_met(model)
     if schedule.split is not None:
         spans = split_by_numbers(schedule.split, len(blocks), len(ranks), legal_cuts=cuts)
     else:
@@ -92,6 +89,18 @@ def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState
     costs = [sum(blocks[start:stop]) for start, stop in spans]
     costs[-1] += head
     return PipelineStages(spans, tuple(costs), ranks, state.pp_rank)
+
+
+def parameters_met(model: OmniModel) -> tuple[list[float], float]:
+    """Return the number of parameters that a token meets in each block of the foundation, and in its head.
+
+    A token meets only the experts that its router chooses. The numbers are the same before and after tensors are
+    sharded, and on all ranks.
+    """
+    text = model.foundation.config.get_text_config(decoder=True)
+    chosen = next((number for name in CHOSEN_EXPERTS if (number := config_value(text, name))), None)
+    blocks = [_cost(block, chosen) for block in text_blocks(model.foundation)]
+    return blocks, float(sum(weight.numel() for weight in model.foundation.get_output_embeddings().parameters()))
 
 
 def _cost(block: nn.Module, chosen: int | None) -> float:

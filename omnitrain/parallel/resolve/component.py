@@ -12,7 +12,7 @@ from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, Precision
 
 _OF_WINDOWS = ("features_on", "feature_bytes")
-_OF_PLACE = ("place", "window", "quadratic_cost", *_OF_WINDOWS)
+_OF_PLACE = ("place", "window", "feature_bytes")  # what the settings of a section decide
 _MODEL_AXES = ("pp", "cp", "ulysses")  # axes of the foundation; other components have degree 1 by default
 
 
@@ -67,12 +67,14 @@ def _media_fields(request: Request) -> dict[str, Any]:
             )
         return {"place": place, "quadratic_cost": request.merged.quadratic_cost}
     if (section := request.section) is not None:
-        for field in _OF_PLACE:
+        for field in (*_OF_PLACE, *_OF_WINDOWS):
             if (found := getattr(request.explicit, field)) is not None:
                 request.problem(
                     field, f"found {found}, but the ranks of sections.{section} encode for all others; remove it"
                 )
-        return {"place": "world", "window": request.plans.sections[section].micro_batch}
+        window, merged = request.plans.sections[section].micro_batch, request.merged
+        fields = {"quadratic_cost": merged.quadratic_cost, "features_on": merged.features_on}
+        return {"place": "world", "window": window, **fields}
     if stages > 1 and place == "world":
         window = window or "step"
     elif request.explicit.window is not None and stages > 1:

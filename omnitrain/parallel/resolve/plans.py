@@ -16,7 +16,7 @@ from omnitrain.parallel.fsdp.units import blocks_of, stays_fp32
 from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
-from omnitrain.parallel.resolve.sections import section_problems
+from omnitrain.parallel.resolve.sections import idle_settings, section_problems, starving_sections
 from omnitrain.parallel.resolve.sources import STATE_AXIS, CallFlags, Request
 from omnitrain.parallel.state import ParallelState, state_without_groups
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
@@ -86,7 +86,9 @@ def resolve_plans(
             plans[name] = resolved
             problems += () if name in adapters else _fp32_problems(model, name, resolved)
             problems += router_problems(model, plan, name, layers[name], resolved)
-    raise_problems(problems or list(unused_problems(plan, plans)))
+    raise_problems(
+        problems or [*unused_problems(plan, plans), *idle_settings(plan, plans), *starving_sections(plan, plans)]
+    )
     return plans, adapters
 
 
@@ -131,7 +133,7 @@ def resolve_without_ranks(
 def _resolved_on(
     state: ParallelState, model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None
 ) -> tuple[ParallelState, dict[str, ComponentPlan]]:
-    tensors = tensor_plan(model, plan, state.size("tp"))
+    tensors = tensor_plan(model, plan, state.degrees("tp"))
     plans, _ = resolve_plans(model, plan, state, CallFlags(mixed_precision), tensors, adapters_of(model))
     return state, plans
 
@@ -148,14 +150,15 @@ def _problems_on_any(model: OmniModel, plan: ParallelPlan, mixed_precision: bool
 
 def _numbers_of_ranks(plan: ParallelPlan) -> list[int]:
     """Numbers of ranks to try a plan on: the product of its degrees, and multiples if some degrees are unset."""
-    foundation = plan.of(FOUNDATION)
+    foundation, elsewhere = plan.of(FOUNDATION), sum(section.ranks for section in plan.sections.values())
     if foundation.num_ranks is not None:
-        return [foundation.num_ranks]
+        return [foundation.num_ranks + elsewhere]
     matrices = (foundation.tp or 1) * (foundation.pp or 1)
     sequence = (foundation.cp or 1) * (foundation.ulysses or 1)
     least = math.lcm(matrices * sequence, matrices * (foundation.ep or 1)) * (foundation.dp_replicate or 1)
-    others = {math.lcm(least, ranks) for name in plan.components if (ranks := plan.of(name).num_ranks)}
-    return sorted({least << doublings for doublings in range(3)} | others)
+    of_main = [plan.of(name).num_ranks for name in plan.components if plan.section_of(name) == MAIN]
+    others = {math.lcm(least, ranks) for ranks in of_main if ranks}
+    return [ranks + elsewhere for ranks in sorted({least << doublings for doublings in range(3)} | others)]
 
 
 def _names(model: OmniModel) -> dict[str, list[str]]:

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
+from omnitrain.errors import ScheduleError
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.state import ParallelState
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
+from omnitrain.plan.schedule.actions import Kind
+from omnitrain.plan.schedule.generators import least_micro_batches
+from omnitrain.plan.schedule.sections import SectionWindows, with_sections
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PipelineSchedule
 from omnitrain.recipe.suggest import hint
 
 
 def section_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> list[str]:
     """Return all problems of the sections of a plan."""
     problems = [*_component_problems(model, plan), *_other_section_problems(plan)]
-    planned = {name: section.ranks for name, section in plan.sections.items()}
-    found = {name: other.world_size for name, other in state.sections.items() if name != MAIN}
+    planned = [(name, section.ranks) for name, section in plan.sections.items()]
+    found = [(name, other.world_size) for name, other in state.sections.items() if name != MAIN]
     if not problems and planned != found:
-        shown = ", ".join(f"{name} with {ranks} ranks" for name, ranks in found.items()) or "none"
         problems.append(
-            f"sections: found {', '.join(planned)}, but the parallel state has {shown}; call "
+            f"sections: found {_listed(planned)}, but the parallel state has {_listed(found)}; call "
             "init_parallel_state(sections=plan) with this plan"
         )
     return problems
+
+
+def _listed(sections: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} with {ranks} rank{'s' * (ranks > 1)}" for name, ranks in sections) or "none"
 
 
 def _component_problems(model: OmniModel, plan: ParallelPlan) -> Iterator[str]:
@@ -45,14 +53,60 @@ def _component_problems(model: OmniModel, plan: ParallelPlan) -> Iterator[str]:
                 yield f"{path}: unknown component {name!r}; {hint(name, encoders)}"
 
 
+def idle_settings(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
+    """Yield the settings of sections that can have no effect; ``plans``: component -> its complete plan."""
+    for name, section in plan.sections.items():
+        if all(plans[component].freeze for component in section.components):
+            for field, found in (("in_flight", section.in_flight), ("encode_twice", section.encode_twice or None)):
+                if found is not None:
+                    yield (
+                        f"sections.{name}.{field}: found {str(found).lower()}, but the section trains nothing and "
+                        "keeps no activations; remove it"
+                    )
+        elif section.ahead:
+            trained = next(component for component in section.components if not plans[component].freeze)
+            yield (
+                f"sections.{name}.ahead: found {section.ahead}, but {trained} trains, and the next step needs its new "
+                "weights; freeze it, or remove ahead"
+            )
+
+
+def starving_sections(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
+    """Yield the sections that would wait for ever in a step all of whose micro-batches have items.
+
+    Args:
+        plan: the user's plan.
+        plans: component -> its complete plan.
+    """
+    foundation = plans[FOUNDATION]
+    for name, section in plan.sections.items():
+        settings, ranks = foundation.schedule or PipelineSchedule(), foundation.pp or 1
+        warm_up = 4 * least_micro_batches(settings.resolved_kind, ranks, settings.group_size)
+        num_micro_batches = warm_up + section.micro_batch * ((section.in_flight or 0) + 1)
+        windows = SectionWindows(
+            name=name,
+            encoded=dict.fromkeys(section.components, range(0, num_micro_batches, section.micro_batch)),
+            trained=frozenset(component for component in section.components if not plans[component].freeze),
+            size=section.micro_batch,
+            slots=section.slots,
+            in_flight=section.in_flight,
+            encode_twice=section.encode_twice,
+        )
+        try:
+            schedule = schedule_of_plan(foundation, num_micro_batches)
+            with_sections(schedule, [windows], dict.fromkeys((Kind.F, Kind.I, Kind.W), 1), lambda *_: 1.0)
+        except ScheduleError as error:
+            yield str(error)
+
+
 def _other_section_problems(plan: ParallelPlan) -> Iterator[str]:
     """Degrees that the components of a section cannot have."""
     for name, section in plan.sections.items():
         for component in section.components:
             own = plan.components.get(component, ComponentPlan())
-            for field in ("pp", "tp", "cp"):
+            for field in ("pp", "cp"):
                 if (degree := getattr(own, field) or 1) > 1:
                     yield (
                         f"components.{component}.{field}: found {degree}, but components of sections.{name} have only "
-                        "dp_replicate, dp_shard, ulysses and ep; remove it"
+                        "dp_replicate, dp_shard, tp, ulysses and ep; remove it"
                     )

@@ -29,6 +29,7 @@ def accumulate_gradients(
     forward_context: ForwardContext | None = None,
     routers: RouterMonitor | None = None,
     recorder: SpanRecorder | None = None,
+    upcoming: StepBatch | None = None,
 ) -> torch.Tensor:
     """Run forward and backward of this rank's micro-batches, in the order of its schedule.
 
@@ -44,6 +45,7 @@ def accumulate_gradients(
         forward_context: a context for every forward, such as a record of the experts' routing.
         routers: the model's routers; their losses are part of the total.
         recorder: records this rank's actions while it is on.
+        upcoming: the next step, on a rank of a section that encodes ahead; None: nothing is encoded ahead.
 
     Returns:
         This rank's part of the total loss, a scalar without gradient; the parts of all ranks add up to it.
@@ -61,6 +63,7 @@ def accumulate_gradients(
         raise UserError(f"loss_weights: the model has no loss {name!r}; {hint(name, counts)}")
     if routers is not None:
         routers.begin(batch.packs)
+    schedule = schedule_of(model, batch.plan, None if upcoming is None else upcoming.plan)
     executor = Executor(
         model,
         batch,
@@ -70,8 +73,9 @@ def accumulate_gradients(
         forward_context=forward_context,
         routers=routers,
         recorder=recorder,
+        upcoming=upcoming,
     )
-    total = executor.run(schedule_of(model, batch.plan))
+    total = executor.run(schedule)
     layout = layout_of(model)
     if layout is not None:
         add_up_over_tp(model.parameters(), layout.state)

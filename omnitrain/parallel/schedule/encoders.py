@@ -125,8 +125,9 @@ class SeparateEncoders:
         """Micro-batch -> its part of the features of a window, in the memory where it waits."""
         micro_batches = range(start, min(start + self._sizes[component], len(self._batch.packs)))
         numbers = [self._num_features(component, k) for k in micro_batches]
-        pieces = zip(*(tensor.detach().split(numbers) for tensor in received), strict=True)
-        return {k: self._waiting(component, piece) for k, piece in zip(micro_batches, pieces, strict=True)}
+        # Copies, as a view would keep the memory of the whole window until its last micro-batch.
+        parts = zip(*([part.clone() for part in tensor.detach().split(numbers)] for tensor in received), strict=True)
+        return {k: self._waiting(component, part) for k, part in zip(micro_batches, parts, strict=True)}
 
     def waiting_bytes(self, component: str) -> int:
         """Return the bytes of features and gradients of a component that wait on this rank now."""

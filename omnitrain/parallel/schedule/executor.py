@@ -85,6 +85,7 @@ class Executor:
         forward_context: a context around each forward.
         routers: the model's routers.
         recorder: records the actions while it is on.
+        upcoming: the next step, some of whose items a section encodes in this one.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Executor:
         forward_context: ForwardContext | None = None,
         routers: RouterMonitor | None = None,
         recorder: SpanRecorder | None = None,
+        upcoming: StepBatch | None = None,
     ) -> None:
         self._recorder = recorder if recorder is not None and recorder.is_on else None
         self._model, self._batch, self._weights = model, batch, weights
@@ -125,7 +127,7 @@ class Executor:
         is_first_stage = self._pipeline is None or self._pipeline.stages.rank == self._pipeline.stages.first_rank
         self._encoders = SeparateEncoders(model, batch, self._draws, is_first_stage=is_first_stage)
         is_apart = layout is not None and layout.section is not None
-        self._section = SectionEncoders(model, batch, self._draws) if is_apart else None
+        self._section = SectionEncoders(model, batch, self._draws, upcoming) if is_apart else None
 
     def run(self, schedule: Schedule) -> Tensor:
         """Run the actions of this rank.
@@ -182,7 +184,7 @@ class Executor:
             row = schedule.actions[
                 schedule.num_pipeline_ranks + list(self._layout.sections).index(self._layout.section_of[component])
             ]
-            windows = [a.micro_batch for a in row if a.kind is Kind.ENCODE and a.component == component]
+            windows = [a.micro_batch for a in row if a.kind is Kind.SEND_F and a.component == component]
             edge.expect(self._batch.plan, [w for w in windows if w is not None], trains=self._trains)
 
     def _units_of_actions(self, held: HeldUnits) -> dict[int | str, tuple[str, ...]]:

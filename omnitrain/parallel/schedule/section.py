@@ -38,29 +38,52 @@ class SectionEncoders:
         model: parallelized.
         batch: the step.
         draws: random numbers of the step, if the model draws any.
+        upcoming: the next step, some of whose windows are encoded in this one.
     """
 
-    def __init__(self, model: OmniModel, batch: StepBatch, draws: StepDraws | None) -> None:
+    def __init__(
+        self, model: OmniModel, batch: StepBatch, draws: StepDraws | None, upcoming: StepBatch | None = None
+    ) -> None:
         layout = layout_of(model)
         assert layout is not None
         self._model, self._batch, self._draws, self._layout = model, batch, draws, layout
+        self._upcoming = upcoming
         self._twice = layout.section is not None and layout.section.encode_twice
         self._live: dict[tuple[str, int], _Encoded] = {}
+        self._before: dict[tuple[str, int], tuple[Tensor, ...]] = {}  # features that the step before has encoded
+        for component, edge in layout.edges.items():
+            if edge.kept_of is batch.plan:
+                self._before |= {(component, window): tensors for window, tensors in edge.kept.items()}
+            edge.kept, edge.kept_of = {}, None if upcoming is None else upcoming.plan
         self._gradients: dict[tuple[str, int], list[Tensor]] = {}
 
     def encode(self, action: Action) -> None:
         """Make this rank's calls for the items of a window."""
         component, window = _key(action)
+        if (later := window - self._batch.plan.num_micro_batches) >= 0:
+            self._encode_ahead(component, later)
+            return
         keeps_graph = self._layout.components[component].is_trained and not self._twice
         with torch.set_grad_enabled(keeps_graph):
-            self._live[component, window] = self._encoded(component, window)
+            self._live[component, window] = self._encoded(self._batch, component, window)
+
+    def _encode_ahead(self, component: str, window: int) -> None:
+        """Encode a window of the next step, and keep its features until that step sends them."""
+        assert self._upcoming is not None
+        with torch.no_grad():
+            encoded = self._encoded(self._upcoming, component, window)
+        self._layout.edges[component].kept[window] = encoded.tensors or ()
 
     def send(self, action: Action) -> None:
         """Send the features of a window to the ranks that need them."""
         key = component, window = _key(action)
+        edge = self._layout.edges[component]
+        if key in self._before:
+            edge.send(window, self._before.pop(key))
+            return
         encoded = self._live[key]
         assert encoded.tensors is not None
-        self._layout.edges[component].send(window, encoded.tensors)
+        edge.send(window, encoded.tensors)
         if not self._layout.components[component].is_trained:
             del self._live[key]
         elif self._twice:
@@ -77,7 +100,7 @@ class SectionEncoders:
         encoded, edge = self._live.pop(key), self._layout.edges[component]
         gradients = iter(self._gradients.pop(key))
         if encoded.tensors is None:
-            encoded = self._encoded(component, window)
+            encoded = self._encoded(self._batch, component, window)
             assert encoded.tensors is not None
         pairs = [
             (tensor, next(gradients))
@@ -89,8 +112,8 @@ class SectionEncoders:
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
 
-    def _encoded(self, component: str, window: int) -> _Encoded:
-        work = work_of_window(self._model, self._batch, component, window)
+    def _encoded(self, batch: StepBatch, component: str, window: int) -> _Encoded:
+        work = work_of_window(self._model, batch, component, window)
         with self._drawing(component, window):
             calls = call_component(self._model, component, work)
         tensors = _joined(calls)

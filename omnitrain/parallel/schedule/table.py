@@ -5,33 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import ModelLayout, layout_of
-from omnitrain.parallel.pipeline.apply import complete_schedule
+from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.plan import StepPlan
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
-from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.generators import accumulate
 from omnitrain.plan.schedule.sections import SectionWindows, with_sections
 from omnitrain.plan.schedule.validate import validate
-from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION
 
 
-def schedule_of(model: OmniModel, plan: StepPlan) -> Schedule:
+def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = None) -> Schedule:
     """Return the schedule of a step: gradient accumulation, or that of the model's pipeline; and that of each section.
 
     Args:
         model: parallelized, or on one process.
         plan: of the step.
+        upcoming: of the next step, for sections that encode ahead; None: the last one, or no section of this rank does.
     """
     layout = layout_of(model)
     schedule = _of_main(layout, plan)
     if layout is None or not layout.sections or not plan.num_micro_batches:
         return schedule
-    estimate = _Estimate(model, plan, schedule.num_stages)
-    sections = [section_windows(layout, plan, name) for name in layout.sections]
+    estimate = _Estimate(plan, schedule.num_stages // schedule.num_pipeline_ranks)
+    sections = [section_windows(layout, plan, name, upcoming) for name in layout.sections]
     complete = with_sections(schedule, sections, estimate.seconds, estimate.encoding)
     validate(complete)
     return complete
@@ -39,48 +37,44 @@ def schedule_of(model: OmniModel, plan: StepPlan) -> Schedule:
 
 def _of_main(layout: ModelLayout | None, plan: StepPlan) -> Schedule:
     """The schedule of the ranks that read packs."""
-    num_micro_batches = plan.num_micro_batches
-    encoders = () if layout is None else layout.encoders(plan)
-    if not num_micro_batches:
+    if not plan.num_micro_batches:
         return Schedule(((),), (0,), 0)
-    foundation = None if layout is None else layout.components[FOUNDATION].plan
-    num_ranks = 1 if foundation is None else foundation.pp or 1
-    if foundation is not None and (num_ranks > 1 or (foundation.schedule is not None and foundation.schedule.overlap)):
-        settings = foundation.schedule or PipelineSchedule()
-        return complete_schedule(settings, num_ranks, num_micro_batches, encoders)
-    return with_encoders(accumulate(num_micro_batches), encoders)
+    if layout is None:
+        return accumulate(plan.num_micro_batches)
+    return schedule_of_plan(layout.components[FOUNDATION].plan, plan.num_micro_batches, layout.encoders(plan))
 
 
-def section_windows(layout: ModelLayout, plan: StepPlan, name: str) -> SectionWindows:
-    """Return the windows of a section in a step."""
+def section_windows(layout: ModelLayout, plan: StepPlan, name: str, upcoming: StepPlan | None = None) -> SectionWindows:
+    """Return the windows of a section in a step; see :func:`schedule_of`."""
     section = layout.sections[name]
-    starts = range(0, plan.num_micro_batches, section.micro_batch)
     in_order = [c.name for c in plan.topology.components if c.name in section.components]
+    ahead = _windows(upcoming, in_order, section.micro_batch) if upcoming is not None and section.ahead else {}
     return SectionWindows(
         name=name,
-        encoded={c: [start for start in starts if plan.is_active(c, start)] for c in in_order},
+        encoded=_windows(plan, in_order, section.micro_batch),
         trained=frozenset(c for c in in_order if layout.components[c].is_trained),
         size=section.micro_batch,
         slots=section.slots,
         in_flight=section.in_flight,
         encode_twice=section.encode_twice,
+        is_encoded=any(edge.kept_of is plan for c, edge in layout.edges.items() if c in in_order),
+        upcoming={c: [plan.num_micro_batches + window for window in windows] for c, windows in ahead.items()},
     )
 
 
-class _Estimate:
-    """Times of a step in operations: parameters times tokens, and twice as many in a backward."""
+def _windows(plan: StepPlan, components: list[str], size: int) -> dict[str, list[int]]:
+    """Component -> first micro-batches of the windows in which it has items."""
+    starts = range(0, plan.num_micro_batches, size)
+    return {component: [start for start in starts if plan.is_active(component, start)] for component in components}
 
-    def __init__(self, model: OmniModel, plan: StepPlan, num_stages: int) -> None:
-        self._plan, topology = plan, plan.topology
-        parameters = {name: sum(p.numel() for p in weights.values()) for name, weights in model.components.items()}
-        self._forwards = parameters[FOUNDATION] / num_stages * plan.tokens.max(axis=1)
-        self._encodes: dict[str, np.ndarray] = {}
-        for component in topology.components:
-            if component.media and topology.is_apart(component.name):
-                media, medium = topology.media_of(component.name), plan.slot % len(topology.media)
-                items = (medium >= media.start) & (medium < media.stop)
-                per_cost = parameters[component.name] * plan.item_tokens[items].sum() / max(1, plan.cost[items].sum())
-                self._encodes[component.name] = per_cost * plan.loads(component.name).max(axis=1)
+
+class _Estimate:
+    """The seconds of a step's actions, from the rates of its plan: a backward takes twice as long as a forward."""
+
+    def __init__(self, plan: StepPlan, chunks: int) -> None:
+        assert plan.rates is not None
+        self._forwards = plan.rates.per_token / (3 * chunks) * plan.tokens.max(axis=1)
+        self._encodes = {name: rate * plan.loads(name).max(axis=1) for name, rate in plan.rates.per_cost.items()}
 
     def seconds(self, action: Action) -> float:
         if action.micro_batch is None or action.kind not in _PARTS or action.component != FOUNDATION:

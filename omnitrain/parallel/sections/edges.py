@@ -74,6 +74,10 @@ class FeatureEdge:
         receivers: ranks that read packs on the first pipeline stage.
         slots: number of messages for which a receiver has room.
         device: where features and gradients are.
+
+    Attributes:
+        kept: window -> features of a later step, which this rank has encoded ahead.
+        kept_of: the plan of that step.
     """
 
     def __init__(
@@ -99,6 +103,8 @@ class FeatureEdge:
         self._messages: dict[int, list[Message]] = {}
         self._shares: dict[int, list[_Share]] = {}
         self._gradient_rows: tuple[Rows, ...] = ()
+        self.kept: dict[int, tuple[Tensor, ...]] = {}
+        self.kept_of: StepPlan | None = None
 
     def expect(self, plan: StepPlan, windows: Sequence[int], *, trains: bool) -> None:
         """Prepare for the messages of a step.

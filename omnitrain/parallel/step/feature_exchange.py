@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ class Exchange:
         is_differentiable: False: outputs have no graph, and there is no backward, because no weight before the
             exchange trains. The same on all ranks.
 
+    Attributes:
+        around_backward: makes a context for the backward, such as a span of a recording.
+
     Raises:
         ValueError: the routes contradict themselves or ``made``.
     """
@@ -50,6 +54,7 @@ class Exchange:
     ) -> None:
         self.group = group
         self.is_differentiable = is_differentiable
+        self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self._rank = dist.get_rank()
         routing = rank_routing(routes, dist.get_process_group_ranks(group), self._rank, made)
         self.is_local = routing.is_local
@@ -126,7 +131,9 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         floating = [index for index, is_floating in enumerate(ctx.is_floating) if is_floating]
         of_inputs: list[Tensor | None] = [None] * len(gradients)
-        for index, gradient in zip(floating, ctx.exchange._move_back([gradients[i] for i in floating]), strict=True):
+        with ctx.exchange.around_backward():
+            moved = ctx.exchange._move_back([gradients[i] for i in floating])
+        for index, gradient in zip(floating, moved, strict=True):
             of_inputs[index] = gradient
         return None, None, *of_inputs
 

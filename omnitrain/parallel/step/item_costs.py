@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -14,10 +15,10 @@ from omnitrain.parallel.step.rendezvous import Rendezvous
 from omnitrain.plan.item_cost import Encoded
 from omnitrain.plan.step import StepPlan
 
-MEASURED_STEPS = 16  # the first ones of a run; some of them warm up
+MEASURED_STEPS = 16  # the first ones of a start that has no measured costs; some of them warm up
 WARM_UP = 4
-FROM_STEP = 32  # steps are planned ahead; by then all ranks' data processes can know what was measured
-_KEY = "quadratic costs of items"
+UNUSED_STEPS = 32  # steps are planned ahead; after these, all ranks' data processes can know what was measured
+_KEY = "measured costs"
 _PATIENCE = timedelta(days=7)
 
 
@@ -29,39 +30,53 @@ def given_costs(model: OmniModel) -> dict[str, float]:
 
 
 def measured_components(model: OmniModel) -> tuple[str, ...]:
-    """Return the components whose plan says ``quadratic_cost: measured``."""
+    """Return the components with ``quadratic_cost: measured`` whose items are divided among ranks."""
     layout = layout_of(model)
-    components = {} if layout is None else layout.components
-    return tuple(name for name, component in components.items() if component.plan.quadratic_cost == "measured")
+    plans = {} if layout is None else {name: layout.components[name].plan for name in model.media_names}
+    return tuple(name for name, plan in plans.items() if plan.quadratic_cost == "measured" and plan.place != "local")
 
 
-def publish(rendezvous: Rendezvous, costs: Mapping[str, float]) -> None:
+class Measured(NamedTuple):
+    """What a run measures in its first steps.
+
+    Attributes:
+        quadratic: component -> the quadratic part of its items' cost.
+        seconds: with sections: component of a section -> seconds of a forward on one rank, per unit of an item's cost;
+            ``foundation`` -> seconds of forward and backward per token on the first stage.
+    """
+
+    quadratic: Mapping[str, float] = {}
+    seconds: Mapping[str, float] = {}
+
+
+def publish(rendezvous: Rendezvous, measured: Measured) -> None:
     """Tell the planners of all ranks what was measured; rank 0 does."""
     if rendezvous.store is not None:
-        rendezvous.store.set(_KEY, json.dumps(dict(costs)))
+        rendezvous.store.set(_KEY, json.dumps(measured))
 
 
 class MeasuredCosts:
-    """The quadratic parts of items' costs in each step of a run. Picklable.
+    """What was measured, for each step of a run. Picklable.
 
     Args:
         step: number of steps that are done when planning begins.
-        settled: component -> what was measured before; None: it is measured in this run, and published.
+        unused_until: the last step that is planned without them.
+        settled: what was measured before; None: it is measured in this run, and published.
         rendezvous: where it is published.
     """
 
-    def __init__(self, step: int, settled: Mapping[str, float] | None, rendezvous: Rendezvous) -> None:
-        self.step, self.settled, self.rendezvous = step, settled, rendezvous
+    def __init__(self, step: int, unused_until: int, settled: Measured | None, rendezvous: Rendezvous) -> None:
+        self.step, self.unused_until, self.settled, self.rendezvous = step, unused_until, settled, rendezvous
 
-    def next_step(self) -> Mapping[str, float]:
-        """Return component -> the measured part for the next step; empty before :data:`FROM_STEP`."""
+    def next_step(self) -> Measured:
+        """Return what was measured for the next step; empty up to the step ``unused_until``."""
         self.step += 1
-        if self.step <= FROM_STEP:
-            return {}
+        if self.step <= self.unused_until:
+            return Measured()
         if self.settled is None:
             at = self.rendezvous
             store = at.store or dist.TCPStore(at.host, at.port, is_master=False, timeout=_PATIENCE)
-            self.settled = json.loads(store.get(_KEY))
+            self.settled = Measured(*json.loads(store.get(_KEY)))
         return self.settled
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch.distributed as dist
 
+from omnitrain.data.loading.socket_message import as_bytes
 from omnitrain.data.packing.pack import MediaBatch, Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
@@ -15,8 +17,9 @@ from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import call_axes, is_separate, layout_of
 from omnitrain.parallel.state import ParallelState
-from omnitrain.parallel.step.item_costs import MeasuredCosts, given_costs
+from omnitrain.parallel.step.item_costs import Measured, MeasuredCosts, given_costs
 from omnitrain.parallel.step.media_dispatch import StepBatch, dispatch_media
+from omnitrain.parallel.step.order import OrderOfRun, order_of_run
 from omnitrain.parallel.step.rendezvous import DataProcessGroup, Rendezvous, open_rendezvous
 from omnitrain.parallel.step.windows import window_chooser
 from omnitrain.plan import (
@@ -33,6 +36,7 @@ from omnitrain.plan import (
 )
 from omnitrain.plan.item_cost import item_cost
 from omnitrain.plan.topology import Place
+from omnitrain.plan.wavefront.step import Drawn, lanes_of, rearranged
 from omnitrain.plan.windows import WindowChooser
 from omnitrain.recipe.parallel import FOUNDATION, MAIN
 
@@ -173,7 +177,8 @@ class StepPlanner:
         idle: a sample without supervised tokens, for ranks that have fewer packs than others.
         windows: chooses the windows of each step; None: all steps have those of the topology.
         costs: component -> the quadratic part of its items' cost.
-        measured: what a run measures of them; None: nothing.
+        measured: what a run measures; None: nothing.
+        order: orders the micro-batches of each step; None: each rank runs what it draws, in order.
     """
 
     def __init__(
@@ -186,10 +191,11 @@ class StepPlanner:
         windows: WindowChooser | None = None,
         costs: Mapping[str, float] | None = None,
         measured: MeasuredCosts | None = None,
+        order: OrderOfRun | None = None,
     ) -> None:
         self.topology, self.peers, self.apart, self.ranks = topology, peers, dict(apart or {}), ranks
         self.idle, self.windows = idle, windows
-        self.costs, self.measured = dict(costs or {}), measured
+        self.costs, self.measured, self.order = dict(costs or {}), measured, order
 
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
         """Plan a step, and send media to the ranks that encode them; all ranks must call it.
@@ -208,7 +214,8 @@ class StepPlanner:
                 f"packs: found {_types(packs)}; expected a list of Packs, as Pack.from_samples returns them"
             )
         rank = self.ranks.index(self.peers.rendezvous.rank)
-        costs = self.costs | dict(self.measured.next_step() if self.measured is not None else {})
+        measured = Measured() if self.measured is None else self.measured.next_step()
+        costs = self.costs | dict(measured.quadratic)
         tables = self._tables(rank, packs, costs)
         most = len(tables.counts)
         owners = {self.topology.owner_of(other) for other in self.topology.readers}
@@ -217,13 +224,41 @@ class StepPlanner:
                 packs = [*packs, *[Pack.from_samples([self.idle])] * (most - len(packs))]
             tables = self._tables(rank, packs, costs)
 
-        def swap(parcels: Sequence[bytes]) -> list[bytes]:
-            sent = dict(zip(self.ranks, parcels, strict=True))
-            received = self.peers.swap([sent.get(other, b"") for other in range(self.peers.rendezvous.world_size)])
-            return [received[other] for other in self.ranks]
-
+        rates = None if self.order is None else self.order.rates(self.topology, tables, measured.seconds)
+        if self.order is not None and rates is not None and most > 1:
+            drawn = self.order(self.topology, tables, rates)
+            packs = self._rearranged(rank, packs, drawn)
+            tables = rearranged(self.topology, tables, drawn)
         topology = self.topology if self.windows is None else self.windows(self.topology, tables)
-        return dispatch_media(plan_step(topology, tables), rank, packs, swap)
+        return dispatch_media(plan_step(topology, tables, rates), rank, packs, self._swap)
+
+    def _swap(self, parcels: Sequence[bytes]) -> list[bytes]:
+        """An all-to-all of parcels, in the numbering of the topology."""
+        sent = dict(zip(self.ranks, parcels, strict=True))
+        received = self.peers.swap([sent.get(other, b"") for other in range(self.peers.rendezvous.world_size)])
+        return [received[other] for other in self.ranks]
+
+    def _rearranged(self, rank: int, packs: Sequence[Pack], drawn: Sequence[Drawn]) -> list[Pack]:
+        """The packs that this rank runs, in order; they come from the rank with the same place in its data group."""
+        topology, owners = self.topology, lanes_of(self.topology).tolist()
+        if all((of_lane.lane == lane).all() for lane, of_lane in enumerate(drawn)):
+            if rank not in topology.readers:
+                return []
+            own = drawn[owners.index(topology.owner_of(rank))]
+            return [packs[index] for index in own.micro_batch.tolist()]
+        parcels: list[dict[int, Pack]] = [{} for _ in range(topology.world_size)]
+        if rank in topology.readers:
+            first = topology.first_stage[rank]
+            place = topology.data_groups[topology.group_of[first]].index(first)
+            own_lane = owners.index(topology.owner_of(rank))
+            for lane, of_lane in enumerate(drawn):
+                receiver = topology.data_groups[topology.group_of[owners[lane]]][place] + rank - first
+                for index in np.flatnonzero(of_lane.lane == own_lane).tolist():
+                    parcels[receiver][index] = packs[of_lane.micro_batch[index]]
+        received: dict[int, Pack] = {}
+        for parcel in self._swap([as_bytes(parcel) for parcel in parcels]):
+            received |= pickle.loads(parcel)
+        return [received[index] for index in sorted(received)]
 
     def _tables(self, rank: int, packs: Sequence[Pack], costs: Mapping[str, float]) -> StepTables:
         drawn = packs if self.topology.is_owner(rank) else ()
@@ -264,5 +299,5 @@ def step_planner(
     topology = topology_of(model)
     peers = DataProcessGroup(rendezvous if rendezvous is not None else open_rendezvous())
     ranks, idle = _planned_ranks(model), idle_prompt(model)
-    windows, costs = window_chooser(model), given_costs(model)
-    return StepPlanner(topology, peers, model.runner.apart, ranks, idle, windows, costs, measured)
+    windows, costs, order = window_chooser(model), given_costs(model), order_of_run(model)
+    return StepPlanner(topology, peers, model.runner.apart, ranks, idle, windows, costs, measured, order)

@@ -8,6 +8,7 @@ from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.pipeline.apply import passes_of
+from omnitrain.parallel.pipeline.stages import parameters_met
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.plan.windows import WindowChoice, WindowChooser
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
@@ -28,6 +29,8 @@ def window_chooser(model: OmniModel) -> WindowChooser | None:
         return None
     passes = partial(passes_of, layout.components[FOUNDATION].plan.schedule, layout.state.size("pp"))
     num_parameters = {name: sum(p.numel() for p in weights.values()) for name, weights in model.components.items()}
+    blocks, head = parameters_met(model)
+    num_parameters |= {FOUNDATION: round(sum(blocks) + head)}
     return WindowChooser([choice for choice in choices if not choice.is_fixed], passes, num_parameters)
 
 

@@ -101,7 +101,7 @@ def _group_of(layout: ModelLayout | None, component: PlannedComponent) -> dist.P
     plan = layout.components[component.name].plan
     state, together = layout.state, call_axes(plan)
     if is_separate(plan) and component.place == "world":
-        return state.pp_loss_group if "tp" in together else None
+        return state.pp_loss_group if "tp" in together else state.section_group
     if "sequence" in together:
         return state.tp_group
     if "tp" in together:

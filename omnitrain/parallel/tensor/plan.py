@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -24,17 +24,26 @@ class TensorPlan:
 
     Attributes:
         styles: name of a module or parameter in the model without adapters -> style.
-        components: components with at least one style.
+        owners: the same names -> the component of each.
         problems: why it cannot be applied, one line each.
     """
 
     styles: Mapping[str, str] = field(default_factory=dict)
-    components: frozenset[str] = frozenset()
+    owners: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
+    @property
+    def components(self) -> frozenset[str]:
+        """The components with at least one style."""
+        return frozenset(self.owners.values())
 
-def tensor_plan(model: OmniModel, plan: ParallelPlan, tp: int) -> TensorPlan:
-    """Return the styles of a model on ``tp`` ranks.
+    def of_components(self, names: Collection[str]) -> dict[str, str]:
+        """Return the styles of some components."""
+        return {name: style for name, style in self.styles.items() if self.owners[name] in names}
+
+
+def tensor_plan(model: OmniModel, plan: ParallelPlan, degrees: Mapping[str, int]) -> TensorPlan:
+    """Return the styles of a model.
 
     Without ``plan.tp_plan`` the foundation's HF plan applies, except its entries for towers, and for modules that the
     foundation's forward uses only for some samples, because no plan can be tried on these. A glob that matches another
@@ -43,32 +52,45 @@ def tensor_plan(model: OmniModel, plan: ParallelPlan, tp: int) -> TensorPlan:
     Args:
         model: not parallelized yet.
         plan: the plans of all components.
-        tp: degree of the foundation.
+        degrees: section -> number of its tensor parallel ranks.
     """
-    if tp == 1:
-        unused = ["tp_plan: found with tp 1, where it does nothing; set tp above 1, or remove it"]
-        unused = unused if plan.tp_plan else []
-        unused += [problem for name in model.components for problem in _component_problems(name, plan, tp, False)]
-        return TensorPlan(problems=tuple(unused))
-    planning = _Planning(model, tp)
-    styles = planning.globs(plan.tp_plan) if plan.tp_plan is not None else planning.of_foundation()
-    if not planning.problems:
-        styles = planning.checked(styles)
-    if planning.problems:
-        return TensorPlan(problems=tuple(dict.fromkeys(planning.problems)))
-    styles = {name: style for name, style in styles.items() if plan.section_of(planning.component_of(name)) == MAIN}
-    named = frozenset(planning.component_of(name) for name in styles)
-    problems = [problem for name in model.components for problem in _component_problems(name, plan, tp, name in named)]
-    return TensorPlan(styles, named, tuple(problems))
+    problems: list[str] = []
+    if plan.tp_plan and set(degrees.values()) == {1}:
+        problems.append("tp_plan: found with tp 1, where it does nothing; set tp above 1, or remove it")
+    styles: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for section, tp in degrees.items():
+        if tp > 1:
+            planning = _Planning(model, tp)
+            found = _styles_of(planning, plan, section)
+            problems += planning.problems
+            styles |= found
+            owners |= {name: planning.component_of(name) for name in found}
+        if not problems:
+            own = [name for name in model.components if plan.section_of(name) == section]
+            problems += [one for name in own for one in _component_problems(name, plan, tp, name in owners.values())]
+    return TensorPlan(problems=tuple(dict.fromkeys(problems))) if problems else TensorPlan(styles, owners)
+
+
+def _styles_of(planning: _Planning, plan: ParallelPlan, section: str) -> dict[str, str]:
+    """The styles of the components of a section; ``planning`` notes problems."""
+    if plan.tp_plan is not None:
+        styles = planning.globs(plan.tp_plan)
+    else:
+        styles = planning.of_foundation() if section == MAIN else {}
+    styles = {name: style for name, style in styles.items() if plan.section_of(planning.component_of(name)) == section}
+    return {} if planning.problems else planning.checked(styles)
 
 
 def _component_problems(name: str, plan: ParallelPlan, tp: int, is_named: bool) -> Iterator[str]:
     component = plan.components.get(name)  # the default plan's tp only affects components with styles
     if name == FOUNDATION or component is None or component.tp in (None, 1):
         return
+    section = plan.section_of(name)
     if component.tp != tp:
         fitting = " or ".join(map(str, sorted({tp, 1})))
-        yield f"components.{name}.tp: found {component.tp}, but the foundation has {tp}; use {fitting}"
+        whose = "the foundation" if section == MAIN else plan.sections[section].components[0]
+        yield f"components.{name}.tp: found {component.tp}, but {whose} has {tp}; use {fitting}"
     elif not is_named:
         yield (
             f"components.{name}.tp: found {tp}, but transformers has no tensor parallel plan for this component; list "

@@ -85,7 +85,8 @@ def train(
         routing: a recording per step to replay; None: this run routes tokens itself, and records it.
         steps: number of steps; one is enough for the loss and the gradients.
     """
-    batch = step_planner(model)(packs)
+    planner = step_planner(model)
+    batches = [planner(packs) for _ in range(steps)]
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     layout = layout_of(model)
     whole = partial(_whole, layout=layout)
@@ -97,7 +98,13 @@ def train(
     for step in range(steps):
         counted = _Collectives() if step == 0 else None
         with counted or nullcontext():
-            loss = accumulate_gradients(model, batch, forward_context=partial(routed.forward_context, step)).item()
+            is_ahead = layout is not None and layout.encodes_ahead and step + 1 < steps
+            loss = accumulate_gradients(
+                model,
+                batches[step],
+                forward_context=partial(routed.forward_context, step),
+                upcoming=batches[step + 1] if is_ahead else None,
+            ).item()
         if counted is not None:
             first_loss, collectives = _summed(loss), counted.count
             gradients = whole({name: parameter.grad for name, parameter in trained.items()})

@@ -26,14 +26,17 @@ def follow_components(model: Any, note: Callable[[str], object]) -> list[Removab
     Returns:
         The handles of the hooks.
     """
-    hooks: list[RemovableHandle] = []
+    return [hook for module, name in component_modules(model) for hook in _follow(module, name, note)]
+
+
+def component_modules(model: Any) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules that :func:`follow_components` follows, each with its component."""
     owners = {id(weight): name for name, weights in model.components.items() for weight in weights.values()}
     for path, name in _largest_modules(model, owners, ""):
         largest = model.get_submodule(path)
         for module in (largest, *largest.children()):
             if not isinstance(module, GradientCheckpointingLayer):
-                hooks += _follow(module, name, note)
-    return hooks
+                yield module, name
 
 
 def _largest_modules(module: nn.Module, owners: Mapping[int, str], path: str) -> Iterator[tuple[str, str]]:

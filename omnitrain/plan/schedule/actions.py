@@ -122,12 +122,14 @@ class SectionOfSchedule(NamedTuple):
         components: its encoders.
         size: number of micro-batches that they encode together.
         slots: number of messages with features of a component for which the first stage has room.
+        ahead: whether the features of this step were encoded in the step before.
     """
 
     name: str
     components: tuple[str, ...]
     size: int
     slots: int
+    ahead: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from omnitrain.errors import ScheduleError
@@ -25,6 +25,9 @@ class SectionWindows:
         slots: number of messages of a component for which the first stage has room.
         in_flight: number of windows whose activations the section may keep; None: any number.
         encode_twice: it keeps none, and its backwards repeat the forwards.
+        is_encoded: its features were encoded in the step before; now they are only sent. Then nothing trains.
+        upcoming: component -> windows of the next step, which it encodes in this one. Their micro-batches are counted
+            on from those of this step.
     """
 
     name: str
@@ -34,6 +37,8 @@ class SectionWindows:
     slots: int
     in_flight: int | None = None
     encode_twice: bool = False
+    is_encoded: bool = False
+    upcoming: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def keeps(self) -> float:
@@ -88,7 +93,7 @@ def with_sections(
         peer, turns = len(rows), _turns(events, section)
         rows[first_rank] = _with_messages(rows[first_rank], section, turns, peer)
         rows.append(list(_actions(section, turns, encoding, first_rank)))
-    listed = tuple(SectionOfSchedule(s.name, tuple(s.encoded), s.size, s.slots) for s in sections)
+    listed = tuple(SectionOfSchedule(s.name, tuple(s.encoded), s.size, s.slots, s.is_encoded) for s in sections)
     return replace(schedule, actions=tuple(map(tuple, rows)), sections=listed)
 
 
@@ -146,13 +151,18 @@ def _actions(
 ) -> Iterator[Action]:
     """Yield the actions of a section's ranks."""
     actions: list[Action] = []
+    ahead = [Action(Kind.ENCODE, None, w, None, component) for component, ws in section.upcoming.items() for w in ws]
+    ahead.sort(key=lambda action: action.micro_batch or 0)
     for window, is_backward in _order(section, turns, encoding):
         for component in _components(section, window):
             if is_backward and component not in section.trained:
                 continue
             message = Action(Kind.RECV_B if is_backward else Kind.SEND_F, None, window, first_rank, component)
             encode = Action(Kind.ENCODE_B if is_backward else Kind.ENCODE, None, window, None, component)
-            actions += [message, encode] if is_backward else [encode, message]
+            actions += [message, encode] if is_backward else [message] if section.is_encoded else [encode, message]
+        actions += ahead[:1]  # between two messages, each of which waits until the first stage has room for it
+        del ahead[:1]
+    actions += ahead
     last_backward = {action.component: i for i, action in enumerate(actions) if action.kind is Kind.ENCODE_B}
     for index, action in enumerate(actions):
         if action.kind not in (Kind.ENCODE, Kind.ENCODE_B):
@@ -191,7 +201,8 @@ def _order(
             break
         if forward_at <= backward_at:
             turn = turns[encoded]
-            free = forward_at + sum(encoding(c, turn.window) for c in _components(section, turn.window))
+            seconds = [encoding(c, turn.window) for c in _components(section, turn.window)]
+            free = forward_at + (0.0 if section.is_encoded else sum(seconds))
             late = max(late, free - turn.begins)
             begins.append(turn.begins + late)
             kept += encoded in has_backward

@@ -300,14 +300,17 @@ def _sections(schedule: Schedule) -> Iterator[Problem]:
     }
     for rank, section in enumerate(schedule.sections, schedule.num_pipeline_ranks):
         row = schedule.actions[rank]
-        for component, start in dict.fromkeys((a.component, a.micro_batch) for a in row if a.kind is Kind.ENCODE):
+        for component, start in dict.fromkeys((a.component, a.micro_batch) for a in row if a.kind is Kind.SEND_F):
             stop = min((start or 0) + section.size, schedule.num_micro_batches)
             encode = Action(Kind.ENCODE, None, start, None, component)
-            here = [encode, encode._replace(kind=Kind.SEND_F, peer=first)]
+            here = [
+                *([encode] if (rank, encode) in at or not section.ahead else []),
+                encode._replace(kind=Kind.SEND_F, peer=first),
+            ]
             backward = [encode._replace(kind=Kind.RECV_B, peer=first), encode._replace(kind=Kind.ENCODE_B)]
             here += backward if (rank, backward[1]) in at else []
             there = [encode._replace(kind=Kind.RECV_F, peer=rank), Action(Kind.F, 0, start)]
-            if len(here) > 2:
+            if (rank, backward[1]) in at:
                 last = [Action(kind, 0, k) for k in range(start or 0, stop) for kind in (Kind.B, Kind.I)]
                 ends = [action for action in last if (first, action) in at]
                 there += [ends[-1], encode._replace(kind=Kind.SEND_B, peer=rank)]

@@ -25,7 +25,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.summon import gathered
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 from omnitrain.recipe import Recipe
-from omnitrain.train.metrics.meter import LossMeter
+from omnitrain.train.metrics.meter import LossMeter, total_loss
 
 Progress = Callable[[str], None]
 
@@ -51,7 +51,7 @@ class Evaluation:
     """Held-out results. All are the same on all ranks, except the answers.
 
     Attributes:
-        losses: result of :meth:`LossMeter.read`.
+        losses: result of :meth:`Evaluator.losses`.
         answers: one per readable held-out row, sorted by source; on rank 0 only.
         scores: result of the scorer.
         rejected: rows that could not be read.
@@ -92,7 +92,7 @@ class Evaluator:
         self._settings, self._peers = recipe.evaluation, peers
 
     def losses(self, notify: Progress = lambda _: None) -> dict[str, Any]:
-        """Return the held-out losses (:meth:`LossMeter.read`), and leave the model in training mode.
+        """Return the weighted total and :meth:`LossMeter.read`, and leave the model in training mode.
 
         Args:
             notify: called with the progress before every pack and batch, on all ranks. It may raise, on all ranks
@@ -104,7 +104,7 @@ class Evaluator:
         self._model.eval()
         try:
             with gathered(self._model):
-                return heldout_loss(self._model, self._packs, self._peers, notify)
+                return self._losses(notify)
         finally:
             self._model.train()
 
@@ -120,12 +120,12 @@ class Evaluator:
             TrainingError: another rank failed, for example in the scorer, which runs on rank 0.
         """
         peers, places = self._peers, self._places
-        packs = self._packs  # making them finds the rows that can be used
+        _ = self._packs  # making them finds the rows that can be used
         score = all_or_raise(peers, lambda: load_scorer(self._settings.scorer))
         self._model.eval()
         with gathered(self._model):
             if losses is None:
-                losses = heldout_loss(self._model, packs, peers, notify)
+                losses = self._losses(notify)
             of_rank = self._answers(notify)
         answers = {index: answer for answers in peers.gather(of_rank) for index, answer in answers.items()}
         order = _by_source(answers, places) if peers.rank == 0 else []
@@ -133,6 +133,10 @@ class Evaluator:
         scores = all_or_raise(peers, lambda: score(answered) if peers.rank == 0 else {})
         rejected = {index: row for rows in peers.gather(self._share.rejected) for index, row in rows.items()}
         return Evaluation(losses, answered, peers.gather(scores)[0], [rejected[index] for index in sorted(rejected)])
+
+    def _losses(self, notify: Progress) -> dict[str, Any]:
+        found = heldout_loss(self._model, self._packs, self._peers, notify)
+        return {"loss": total_loss(found["heads"], self._recipe.train.loss_weights)} | found
 
     @cached_property
     def _places(self) -> list[_Place]:

@@ -23,13 +23,14 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext, start_processes
 
-from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainingError, UserError
+from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR, TrainingError, UserError
 from omnitrain.train.interrupt import TOGETHER_SECONDS, heard
 from omnitrain.train.launch.crowding import num_cores
 from omnitrain.train.launch.environment import FIRST_TO_FAIL, LAUNCHER
 
 _HOST = "127.0.0.1"
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # signals that torch's launcher handles
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
 _LAST_MESSAGE_SECONDS = 2.0  # time for other ranks to end after one has failed
@@ -37,7 +38,19 @@ _TRACEBACK_SECONDS = 10.0  # time for the rank that failed first to end after an
 _HURRY_SECONDS = 10.0  # time for the ranks to end after the second signal
 
 
-def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float) -> int:
+class RanksLostError(TrainingError):
+    """Ranks were killed from outside of the run, by the system's out-of-memory killer for example, or crashed.
+
+    Attributes:
+        ranks: these ranks.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places: Sequence[int] | None = None) -> int:
     """Run ``python ARGUMENTS`` in ``nproc`` processes with the environment of ranks, and wait for them.
 
     Rank 0 prints to this terminal. Of the other ranks only stderr is shown, with the rank before each line. The
@@ -47,13 +60,15 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float) -> int:
         arguments: arguments of the python interpreter, such as ``["-m", "omnitrain", "run", "recipe.yaml"]``.
         nproc: number of ranks.
         stop_seconds: seconds after a signal until the ranks are killed.
+        places: the place of each rank among those of this machine, such as its CUDA device. None: the first ones.
 
     Returns:
-        The exit code that a single process would have: 0; 2 if a rank printed a user error; 130 if a signal ended the
-        ranks.
+        The exit code that a single process would have: 0; 2 if a rank printed a user error; 143 if SIGTERM ended the
+        ranks, 130 if another signal did.
 
     Raises:
         UserError: this process is already a rank.
+        RanksLostError: a rank was killed, and nobody asked the run to end.
         TrainingError: a rank failed, was killed, or did not stop in time; the message names it and its exit code.
     """
     if "RANK" in os.environ:
@@ -72,7 +87,7 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float) -> int:
                 "rank",
                 sys.executable,
                 args=dict.fromkeys(range(nproc), tuple(arguments)),
-                envs={rank: _environment(rank, nproc, store.port) for rank in range(nproc)},
+                envs={rank: _environment(rank, nproc, store.port) | _devices(places) for rank in range(nproc)},
                 logs_specs=DefaultLogsSpecs(folder, dict.fromkeys(others, Std.OUT), dict.fromkeys(others, Std.ERR)),
                 log_line_prefixes={rank: f"[rank {rank}] " for rank in range(nproc)},
             )
@@ -83,6 +98,10 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float) -> int:
             ranks.wait(signals)
         finally:
             context.close(signal.SIGKILL)  # kills remaining processes, and shows the last lines of stderr
+            for handler in context.subprocess_handlers.values():
+                for stream in (handler._stdout, handler._stderr):
+                    if stream is not None:  # torch leaves those of ended processes open
+                        stream.close()
     return ranks.exit_code()
 
 
@@ -117,6 +136,17 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     if sys.platform == "linux":  # otherwise gloo would resolve the machine's name
         environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return environment
+
+
+def _devices(places: Sequence[int] | None) -> dict[str, str]:
+    """Return the variable that shows the ranks only the CUDA devices of their places, so that rank 0 has the first."""
+    if places is None:
+        return {}
+    visible = os.environ.get(_VISIBLE)
+    names = [str(place) for place in range(max(places) + 1)] if visible is None else visible.split(",")
+    if len(names) <= max(places):  # the ranks have no devices of their own
+        return {}
+    return {_VISIBLE: ",".join(names[place] for place in places)}
 
 
 class _Signals:
@@ -173,7 +203,8 @@ class _Ranks:
     def exit_code(self) -> int:
         """See :func:`launch`."""
         # A rank that has not installed its handlers yet ends by the signal.
-        interrupted = {EXIT_INTERRUPTED, *(-number for number in self._forwarded)}
+        terminated = {EXIT_REQUEUE, *({-signal.SIGTERM} if signal.SIGTERM in self._forwarded else ())}
+        interrupted = {EXIT_INTERRUPTED, *terminated, *(-number for number in self._forwarded)}
         failed = {rank: code for rank, code in self.codes.items() if code not in (0, *interrupted)}
         if failed:
             rank, code = next(iter(failed.items()))
@@ -182,11 +213,21 @@ class _Ranks:
             first = self._first_to_fail()
             if first is not None and code in (EXIT_FAILED, -signal.SIGABRT):  # other signals come from outside
                 rank = first
-            raise TrainingError(f"rank {rank} {_how_it_ended(self.codes.get(rank))}; the other ranks were ended")
+            message = f"rank {rank} {_how_it_ended(self.codes.get(rank))}; the other ranks were ended"
+            raise RanksLostError(message, lost) if (lost := self._lost()) else TrainingError(message)
         if self.killed:
             ranks = f"rank{'s' * (len(self.killed) > 1)} {', '.join(map(str, self.killed))}"
             raise TrainingError(f"{ranks} did not stop within {self.stop_seconds:g} s (train.stop_seconds); killed")
+        if terminated.intersection(self.codes.values()):
+            return EXIT_REQUEUE
         return EXIT_INTERRUPTED if interrupted.intersection(self.codes.values()) else 0
+
+    def _lost(self) -> list[int]:
+        """Return the ranks that were killed or crashed; none in a run that was asked to end, or has a user's error."""
+        if self._forwarded or EXIT_USER_ERROR in self.codes.values():
+            return []
+        aborts = self._first_to_fail() is not None  # after an error, other ranks may abort as a consequence
+        return [rank for rank, code in self.codes.items() if code < 0 and not (aborts and code == -signal.SIGABRT)]
 
     def _forward(self, number: int) -> None:
         for process in self.processes.values():
@@ -196,7 +237,7 @@ class _Ranks:
         if self._interrupted_at is None:
             self._interrupted_at = now
             self._end_within(self.stop_seconds)
-        elif now - self._interrupted_at > TOGETHER_SECONDS:
+        elif number != signal.SIGTERM and now - self._interrupted_at > TOGETHER_SECONDS:
             self._end_within(_HURRY_SECONDS)
 
     def _note_ends(self) -> None:
@@ -205,7 +246,7 @@ class _Ranks:
         # Killed ranks come first, because simultaneous errors of others are a consequence.
         self.codes |= dict(sorted(ended.items(), key=lambda item: item[1] >= 0))
         for code in ended.values():
-            if code == EXIT_INTERRUPTED or -code in self._forwarded:
+            if code in (EXIT_INTERRUPTED, EXIT_REQUEUE) or -code in self._forwarded:
                 self._end_within(self.stop_seconds)
             elif code != 0:
                 is_first_running = self._first_to_fail() not in (None, *self.codes)

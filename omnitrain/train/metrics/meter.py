@@ -141,6 +141,12 @@ class LossMeter:
         return {name: dict(zip(self._sources, totals.tolist(), strict=False)) for name, totals in self._totals.items()}
 
 
+def total_loss(heads: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float]) -> float | None:
+    """Return the weighted sum of the heads' mean losses, with weight 1 by default. None: no head predicted a token."""
+    means = {name: head["loss"] for name, head in heads.items() if head["tokens"]}
+    return math.fsum(weights.get(name, 1.0) * mean for name, mean in means.items()) if means else None
+
+
 def _mean(rows: list[list[float]]) -> dict[str, float | int | None]:
     """Return mean and count of ``(sum, count)`` rows."""
     total, count = math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows))

@@ -9,18 +9,23 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omnitrain.checkpoint.disk import existing, free_bytes, size_text
+from omnitrain.checkpoint.retention import Retention
 from omnitrain.checkpoint.shared_folder import require_seen
-from omnitrain.checkpoint.store import CheckpointStore, step_of
+from omnitrain.checkpoint.store import CheckpointStore, step_of, verify
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.errors import TrainingError, UserError
+from omnitrain.errors import DamagedCheckpointError, TrainingError, UserError
 from omnitrain.peers import Peers, all_or_raise
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.metrics.console import console
 from omnitrain.train.run_state.resume import require_same_run
 from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock, require_free
+
+_UNFINISHED_RECIPE = "recipe.yaml.tmp"  # what save_recipe leaves if it is killed
+
+Resume = bool | Literal["auto"]
 
 
 class RunFolder:
@@ -38,7 +43,8 @@ class RunFolder:
             UserError: the folder cannot be created, or has other files than those of a run.
         """
         self.recipe, self.path = recipe, Path(recipe.output_dir)
-        self.store = CheckpointStore(self.path / "checkpoints", recipe.train.keep_checkpoints)
+        kept = Retention(recipe.train.keep_last, recipe.train.keep_every, recipe.train.keep_best)
+        self.store = CheckpointStore(self.path / "checkpoints", kept)
         self._lock = FolderLock()
         _require_writable(self.path)
 
@@ -50,17 +56,31 @@ class RunFolder:
         """
         require_free(self.path)
 
-    def checkpoint_to_resume(self, peers: Peers) -> Path:
-        """Return the newest checkpoint of the run in this folder.
+    def checkpoint_to_resume(self, peers: Peers, resume: Resume) -> Path | None:
+        """Return the checkpoint that the run continues from. None: it starts.
 
         Args:
             peers: the ranks of the run, which all call this.
+            resume: True: from the newest checkpoint; "auto": from the newest intact one, if there is one; False: start.
 
         Raises:
-            UserError: no checkpoint exists, it is damaged, or the run was started with another recipe.
+            UserError: no checkpoint exists, it is damaged (with "auto": all are), or the run was started with another
+                recipe.
         """
+        if resume is False:
+            return None
         all_or_raise(peers, self._require_same_run)  # before checksums, which may take minutes
-        return self.store.latest(peers)
+        if resume is True:
+            return self.store.latest(peers)
+        checkpoint = self.store.latest_intact(peers)
+        for damaged, files in self.store.damaged.items():
+            console.print(f"checkpoint {damaged} is damaged: {list(files)}; the one before it is used", soft_wrap=True)
+        return checkpoint
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint exists, perhaps a damaged one."""
+        return self._steps_saved() > 0
 
     def _require_same_run(self) -> None:
         begun = self.path / "recipe.yaml"
@@ -70,7 +90,7 @@ class RunFolder:
     def finished(self) -> str | None:
         """Return that the run in this folder has nothing left to do, or None.
 
-        It has all steps of the recipe, and the evaluation that the recipe asks for.
+        It has all steps of the recipe, in a checkpoint that is intact, and the evaluation that the recipe asks for.
 
         Raises:
             UserError: the run was started with another recipe.
@@ -78,6 +98,10 @@ class RunFolder:
         self._require_same_run()
         steps, (done, evaluated) = self.recipe.train.steps, (self._steps_saved(), self._steps_evaluated())
         if done < steps or (self.recipe.evaluation is not None and evaluated != done):
+            return None
+        try:
+            verify(self.store.newest())
+        except DamagedCheckpointError:
             return None
         return (
             f"{self.path} is finished: {done} of {steps} steps are done; nothing was changed; a larger train.steps "
@@ -91,27 +115,35 @@ class RunFolder:
             return 0
 
     def _steps_evaluated(self) -> int | None:
-        """Return the steps of the model in ``eval.json``. None: it is missing, or of an evaluation with other keys."""
+        """Return the steps of the model in ``eval.json``. None: it is missing or cut, or its evaluation is another."""
         begun, scores = self.path / "recipe.yaml", self.path / "eval.json"
         if not (begun.is_file() and scores.is_file()):
             return None
         old = Recipe.load(str(begun))
         is_same = (old.evaluation, old.data.heldout) == (self.recipe.evaluation, self.recipe.data.heldout)
-        return json.loads(scores.read_text()).get("step") if is_same else None
+        try:
+            return json.loads(scores.read_text()).get("step") if is_same else None
+        except ValueError:  # the run was killed while it wrote
+            return None
 
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
         """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
 
         Args:
-            resumed: whether the run in the folder is resumed.
+            resumed: whether the run in the folder goes on, from a checkpoint or from its start.
             checkpoint_bytes: size of a checkpoint.
 
         Raises:
-            UserError: another run writes there, the folder cannot be written, or has no space for a checkpoint.
+            UserError: another run writes or has meanwhile written there, the folder cannot be written, or has no space
+                for a checkpoint.
         """
         try:
             if resumed:
+                self.path.mkdir(parents=True, exist_ok=True)
                 self._lock.take(self.path)
+                self.store.require_no_other()
+                for aside in self.store.set_damaged_aside():
+                    console.print(f"a damaged checkpoint is now in {aside}", soft_wrap=True)
                 self.store.clear_unfinished()  # files of a crashed save take the space of a checkpoint
             _require_space(self.path, checkpoint_bytes)
             if not resumed:
@@ -187,6 +219,15 @@ class RunFolder:
         return file
 
 
+def begun_at(recipe: Recipe) -> tuple[int, int] | None:
+    """Return what changes when a run begins to write to the folder of ``recipe``. None: it has no run."""
+    try:
+        found = (Path(recipe.output_dir) / "recipe.yaml").stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def _require_space(folder: Path, checkpoint_bytes: int) -> None:
     free = free_bytes(folder)
     if free < checkpoint_bytes:
@@ -198,7 +239,7 @@ def _require_space(folder: Path, checkpoint_bytes: int) -> None:
 
 def _require_writable(folder: Path) -> None:
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if files - {LOCK_FILE} and not (folder / "recipe.yaml").is_file():
+    if files - {LOCK_FILE, _UNFINISHED_RECIPE} and not (folder / "recipe.yaml").is_file():
         raise UserError(f"output_dir: {str(folder)!r} has files but no run (no recipe.yaml); use a new folder")
     parent = existing(folder)
     if not parent.is_dir() or not os.access(parent, os.W_OK):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from omnitrain.checkpoint.optimizer import save_optimizer
+from omnitrain.checkpoint.store import write_metrics
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import save_whole
@@ -22,6 +25,7 @@ def save_checkpoint(
     processor: OmniProcessor,
     optimizer: torch.optim.Optimizer,
     state: TrainingState,
+    line: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the checkpoint folder of ``state.step`` atomically. Every rank calls this.
 
@@ -32,16 +36,19 @@ def save_checkpoint(
         processor: processor of the model.
         optimizer: optimizer of its trained parameters.
         state: state of the run, the same on all ranks.
+        line: the line of ``metrics.jsonl`` of that step. None: there is none.
     """
 
     def write(folder: Path) -> None:
-        save_whole(model, folder, ranks.peers)
+        save_whole(model, folder, ranks.peers, previous=run.store.saved)
         save_optimizer(model, optimizer, folder / OPTIMIZER)
         ranks.first(lambda: write_on_first(folder))
 
     def write_on_first(folder: Path) -> None:
         processor.save_pretrained(folder)
         write_state(folder, state, trainable(model))
+        if line is not None:
+            write_metrics(folder, line)
 
     run.store.save(state.step, write, ranks.peers)
     ranks.first(lambda: run.list_rejected(state.data.rejected))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+
+from omnitrain.recipe import Recipe
 
 _SECONDS = 600.0
 _TIMES_A_SAVE = 20  # so that saving takes at most 5 % of a run
@@ -17,27 +18,31 @@ class SaveTimes:
 
     ``auto`` saves after ten minutes. Where a checkpoint takes longer than 30 seconds, it saves after 20 times as long,
     or after a tenth of the run's steps, if that is sooner. So a crash costs at most ten minutes or a tenth of the run.
+    With ``train.keep_best`` it waits for a step that measures the metric, but not twice as long as without.
 
     Args:
-        every: ``train.save_every``.
-        steps: steps of the run.
+        recipe: the recipe of the run.
         step: steps done.
     """
 
-    def __init__(self, every: int | Literal["auto"] | None, steps: int, step: int) -> None:
-        self._every, self._steps, self._saved_step = every, steps, step
+    def __init__(self, recipe: Recipe, step: int) -> None:
+        self._recipe, self._every, self._kept = recipe, recipe.train.save_every, recipe.train.keep_every
+        self._steps, self._saved_step = recipe.train.steps, step
         self._saved_at = time.monotonic()
         self._seconds = 0.0
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after ``step`` steps. The end of a run saves anyway."""
-        if self._every is None or step >= self._steps:
+        if step >= self._steps:
             return False
+        if self._kept is not None and step % self._kept == 0:
+            return True
         if self._every != "auto":
-            return step % self._every == 0
+            return self._every is not None and step % self._every == 0
         waited = time.monotonic() - self._saved_at
         is_tenth = _PARTS * (step - self._saved_step) >= self._steps
-        return waited >= (_SECONDS if is_tenth else max(_SECONDS, _TIMES_A_SAVE * self._seconds))
+        seconds = _SECONDS if is_tenth else max(_SECONDS, _TIMES_A_SAVE * self._seconds)
+        return waited >= (seconds if self._recipe.measures_best(step) else 2 * seconds)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:

@@ -12,6 +12,7 @@ from omnitrain.checkpoint.optimizer import load_optimizer
 from omnitrain.data.loading.slots import LoaderState, SlotState
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import UserError
+from omnitrain.parallel.step.item_costs import UNUSED_STEPS
 
 _FILE = "trainer.pt"
 _SHOWN = 3
@@ -31,6 +32,8 @@ class TrainingState:
         expert_shares: layer with experts -> the experts' shares of the last step's tokens.
         expert_chunks: component -> the fastest number of chunks. None: it was not measured.
         quadratic_costs: component -> the quadratic part of its items' cost. None: it was not measured.
+        section_seconds: component -> seconds of its work (:class:`Measured`). None: it was not measured.
+        measured_costs_unused_until: the last step that is planned without these two.
         losses: head -> source -> sum of its losses and tokens, since the last line of metrics.
         mean_loss: mean total loss of the same steps.
         loss_tokens: predicted tokens of the same steps, all heads together.
@@ -44,6 +47,8 @@ class TrainingState:
     expert_shares: dict[str, list[float]] = field(default_factory=dict)
     expert_chunks: dict[str, int] | None = None
     quadratic_costs: dict[str, float] | None = None
+    section_seconds: dict[str, float] | None = None
+    measured_costs_unused_until: int = UNUSED_STEPS
     losses: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     mean_loss: float = 0.0
     loss_tokens: int = 0

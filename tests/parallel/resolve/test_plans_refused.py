@@ -40,7 +40,7 @@ def model() -> ot.OmniModel:
 
 def resolve(model: ot.OmniModel, plan: ot.ParallelPlan, flags: CallFlags | None = None, **degrees: int) -> Any:
     state = ParallelState(fit_mesh(4, **degrees), 0, "cpu", "fsdp2", {})
-    tensors = tensor_plan(model, plan, state.size("tp"))
+    tensors = tensor_plan(model, plan, state.degrees("tp"))
     return resolve_plans(model, plan, state, flags or CallFlags(), tensors, adapters_of(model))[0]
 
 

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -80,12 +80,13 @@ def possible() -> list[Case]:
     return [case for values in product(MODELS, SCHEDULES, AXES, MEMORY, STEPS) if is_possible(case := Case(*values))]
 
 
-def covering(cases: Sequence[Case]) -> Iterator[Case]:
-    """Take the case with the most pairs that no earlier case has, until every pair has one."""
-    missing = set().union(*map(pairs, cases))
+def covering(cases: Sequence[Any], found: Callable[[Any], set[Any]] = pairs) -> Iterator[Any]:
+    """Take the case with the most pairs (or what else is ``found`` in it) that no earlier case has, until all have one."""
+    of_cases = {case: found(case) for case in cases}
+    missing = set().union(*of_cases.values())
     while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
-        missing -= pairs(best)
+        best = max(cases, key=lambda case: len(of_cases[case] & missing))
+        missing -= of_cases[best]
         yield best
 
 

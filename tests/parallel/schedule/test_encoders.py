@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
@@ -11,19 +12,18 @@ import torch
 
 import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
+from omnitrain.errors import UserError
+from omnitrain.ops.experts import experts_in
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.encoders import SeparateEncoders
-from omnitrain.parallel.spawn.pool import RankError, RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
+from omnitrain.parallel.step.windows import window_chooser
 from omnitrain.plan.schedule.actions import Action
 from omnitrain.recipe.layout import parse_layout
 from tests.parallel.laid_out import PLAIN, gradients
 from tests.parallel.schedule.pipelines import build
 from tests.parallel.schedule.test_layouts import require_equal, samples_of
-
-
-def test_encoders_on_four_pipeline_ranks_train_as_one_process(ranks: RankPool) -> None:
-    require_equal(ranks, "qwen3_vl_moe", ["pp4.world"])
 
 
 @pytest.mark.slow
@@ -116,6 +116,25 @@ def test_features_that_wait_in_host_memory_have_the_same_bits(ranks: RankPool) -
     require_same_bits(*(ranks.run(gradients_of, "pp2", encoder, timeout_s=60, world=2) for encoder in settings))
 
 
+def parameters_of_auto() -> tuple[dict[str, int], int, int]:
+    """What ``window: auto`` counts, all parameters of the foundation, and those of experts that a token passes by."""
+    model = parallelized("pp2", {"place": "world", "window": "auto"})
+    chooser, config = window_chooser(model), model.foundation.config.text_config
+    assert chooser is not None
+    experts = [w.numel() for _, layer in experts_in(model.foundation) for w in layer.parameters(recurse=False)]
+    embeddings = model.foundation.get_input_embeddings().weight.numel()
+    passed_by = sum(experts) * (config.num_experts - config.num_experts_per_tok) // config.num_experts
+    whole = sum(weight.numel() for weight in model.components["foundation"].values())
+    return chooser.num_parameters, whole, passed_by + embeddings
+
+
+def test_auto_counts_the_chosen_experts_alike_on_all_ranks(ranks: RankPool) -> None:
+    (counts, whole, unread), other = ranks.run(parameters_of_auto, timeout_s=60, world=2)
+    assert (counts, whole, unread) == other
+    assert 0 < whole - unread - counts["foundation"] < 0.01 * whole  # the last norm
+    assert unread > 0.2 * whole
+
+
 def limited_gradients(limit: int | None, window: int | str) -> tuple[dict[str, torch.Tensor], int, int | None]:
     """Gradients, the most bytes of features that waited on this rank, and the window of the step."""
     model = parallelized("pp2", {"place": "world", "window": window, "feature_bytes": limit})
@@ -133,6 +152,13 @@ def limited_gradients(limit: int | None, window: int | str) -> tuple[dict[str, t
     return gradients(model), most, batch.plan.topology.component("image_encoder").window
 
 
+def refusal(limit: int) -> str:
+    """What the user reads. It is raised on the ranks and caught there, so that they stay warm."""
+    with pytest.raises(UserError) as error:
+        limited_gradients(limit, 2)
+    return str(error.value)
+
+
 def test_features_that_wait_stay_within_their_limit_of_bytes(ranks: RankPool) -> None:
     """A step has the largest windows that fit; the gradients are the same but for the order of their sums."""
     free = ranks.run(limited_gradients, None, "step", timeout_s=60, world=2)
@@ -144,8 +170,31 @@ def test_features_that_wait_stay_within_their_limit_of_bytes(ranks: RankPool) ->
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
-    with pytest.raises(RankError, match=r"image_encoder.feature_bytes: found 100, but one item has \d+ features of"):
-        ranks.run(limited_gradients, 100, 2, timeout_s=60, world=2)
+    refused = r"image_encoder.feature_bytes: found 100, but one item has \d+ features of"
+    assert all(re.search(refused, message) for message in ranks.run(refusal, 100, timeout_s=60, world=2))
+
+
+def memory_that_waits() -> list[tuple[int, int]]:
+    """After each backward of a micro-batch: bytes of features and gradients that wait, and of the memory they keep."""
+    model = parallelized("dp1", {"place": "world", "window": 4})
+    batch = step_planner(model)([Pack.from_samples(samples_of("qwen3_vl_moe")) for _ in range(4)])
+    take, found = SeparateEncoders.take_gradients, []
+
+    def noted(self: SeparateEncoders, micro_batch: int) -> None:
+        take(self, micro_batch)
+        kinds = [kind for w in self._live.values() for kind in (w.held, w.leaves, w.gradients)]
+        tensors = [tensor for kind in kinds for tensors in kind.values() for tensor in tensors]
+        memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        found.append((self.waiting_bytes("image_encoder"), sum(memory.values())))
+
+    with patch.object(SeparateEncoders, "take_gradients", noted):
+        accumulate_gradients(model, batch)
+    return found
+
+
+def test_features_of_a_micro_batch_keep_no_memory_of_the_others_in_their_window(ranks: RankPool) -> None:
+    (found,) = ranks.run(memory_that_waits, timeout_s=60, world=1)
+    assert len(found) == 4 and all(0 < waiting == memory for waiting, memory in found)
 
 
 def waiting_tensors(freeze: bool) -> int:

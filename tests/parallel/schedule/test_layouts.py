@@ -18,7 +18,7 @@ from tests.parallel.schedule.pipelines import build, factory, pairs, possible, t
 # By default two schedules of a model or two; each runs with every other word of the table at least once.
 DEFAULT = {
     "qwen3": ("pp2.v2.sp2", "pp2.tp2.zbv", "pp2.cp2.accum2.gpipe"),
-    "qwen3_vl_moe": ("pp2.dp2.ep2.recompute", "pp2.v2.dp2.ep2.recompute", "pp4", "pp2.zbv.sp2.ep2"),
+    "qwen3_vl_moe": ("pp2.dp2.ep2.recompute", "pp2.v2.dp2.ep2.recompute", "pp4", "pp4.world", "pp2.zbv.sp2.ep2"),
     "qwen3_vl with LoRA": ("pp2.dp2",),
     "frozen qwen3_vl": ("pp2.v2",),
     "any_to_any": ("pp2.dp2.accum2", "pp2.tp2", "pp2.sp2"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -35,13 +34,6 @@ from tests.parallel.sections.exchanges import (
 
 pytestmark = pytest.mark.ranks
 CARRIERS = [by_torch, by_nixl]
-
-
-@pytest.fixture(scope="module")
-def sections(_rank_server: None) -> Iterator[RankPool]:
-    """Up to eight ranks; each starts when a test needs it."""
-    with RankPool(8) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ def qwen3_vl() -> ot.OmniModel:
 
 
 def planned(model: ot.OmniModel, tp: int = 2, **plan: dict[str, str]) -> dict[str, str]:
-    found = tensor_plan(model, ot.ParallelPlan(**plan), tp)
+    found = tensor_plan(model, ot.ParallelPlan(**plan), {"main": tp})
     assert not found.problems, found.problems
     return dict(found.styles)
 
 
 def problems(model: ot.OmniModel, tp: int = 2, **plan: dict[str, str]) -> str:
-    return "\n".join(tensor_plan(model, ot.ParallelPlan(**plan), tp).problems)
+    return "\n".join(tensor_plan(model, ot.ParallelPlan(**plan), {"main": tp}).problems)
 
 
 def test_heads_that_differ_by_layer_are_counted_layer_by_layer() -> None:
@@ -119,11 +119,11 @@ def test_what_cannot_be_cut_is_refused_with_what_can(
 def test_a_tower_is_cut_only_if_something_says_how(qwen3_vl: ot.OmniModel) -> None:
     asked = {"image_encoder": ot.ComponentPlan(tp=2)}
     globs = {"layers.*.mlp.down_proj": "rowwise_split_input"}
-    found = tensor_plan(qwen3_vl, ot.ParallelPlan(components=asked, tp_plan=globs), 2)
+    found = tensor_plan(qwen3_vl, ot.ParallelPlan(components=asked, tp_plan=globs), {"main": 2})
     assert "components.image_encoder.tp: found 2, but transformers has no tensor parallel plan" in found.problems[0]
-    assert tensor_plan(qwen3_vl, ot.ParallelPlan(tp_plan=globs), 2).components == {"foundation"}
+    assert tensor_plan(qwen3_vl, ot.ParallelPlan(tp_plan=globs), {"main": 2}).components == {"foundation"}
     globs |= {"blocks.*.mlp.linear_fc1": "colwise", "blocks.*.mlp.linear_fc2": "rowwise"}
-    both = tensor_plan(qwen3_vl, ot.ParallelPlan(components=asked, tp_plan=globs), 2)
+    both = tensor_plan(qwen3_vl, ot.ParallelPlan(components=asked, tp_plan=globs), {"main": 2})
     assert not both.problems and both.components == {"foundation", "image_encoder"}
 
 

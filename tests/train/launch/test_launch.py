@@ -27,7 +27,7 @@ INTERRUPTIBLE = """
             time.sleep(0.01)
         time.sleep(1.5)  # the step, and the checkpoint
         Path(f"saved-{rank}").touch()
-    sys.exit(130)
+    sys.exit(143 if interrupt.is_terminated else 130)
 """
 
 
@@ -105,7 +105,9 @@ def test_ranks_find_each_other_and_share_the_cores(monkeypatch: pytest.MonkeyPat
     assert [Path(f"total-{rank}").read_text() for rank in range(2)] == [f"[1.0, {threads}.0] 2"] * 2
 
 
-@pytest.mark.parametrize(("ends", "code"), [((0, 0), 0), ((2, 2), 2), ((1, 2), 2), ((130, 130), 130)])
+@pytest.mark.parametrize(
+    ("ends", "code"), [((0, 0), 0), ((2, 2), 2), ((1, 2), 2), ((130, 130), 130), ((143, 143), 143), ((143, 130), 143)]
+)
 def test_the_exit_code_is_that_of_one_process(ends: tuple[int, int], code: int) -> None:
     assert launch(program(f"sys.exit({ends}[rank])"), 2, stop_seconds=60) == code
 
@@ -163,10 +165,10 @@ def test_a_killed_rank_is_named_and_no_process_is_left() -> None:
     assert_gone(process_ids(3), within_s=0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_lets_all_ranks_finish_and_save(number: int) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_lets_all_ranks_finish_and_save(number: int, code: int) -> None:
     sender = send_when_up(2, rank=None, number=number)
-    assert launch(program(INTERRUPTIBLE), 2, stop_seconds=60) == 130
+    assert launch(program(INTERRUPTIBLE), 2, stop_seconds=60) == code
     sender.join()
     assert Path("saved-0").exists() and Path("saved-1").exists()
 
@@ -181,7 +183,7 @@ def test_ctrl_c_of_a_terminal_reaches_launcher_and_ranks_and_still_counts_once()
 
 def test_ranks_that_are_not_far_enough_to_catch_a_signal_were_interrupted_too() -> None:
     sender = send_when_up(2, rank=None, number=signal.SIGTERM)
-    assert launch(program("announce()\ntime.sleep(600)"), 2, stop_seconds=60) == 130
+    assert launch(program("announce()\ntime.sleep(600)"), 2, stop_seconds=60) == 143
     sender.join()
     assert_gone(process_ids(2), within_s=0)
 

@@ -66,6 +66,22 @@ def test_metrics_have_the_seconds_that_ranks_waited_for_exchanges(ranks: RankPoo
         assert 0 < line["exposed_communication"]["share"] < 1
 
 
+def test_a_trace_shows_the_waits_for_features_and_for_their_gradients(ranks: RankPool, tmp_path: Path) -> None:
+    overrides = ["parallel.components.image_encoder.place=world", "train.trace.steps=[1]", "train.steps=1"]
+    ranks.run(fit, tiny_recipe(tmp_path), overrides, timeout_s=60, world=2)
+    seconds = []
+    for file in sorted((tmp_path / "run" / "trace").iterdir()):
+        every = json.loads(file.read_text())["traceEvents"]
+        waits = [e for e in every if e["ph"] == "X" and e["name"] == "wait for features"]
+        assert {(e["args"]["phase"], e["args"]["layer"]) for e in waits} == {
+            ("forward", "image_encoder"),
+            ("backward", "image_encoder"),
+        }
+        seconds.append(sum(event["dur"] for event in waits) / 1e6)
+    (line,) = metrics(tmp_path / "run")
+    assert line["encoders"]["image_encoder"]["waited"] == pytest.approx(sum(seconds) / 2, rel=1e-3)
+
+
 def test_nothing_is_exposed_where_no_row_travels(tmp_path: Path) -> None:
     fit(tiny_moe_recipe(tmp_path), ["train.trace.steps=[1]"])
     assert {line["exposed_communication"]["seconds"] for line in metrics(tmp_path / "run")} == {0.0}

@@ -50,7 +50,8 @@ def test_of_two_runs_in_a_folder_the_second_one_is_refused_until_the_first_one_e
 def test_what_a_crash_left_that_came_before_the_first_file_is_in_nobodys_way(tmp_path: Path) -> None:
     recipe, path = tiny_recipe(tmp_path), tmp_path / "run"
     path.mkdir()
-    (path / ".lock").touch()
+    for name in (".lock", "recipe.yaml.tmp"):
+        (path / name).touch()
     run_folder(recipe, path).open(False, 0)
     assert (path / "recipe.yaml").is_file()
 

@@ -1,22 +1,29 @@
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
+from omnitrain.recipe import Recipe
 from omnitrain.train.run_state import save_times
 from omnitrain.train.run_state.save_times import SaveTimes
 
 Every = int | Literal["auto"] | None
 
 
+def recipe(**train: Any) -> Recipe:
+    """A recipe of which only ``train`` matters."""
+    tree = {"model": {"checkpoint": "saved"}, "data": {"train": [{"path": "rows.parquet"}]}, "train": train}
+    return Recipe.model_validate(tree)
+
+
 class Run:
     """Saves when it is due; a clock stands still between its steps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: Every, steps: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: Every, steps: int, **train: Any) -> None:
         self.now, self.steps = 0.0, steps
         monkeypatch.setattr(save_times.time, "monotonic", lambda: self.now)
-        self.times = SaveTimes(every, steps, 0)
+        self.times = SaveTimes(recipe(steps=steps, save_every=every, **train), 0)
 
     def saved(self, step_seconds: float, save_seconds: float) -> list[int]:
         found = []
@@ -53,9 +60,20 @@ def test_a_crash_costs_ten_minutes_or_a_tenth_of_the_run(
     assert Run(monkeypatch, every, steps).saved(step_seconds, save_seconds) == saved
 
 
+def test_a_checkpoint_that_is_kept_forever_is_saved_whatever_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for every, saved in (("auto", [300, 600, 900]), (200, [200, 300, 400, 600, 800, 900]), (None, [300, 600, 900])):
+        assert Run(monkeypatch, every, 1000, keep_every=300).saved(0.1, 5) == saved
+
+
+def test_a_checkpoint_to_compare_waits_for_its_loss_but_not_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten minutes are 200 steps."""
+    assert Run(monkeypatch, "auto", 1000, keep_best="loss", log_every=150).saved(3, 0) == [300, 600, 900]
+    assert Run(monkeypatch, "auto", 1000, keep_best="loss", log_every=900).saved(3, 0) == [400, 800]
+
+
 def test_a_resumed_run_counts_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_times.time, "monotonic", lambda: 5000.0)
-    times = SaveTimes("auto", 100, 90)
+    times = SaveTimes(recipe(steps=100), 90)
     assert not times.is_due(91)
     monkeypatch.setattr(save_times.time, "monotonic", lambda: 5600.0)
     assert times.is_due(92)

@@ -1,0 +1,45 @@
+"""Evaluate and generate with a model whose encoders have ranks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.fsdp.summon import gathered
+from omnitrain.parallel.sections.serve import FeatureClient, FeatureServer
+
+T = TypeVar("T")
+
+
+def serving(model: OmniModel, work: Callable[[], T]) -> T | None:
+    """Evaluate or generate on the ranks of ``main``, while those of sections encode for them. All ranks must call it.
+
+    Args:
+        model: sharded or not; without sections, this only calls ``work``.
+        work: calls ``heldout_loss``, ``generate``, ... The ranks of sections do not call it. Only the ranks of ``main``
+            may take part in its collectives.
+
+    Returns:
+        The result of ``work``; None on the ranks of sections.
+
+    Raises:
+        UserError: ``work`` raised it on the first rank; then all ranks of sections raise it, too.
+        TrainingError: ``work`` raised another error on the first rank.
+    """
+    relay = model.encoder_relay
+    if isinstance(relay, FeatureServer):
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), gathered(model):
+                relay.serve()
+        finally:
+            model.train(was_training)
+        return None
+    if isinstance(relay, FeatureClient) and not relay.is_open:
+        with relay.open():
+            return work()
+    return work()

@@ -1,0 +1,142 @@
+"""Order the micro-batches of a step, and deal them to the data-parallel ranks, so that sections delay nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from omnitrain.plan.radix_sort import stable_order
+from omnitrain.plan.step import Rates
+from omnitrain.plan.tables import StepTables
+from omnitrain.plan.topology import Topology
+from omnitrain.plan.wavefront.deal import deal
+from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
+from omnitrain.plan.wavefront.search import best_order
+from omnitrain.plan.wavefront.simulate import makespan
+
+_LEAST_GAIN = 0.01  # of the step's time, for which packs move to other ranks
+
+
+class SectionLimits(NamedTuple):
+    """A section, as the order needs it.
+
+    Attributes:
+        components: its encoders.
+        num_ranks: ranks that divide the items of a micro-batch.
+        slots: micro-batches whose features may wait.
+        in_flight: micro-batches whose activations it may keep; None: any number.
+        encode_twice: backwards repeat their forwards.
+    """
+
+    components: tuple[str, ...]
+    num_ranks: int
+    slots: int
+    in_flight: int | None
+    encode_twice: bool
+
+
+class Drawn(NamedTuple):
+    """The micro-batches that a data-parallel rank runs, in order.
+
+    Attributes:
+        lane: ``[M]`` index of the data-parallel rank that drew each of them.
+        micro_batch: ``[M]`` its index there.
+    """
+
+    lane: np.ndarray
+    micro_batch: np.ndarray
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """Chooses who runs which micro-batch, and when. Picklable; the result is the same on all ranks.
+
+    Data-parallel ranks run their n-th micro-batches together (a round). Micro-batches stay on the rank that drew them,
+    unless the step becomes shorter by more than 1 % if they are dealt anew.
+
+    Attributes:
+        sections: the sections of the run.
+        coupled: whether data-parallel ranks wait for each other in each layer (FSDP, experts).
+    """
+
+    sections: tuple[SectionLimits, ...]
+    coupled: bool
+
+    def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
+        """Return the micro-batches of each data-parallel rank, in the order of their owners (:func:`lanes_of`).
+
+        Args:
+            topology: of the run.
+            tables: what all ranks drew; each data-parallel rank has equally many micro-batches.
+            rates: how long the work takes.
+        """
+        owners, number = lanes_of(topology), len(tables.counts)
+        work = rates.per_token * tables.tokens[:, owners].T.ravel()  # sample = lane * M + micro-batch
+        feeders = tuple(self._feeder(topology, tables, rates, section) for section in self.sections)
+        drawn = np.repeat(np.arange(len(owners)), number)
+        as_drawn = Wavefront(work.tolist(), drawn.tolist(), len(owners), feeders, self.coupled)
+        orders = [(as_drawn, best_order(as_drawn))]
+        if len(owners) > 1:
+            load = np.sum([np.add(feeder.forward, feeder.backwards) for feeder in feeders], axis=0)
+            dealt = replace(as_drawn, lane=deal(work.tolist(), load.tolist(), len(owners), coupled=self.coupled))
+            orders.append((dealt, best_order(dealt)))
+        seconds = [makespan(wave, order) for wave, order in orders]
+        wave, order = orders[-1] if seconds[-1] < (1 - _LEAST_GAIN) * seconds[0] else orders[0]
+        return tuple(Drawn(*divmod(np.array(samples), number)) for samples in wave.lanes_of(order))
+
+    def _feeder(self, topology: Topology, tables: StepTables, rates: Rates, section: SectionLimits) -> Feeder:
+        """The section as one feeder of all data-parallel ranks, since it divides each round among its ranks."""
+        owners, number = lanes_of(topology), len(tables.counts)
+        forward, backward = np.zeros(number * len(owners)), np.zeros(number * len(owners))
+        micro_batch, medium = np.divmod(tables.slot, len(topology.media))
+        lane = np.searchsorted(owners, tables.owner)
+        for component in section.components:
+            media = topology.media_of(component)
+            own = (medium >= media.start) & (medium < media.stop)
+            cost = np.bincount(lane[own] * number + micro_batch[own], tables.cost[own], len(forward))
+            seconds = rates.per_cost[component] * cost / section.num_ranks
+            forward += seconds
+            backward += 2 * seconds * topology.component(component).is_trained
+        slots, lanes = section.slots, len(owners)
+        kept = None if section.in_flight is None else section.in_flight * lanes
+        return Feeder(forward.tolist(), backward.tolist(), tuple(range(lanes)), slots, kept, section.encode_twice)
+
+
+def lanes_of(topology: Topology) -> np.ndarray:
+    """Return ``[data-parallel ranks]`` int64: the ranks that list the samples of each data-parallel rank, ascending."""
+    return np.unique([topology.owner_of(rank) for rank in topology.readers])
+
+
+def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -> StepTables:
+    """Return the tables as if each data-parallel rank had drawn the micro-batches that it runs."""
+    owners, number, num_media = lanes_of(topology), len(tables.counts), max(1, len(topology.media))
+    lane = np.stack([of_lane.lane for of_lane in drawn])  # [lanes, M]
+    micro_batch = np.stack([of_lane.micro_batch for of_lane in drawn])
+    source = owners[lane]
+    counts, num_samples, tokens = (np.zeros_like(a) for a in (tables.counts, tables.num_samples, tables.tokens))
+    for index, owner in enumerate(owners.tolist()):
+        counts[:, :, owner] = tables.counts[micro_batch[index], :, source[index]]
+        num_samples[:, owner] = tables.num_samples[micro_batch[index], source[index]]
+        tokens[:, owner] = tables.tokens[micro_batch[index], source[index]]
+    runs = np.empty(
+        (len(owners), number), dtype=np.int64
+    )  # (lane, micro-batch) that drew -> lane * M + place that runs
+    runs[lane, micro_batch] = np.arange(len(owners) * number).reshape(len(owners), number)
+    drawn_in, medium = np.divmod(tables.slot, num_media)
+    runner, place = np.divmod(runs[np.searchsorted(owners, tables.owner), drawn_in], number)
+    owner, slot = owners[runner], place * num_media + medium
+    order = stable_order(owner, slot)
+    return StepTables(
+        num_micro_batches=tables.num_micro_batches,
+        counts=counts,
+        num_samples=num_samples,
+        tokens=tokens,
+        owner=owner[order],
+        slot=slot[order],
+        item_tokens=tables.item_tokens[order],
+        cost=tables.cost[order],
+        shape=tables.shape[order],
+    )
