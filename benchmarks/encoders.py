@@ -119,11 +119,13 @@ def model_of(width: int) -> OmniModel:
     return build_omni_model(foundation=foundation).train()
 
 
-def pack_of(model: OmniModel, images: int, text: int, grid: int, seed: int) -> Pack:
-    """One sample: images of ``grid`` x ``grid`` patches, then text."""
+def pack_of(model: OmniModel, images: int, text: int, grid: int, seed: int, *, has_media: bool = True) -> Pack:
+    """One sample: images of ``grid`` x ``grid`` patches, or as many tokens of text that is not trained, then text."""
     generator = np.random.default_rng(seed)
     tokens = grid * grid // 4
     ids, spans = [], []
+    if not has_media:
+        ids, images = generator.integers(3, 180, images * (tokens + 2)).tolist(), 0
     for _ in range(images):
         pixels = generator.standard_normal((grid * grid, 3 * 2 * 4 * 4), dtype=np.float32)
         item = MediaItem({"pixel_values": pixels, "image_grid_thw": np.array([[1, grid, grid]])}, tokens)

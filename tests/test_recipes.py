@@ -160,6 +160,25 @@ def test_all_pipeline_ranks_encode_the_images_of_a_step(ranks: RankPool, tiny: d
     assert ranks.run(steps_on_a_rank, "separate_encoder", overrides, timeout_s=120, world=2) == [2] * 2
 
 
+def test_a_tower_trains_on_a_rank_of_its_own(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
+    parts = [f"model.foundation={tiny['qwen3']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
+    parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
+    overrides = [*parts, "train.micro_batches=4", f"output_dir={tmp_path / 'run'}"]
+    assert ranks.run(steps_on_a_rank, "vision_section", overrides, timeout_s=120, world=2) == [2] * 2
+
+
+def test_two_towers_share_a_rank_of_their_own(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
+    parts = [
+        f"model.encoders.{name}_encoder.tower={tiny[of]}" for name, of in (("image", "siglip"), ("audio", "whisper"))
+    ]
+    parts += [f"model.foundation={tiny['qwen3']}", "model.encoders.image_encoder.projector.factor=2"]
+    parts += [f"data.train=[{{path: {tiny['images']}}}, {{path: {tiny['speech']}}}]", "train.micro_batches=4"]
+    overrides = [*parts, f"output_dir={tmp_path / 'run'}"]
+    assert ranks.run(steps_on_a_rank, "media_section", overrides, timeout_s=120, world=3) == [2] * 3
+    rows = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["encoders"]
+    assert all(rows[name]["busy"] > 0 for name in ("image_encoder", "audio_encoder"))
+
+
 def test_forwards_and_backwards_of_stages_with_experts_run_in_turn(
     ranks: RankPool, tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -173,5 +192,5 @@ def test_forwards_and_backwards_of_stages_with_experts_run_in_turn(
 
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
-    run_here |= {"overlapped_experts", "separate_encoder", "preemptible"}
+    run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     assert set(list_recipes()) == run_here | {"quickstart"}

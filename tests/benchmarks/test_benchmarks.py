@@ -20,6 +20,7 @@ SHARED |= {f"gpu_{part}" for part in ("harness", "sizes", "operations", "batches
 SIZES = {
     "pipeline": ["--rounds=1", "--ranks", "2", "--width=64", "--tokens=64"],
     "encoders": ["--rounds=1", "--width=64", "--text=32", "--grid=4", "--bits=0"],
+    "sections": [*("--rounds=1", "--number=4", "--width=64", "--text=32", "--grid=4", "--sleep-grid=4", "--bits=0")],
     "published_gains": [],
     "overlap_tables": [],
     "wavefront": ["--seeds=1", "--small=2", "--large=2"],

@@ -61,14 +61,21 @@ def running_action(schedule: Schedule, layout: ModelLayout, number: int) -> Runn
     words = (_WORDS | _BETWEEN_SECTIONS).get(action.kind)
     if words is None:
         return None
-    text = f"{words} of {action.component}"
-    text += "" if action.micro_batch is None else f" from micro-batch {action.micro_batch}"
+    text = f"{words} of {action.component}{_window(schedule, action.micro_batch)}"
     if row >= schedule.num_pipeline_ranks:
         text = f"section {layout.state.section}: {text}"
     elif action.kind in _BETWEEN_SECTIONS:
         text += f" {'to' if action.kind in SENDS else 'from'} section {layout.section_of[action.component]}"
     needs = _of_message if action.kind in _BETWEEN_SECTIONS else _of_stages
     return RunningAction(text, number, tuple(needs(schedule, layout, action)))
+
+
+def _window(schedule: Schedule, first: int | None) -> str:
+    """The window of an action in words; a section may encode those of the next step."""
+    if first is None:
+        return ""
+    later = first - schedule.num_micro_batches
+    return f" from micro-batch {first}" if later < 0 else f" from micro-batch {later} of the next step"
 
 
 def _pass(schedule: Schedule, layout: ModelLayout, action: Action, number: int) -> RunningAction:

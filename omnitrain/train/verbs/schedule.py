@@ -178,16 +178,20 @@ def _encodes(
 
 
 def _windows(name: str, section: Section, plans: Mapping[str, ComponentPlan], number: int) -> SectionWindows:
-    """The windows of a section, if each micro-batch has media for all its encoders."""
+    """The windows of a section, if each micro-batch has media for all its encoders, in this step and in the next."""
     starts = range(0, number, section.micro_batch)
+    encoded = {component: starts for component in plans if component in section.components}
+    later = [number + start for start in starts]
     return SectionWindows(
         name=name,
-        encoded={component: starts for component in plans if component in section.components},
+        encoded=encoded,
         trained=frozenset(component for component in section.components if not plans[component].freeze),
         size=section.micro_batch,
         slots=section.slots,
         in_flight=section.in_flight,
         encode_twice=section.encode_twice,
+        is_encoded=bool(section.ahead),
+        upcoming=dict.fromkeys(encoded, later) if section.ahead else {},
     )
 
 
