@@ -247,6 +247,8 @@ COMMANDS_ELSEWHERE = {
     "verify quickstart": "tests/train/verbs/test_verify.py",
     "schedule quickstart": "tests/train/verbs/test_schedule.py",
     "check finetune_vlm": "tests/test_recipes.py",
+    "run quickstart output_dir=runs/mine": "tests/train/launch/test_restarts.py",
+    "resume runs/mine": "tests/cli/test_verbs.py",
 }
 
 

@@ -21,6 +21,7 @@ FREE_NAMES = (
     "model.decoders",
     "data.processor_arguments.images_kwargs",
     "parallel.components",
+    "parallel.sections",
     "train.optimizer.learning_rates",
 )
 SHIPPED = list_recipes()
