@@ -16,6 +16,7 @@ from tests.side_by_side import CACHE
 
 torch.set_num_threads(1)  # with more, a row's last bits depend on the rows beside it
 
+_POOL_NAMES = {"ranks", "sections"}  # fixtures
 _POOLS: list[RankPool] = []
 _PRELOAD = ["omnitrain.train.trainer", "tests.tiny", "pytest"]  # what ranks of most tests import
 
@@ -23,7 +24,7 @@ _PRELOAD = ["omnitrain.train.trainer", "tests.tiny", "pytest"]  # what ranks of 
 @pytest.fixture(scope="session", autouse=True)
 def _rank_server(request: pytest.FixtureRequest, _own_cache: None) -> None:
     """The process that forks ranks imports beside the first tests; a benchmark would start one that imports less."""
-    if sys.platform == "linux" and any("ranks" in item.fixturenames for item in request.session.items):
+    if sys.platform == "linux" and any(_POOL_NAMES.intersection(item.fixturenames) for item in request.session.items):
         forkserver.set_forkserver_preload(_PRELOAD)
         forkserver.ensure_running()
 
@@ -47,7 +48,7 @@ def ranks(_rank_server: None) -> Iterator[RankPool]:
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
+        if _POOL_NAMES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("ranks")
 
 

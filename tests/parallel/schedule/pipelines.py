@@ -81,7 +81,7 @@ def possible() -> list[Case]:
 
 
 def covering(cases: Sequence[Any], found: Callable[[Any], set[Any]] = pairs) -> Iterator[Any]:
-    """Take the case with most pairs (or what else is ``found``) that no earlier case has, until all are there."""
+    """Take the case with the most pairs (or what ``found`` returns) that no earlier case has, until all have one."""
     of_cases = {case: found(case) for case in cases}
     missing = set().union(*of_cases.values())
     while missing:

@@ -1,0 +1,136 @@
+"""A run with sections is that of one process, and goes on with other ranks from what they saved together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import leave_process_groups
+from omnitrain.recipe import Recipe
+from omnitrain.train.trainer import Trainer
+from tests.tiny import TASKS, tiny_recipe
+from tests.train.test_ranks import assert_same_run, fit
+
+pytestmark = pytest.mark.ranks
+# A large eps: AdamW moves a weight in proportion to its momentum, so that rounding stays rounding.
+LIKE_SGD = ["train.optimizer.eps=1.0", "train.optimizer.learning_rate=0.5"]
+
+
+def section(components: Sequence[str] = ("image_encoder", "audio_encoder"), ranks: int = 1, **fields: Any) -> str:
+    settings = {"components": [*components], "ranks": ranks} | fields
+    return f"parallel.sections={{media: {settings}}}"
+
+
+MEDIA = section()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_recipe(tmp_path_factory.mktemp("sections"), rows=2 * len(TASKS))
+
+
+def last_weights(run: Path) -> dict[str, torch.Tensor]:
+    saved = OmniModel.from_pretrained(max((run / "checkpoints").glob("step-*")))
+    return dict(saved.named_parameters())
+
+
+def worst_error(run: Path, reference: Path) -> float:
+    """Largest difference of a weight, relative to the largest element of that weight, or to 0.01.
+
+    A bias that began at 0 and gets no gradient is rounding, and nothing else.
+    """
+    found, expected = last_weights(run), last_weights(reference)
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - w).abs().max() / w.abs().max().clamp(min=0.01)) for n, w in expected.items())
+
+
+def slots(number: int) -> list[str]:
+    return [f"train.micro_batches={number}", "data.pack_tokens=96", *LIKE_SGD]
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path, sections: RankPool) -> dict[int, Path]:
+    """Number of slots -> an uninterrupted run on sections of two ranks and one."""
+    found = {}
+    for number in (2,):
+        found[number] = recipe.parent / f"whole{number}"
+        sections.run(fit, recipe, [f"output_dir={found[number]}", *slots(number), MEDIA], timeout_s=300, world=3)
+    return found
+
+
+def go_on(sections: RankPool, recipe: Path, run: Path, arguments: list[str], world: int) -> None:
+    """Two steps on sections of two ranks and one, and the others on ``world`` ranks."""
+    given = [f"output_dir={run}", *arguments[:-1]]
+    summaries = sections.run(fit, recipe, [*given, MEDIA], False, 2, timeout_s=300, world=3)
+    assert [(s.interrupted, s.step) for s in summaries] == [(True, 2)] * 3
+    given.append(arguments[-1])
+    if world == 1:
+        fit(recipe, given, resume=True)
+        leave_process_groups()
+    else:
+        sections.run(fit, recipe, given, True, timeout_s=300, world=world)
+
+
+def test_a_run_with_a_section_is_the_run_of_one_process_and_goes_on_there(
+    sections: RankPool, recipe: Path, tmp_path: Path, whole: dict[int, Path]
+) -> None:
+    fit(recipe, [f"output_dir={tmp_path / 'one'}", *slots(2)])
+    leave_process_groups()
+    assert_same_run(whole[2], tmp_path / "one")
+    assert worst_error(whole[2], tmp_path / "one") < 1e-6
+    go_on(sections, recipe, tmp_path / "run", [*slots(2), "parallel.sections={}"], 1)
+    assert worst_error(tmp_path / "run", whole[2]) < 1e-6
+
+
+def test_a_run_that_goes_on_with_the_same_sections_has_the_same_bits(
+    sections: RankPool, recipe: Path, tmp_path: Path, whole: dict[int, Path]
+) -> None:
+    go_on(sections, recipe, tmp_path / "run", [*slots(2), MEDIA], 3)
+    assert worst_error(tmp_path / "run", whole[2]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("now", [MEDIA, "parallel.sections={}", section(ranks=2), section(["audio_encoder"])])
+def test_a_run_goes_on_with_other_sections(sections: RankPool, recipe: Path, tmp_path: Path, now: str) -> None:
+    """On three ranks and one, four without sections, two and two, and with another component apart."""
+    fit(recipe, [f"output_dir={tmp_path / 'one'}", *slots(12)])
+    leave_process_groups()
+    go_on(sections, recipe, tmp_path / "run", [*slots(12), now], 4)
+    assert worst_error(tmp_path / "run", tmp_path / "one") < 1e-6
+
+
+def bytes_of(recipe: Path, overrides: Sequence[str]) -> tuple[str, dict[str, int], dict[str, int]]:
+    """This rank's section, and of each component the bytes that it holds, and the bytes of the whole component."""
+    trainer = Trainer(Recipe.load(str(recipe), list(overrides)))
+    layout = layout_of(trainer.model)
+    assert layout is not None
+    held, all_of_it = {}, {}
+    for name, parameters in trainer.model.components.items():
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters.values()]
+        held[name] = sum(tensor.untyped_storage().nbytes() for tensor in local if not tensor.is_meta)
+        all_of_it[name] = sum(p.numel() * p.element_size() for p in parameters.values())
+    dist.barrier()  # the store of the ranks' watch is on rank 0
+    return layout.state.section, held, all_of_it
+
+
+def test_a_rank_holds_nothing_of_the_components_of_other_sections(
+    sections: RankPool, recipe: Path, tmp_path: Path
+) -> None:
+    """The two ranks of ``main`` hold each byte of it once, the section's rank those of its encoders, and no more."""
+    arguments = [f"output_dir={tmp_path / 'run'}", *slots(2), MEDIA]
+    *of_main, of_media = sections.run(bytes_of, recipe, arguments, timeout_s=180, world=3)
+    assert [section for section, *_ in (*of_main, of_media)] == ["main", "main", "media"]
+    media = ("image_encoder", "audio_encoder")
+    for name, expected in of_media[2].items():
+        assert of_media[1][name] == (expected if name in media else 0), name
+        shards = [held[name] for _, held, _ in of_main]
+        assert shards == [0, 0] if name in media else sum(shards) >= expected > 0 or expected == 0, name
