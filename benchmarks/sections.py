@@ -2,9 +2,9 @@
 
 Rank 0 trains the foundation of a Qwen3-VL, rank 1 its tower, each on one core. A step has 32 micro-batches, of which
 every second one is drawn with media; the planner orders them. On text alone, these packs have as many tokens and as
-many trained ones, and rank 1 has nothing to do. ``queue``: messages are posted ahead, and travel while both ranks compute.
-``blocking``: a send waits until it is received, a receive is posted when it is needed, and the section keeps one
-micro-batch at a time.
+many trained ones, and rank 1 has nothing to do. ``queue``: messages are posted ahead, and travel while both ranks
+compute. ``blocking``: a send waits until it is received, a receive is posted when it is needed, and the section keeps
+one micro-batch at a time.
 
 ``sleep``: blocks sleep in place of computing, so a message costs hardly anything else than its time on the link.
 ``compute``: the real model. ``of_text`` is the tokens per second with media over those on text alone; ``bound`` is what
