@@ -1,10 +1,10 @@
 """An encoder with a rank of its own, beside the same foundation on text alone, over a slow link.
 
-Rank 0 trains the foundation of a Qwen3-VL, rank 1 its tower, each on one core. A step has 32 micro-batches. Half of
-them have media: those in the middle, evenly, so that the first and the last are text. On text alone, these packs have
-as many tokens and as many trained tokens, and rank 1 has nothing to do. ``queue``: messages are posted ahead, and
-travel while both ranks compute. ``blocking``: a send waits until it is received, a receive is posted when it is needed,
-and the section keeps one micro-batch at a time.
+Rank 0 trains the foundation of a Qwen3-VL, rank 1 its tower, each on one core. A step has 32 micro-batches, of which
+every second one is drawn with media; the planner orders them. On text alone, these packs have as many tokens and as
+many trained ones, and rank 1 has nothing to do. ``queue``: messages are posted ahead, and travel while both ranks
+compute. ``blocking``: a send waits until it is received, a receive is posted when it is needed, and the section keeps
+one micro-batch at a time.
 
 ``sleep``: blocks sleep in place of computing, so a message costs hardly anything else than its time on the link.
 ``compute``: the real model. ``of_text`` is the tokens per second with media over those on text alone; ``bound`` is what
@@ -169,11 +169,9 @@ def sides_of(kind: str, given: argparse.Namespace) -> dict[str, Side]:
             let_sleep(visual.blocks, ENCODE)
             for merger in (visual.merger, *visual.deepstack_merger_list):
                 merger.forward = _merged
-        with_media = {*np.linspace(1, given.number - 2, given.number // 2).round().astype(int).tolist()}
         sizes = (1, given.text, given.grid if kind == "compute" else given.sleep_grid)
         packs = [
-            pack_of(model, *sizes, seed, has_media=seed in with_media and name != "text")
-            for seed in range(given.number)
+            pack_of(model, *sizes, seed, has_media=seed % 2 == 0 and name != "text") for seed in range(given.number)
         ]
         batch = step_planner(model)(packs if dist.get_rank() == 0 else [])
         sides[name] = Side(model, batch)
