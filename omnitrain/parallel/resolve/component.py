@@ -67,7 +67,7 @@ def _media_fields(request: Request) -> dict[str, Any]:
             )
         return {"place": place, "quadratic_cost": request.merged.quadratic_cost}
     if (section := request.section) is not None:
-        for field in (*_OF_PLACE, *_OF_WINDOWS):
+        for field in _OF_PLACE:
             if (found := getattr(request.explicit, field)) is not None:
                 request.problem(
                     field, f"found {found}, but the ranks of sections.{section} encode for all others; remove it"

@@ -74,15 +74,16 @@ BOTH = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 2}}
                 4,
                 rf"image_encoder.{axis}: found 2, but .* sections.vision have",
             )
-            for axis in ("tp", "cp", "pp")
+            for axis in ("cp", "pp")
         ),
+        (plan(OF_TWO, {"image_encoder": {"tp": 2}}), 4, r"image_encoder.tp: found 2, but transformers has no tensor"),
         *(
             (
                 plan(VISION, {"image_encoder": {field: value}}),
                 3,
                 rf"image_encoder.{field}: found {value}, but .* encode",
             )
-            for field, value in (("place", "local"), ("window", 2), ("features_on", "cpu"))
+            for field, value in (("place", "local"), ("window", 2), ("feature_bytes", 9))
         ),
         (plan(BOTH, {"audio_encoder": {"ulysses": 2}}), 4, r"no ranks share .* set ulysses or cp of image_encoder"),
         (
