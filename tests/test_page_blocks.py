@@ -244,6 +244,7 @@ def test_the_list_of_problems_is_what_check_says_of_these_mistakes(here: Path) -
 COMMANDS_ELSEWHERE = {
     "run quickstart --nproc 2": ".ci/run",
     "run my.yaml --nproc 4": ".ci/run",
+    "run quickstart output_dir=runs/mine train.micro_batches=6 --nproc 3": "tests/train/test_killed_runs.py",
     "verify quickstart": "tests/train/verbs/test_verify.py",
     "schedule quickstart": "tests/train/verbs/test_schedule.py",
     "check finetune_vlm": "tests/test_recipes.py",
@@ -260,7 +261,12 @@ def commands_here(page: str) -> list[list[str]]:
 
 
 def test_every_command_of_the_pages_runs() -> None:
-    assert [page.name for page in PAGES if commands_here(page.name)] == ["README.md", "models.md", "recipes.md"]
+    assert [page.name for page in PAGES if commands_here(page.name)] == [
+        "README.md",
+        "checkpoints.md",
+        "models.md",
+        "recipes.md",
+    ]
     lines = [" ".join(words[1:]) for page in PAGES for words in command_lines(page) if words[0] == "omnitrain"]
     for start, file in COMMANDS_ELSEWHERE.items():
         assert any(line.startswith(start) for line in lines) and (ROOT / file).is_file(), start
@@ -273,7 +279,7 @@ def test_a_model_of_the_hub_is_checked_without_its_weights(here: Path, hub: dict
     assert done.exit_code == 0 and "vision_tower" in done.stdout, done.output
 
 
-@pytest.mark.parametrize("page", ["README.md", "recipes.md"])
+@pytest.mark.parametrize("page", ["README.md", "checkpoints.md", "recipes.md"])
 def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, on a tiny quickstart with its samples' names, two steps, and answers of two tokens."""
     monkeypatch.setattr("omnitrain.recipe.shipped._PACKAGE", here)
@@ -286,7 +292,13 @@ def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, m
         assert "make quickstart" in (ROOT / page).read_text()
         assert CliRunner().invoke(app, ["run", "quickstart"]).exit_code == 0
     # The tiny rows have sound and videos in other formats.
-    tiny = {"=200": "=2", "save_every=100": "save_every=1", "prompt_0.flac": "prompt_0.wav"}
+    tiny = {
+        "=200": "=2",
+        "=3000": "=3",
+        "=400": "=4",
+        "save_every=100": "save_every=1",
+        "prompt_0.flac": "prompt_0.wav",
+    }
     tiny["video_to_text_1_prompt_0.png"] = "video_to_text_1_prompt_0.webp"
     for words in commands_here(page):
         limit = ["--max-new-tokens", "2"] if words[0] == "generate" else []
