@@ -17,9 +17,7 @@ LAYOUTS = {
         pp=2, tp=2, mode="hsdp", dp_replicate=2, dp_shard=4, cp=2, ep=8, accumulation=3, offload=True
     ),
     "offload": Layout(offload=True),
-    "vision1+dp2": Layout(
-        dp_shard=2, sections=(("vision", Section(components=["image_encoder"], ranks=1)),)
-    ),
+    "vision1+dp2": Layout(dp_shard=2, sections=(("vision", Section(components=["image_encoder"], ranks=1)),)),
     "vision2.twice.window2.slots1+audio1.slots3.flight4+pp2.dp2.accum4": Layout(
         pp=2,
         dp_shard=2,
@@ -79,7 +77,9 @@ def test_a_bad_word_is_named_with_the_valid_ones(text: str, word: str) -> None:
     assert all(valid in str(refusal.value) for valid in ("dp2", "hsdp2x2", "sp2", "accum2", "recompute"))
 
 
-@pytest.mark.parametrize("text", ["vision+dp2", "vision0+dp2", "vision1.dp2+dp2", "vision1.slots0+dp2", "1+dp2", "+dp2"])
+@pytest.mark.parametrize(
+    "text", ["vision+dp2", "vision0+dp2", "vision1.dp2+dp2", "vision1.slots0+dp2", "1+dp2", "+dp2"]
+)
 def test_a_section_without_ranks_or_with_a_strange_word_is_named(text: str) -> None:
     with pytest.raises(UserError, match=r"not understood; a section looks like `vision1` or `vision1.twice.window2`"):
         parse_layout(text)
