@@ -461,8 +461,7 @@ def _ranks_of_main(plan: ParallelPlan, world_size: int) -> int:
     if plan.sections and world_size <= elsewhere:
         raise UserError(
             f"parallel.sections: {elsewhere} of {world_size} ranks are for {', '.join(plan.sections)}, and none is "
-            f"left for the rest of the model; start with more ranks, such as --nproc {elsewhere + 1}, or give sections "
-            "fewer"
+            f"left for the rest of the model; start with more, such as --nproc {elsewhere + 1}, or give sections fewer"
         )
     return world_size - elsewhere
 

@@ -2,6 +2,7 @@ import pytest
 
 from omnitrain.errors import UserError
 from omnitrain.recipe import Layout, parse_layout
+from omnitrain.recipe.parallel import Section
 
 LAYOUTS = {
     "dp1": Layout(),
@@ -16,6 +17,21 @@ LAYOUTS = {
         pp=2, tp=2, mode="hsdp", dp_replicate=2, dp_shard=4, cp=2, ep=8, accumulation=3, offload=True
     ),
     "offload": Layout(offload=True),
+    "vision1+dp2": Layout(dp_shard=2, sections=(("vision", Section(components=["image_encoder"], ranks=1)),)),
+    "vision2.twice.window2.slots1+audio1.slots3.flight4+pp2.dp2.accum4": Layout(
+        pp=2,
+        dp_shard=2,
+        accumulation=4,
+        sections=(
+            (
+                "vision",
+                Section(components=["image_encoder"], ranks=2, encode_twice=True, micro_batch=2, slots=1),
+            ),
+            ("audio", Section(components=["audio_encoder"], ranks=1, slots=3, in_flight=4)),
+        ),
+    ),
+    "encoders1+dp1": Layout(sections=(("encoders", Section(components=["image_encoder", "audio_encoder"], ranks=1)),)),
+    "my_tower12+tp2": Layout(tp=2, sections=(("my_tower", Section(components=["my_tower"], ranks=12)),)),
     "pp2.v2.dp2.ep2.paired": Layout(pp=2, chunks=2, dp_shard=2, ep=2, paired=True),
 }
 
@@ -59,6 +75,25 @@ def test_a_bad_word_is_named_with_the_valid_ones(text: str, word: str) -> None:
     with pytest.raises(UserError, match=rf"`{word}`: not understood") as refusal:
         parse_layout(text)
     assert all(valid in str(refusal.value) for valid in ("dp2", "hsdp2x2", "sp2", "accum2", "recompute"))
+
+
+@pytest.mark.parametrize(
+    "text", ["vision+dp2", "vision0+dp2", "vision1.dp2+dp2", "vision1.slots0+dp2", "1+dp2", "+dp2"]
+)
+def test_a_section_without_ranks_or_with_a_strange_word_is_named(text: str) -> None:
+    with pytest.raises(UserError, match=r"not understood; a section looks like `vision1` or `vision1.twice.window2`"):
+        parse_layout(text)
+
+
+def test_sections_have_ranks_of_their_own_and_go_into_the_plan() -> None:
+    layout = parse_layout("vision2+audio1+hsdp2x2.sp2")
+    assert layout.num_ranks == 2 + 1 + 8
+    plan = layout.plan()
+    assert {name: (s.components, s.ranks) for name, s in plan.sections.items()} == {
+        "vision": (["image_encoder"], 2),
+        "audio": (["audio_encoder"], 1),
+    }
+    assert (plan.of("image_encoder").ulysses, plan.of("foundation").ulysses) == (None, 2)
 
 
 def test_all_bad_words_are_told_at_once_with_the_nearest_valid_one() -> None:

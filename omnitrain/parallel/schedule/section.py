@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ class SectionEncoders:
     Args:
         model: parallelized.
         batch: the step.
-        draws: random numbers of the step, if the model draws any.
+        draws: random numbers of the step, if the foundation draws any.
         upcoming: the next step, some of whose windows are encoded in this one.
     """
 
@@ -46,8 +46,8 @@ class SectionEncoders:
     ) -> None:
         layout = layout_of(model)
         assert layout is not None
-        self._model, self._batch, self._draws, self._layout = model, batch, draws, layout
-        self._upcoming = upcoming
+        self._model, self._batch, self._layout, self._upcoming = model, batch, layout, upcoming
+        self._draws = draws or StepDraws(model.device)  # an encoder may draw where the foundation does not
         self._twice = layout.section is not None and layout.section.encode_twice
         self._live: dict[tuple[str, int], _Encoded] = {}
         self._before: dict[tuple[str, int], tuple[Tensor, ...]] = {}  # features that the step before has encoded
@@ -122,7 +122,7 @@ class SectionEncoders:
     def _drawing(self, component: str, window: int) -> AbstractContextManager[None]:
         """Ranks with other items draw other random numbers; a repeated forward draws the same."""
         caller = int(self._batch.plan.topology.call_group_of(component)[self._layout.state.rank, 0])
-        return nullcontext() if self._draws is None else self._draws.forward(component, window, caller)
+        return self._draws.forward(component, window, caller)
 
 
 def _joined(calls: ComponentCalls) -> tuple[Tensor, ...]:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +142,66 @@ def test_a_rank_holds_nothing_of_the_components_of_other_sections(
         assert of_media[1][name] == (expected if name in media else 0), name
         shards = [held[name] for _, held, _ in of_main]
         assert shards == [0, 0] if name in media else sum(shards) >= expected > 0 or expected == 0, name
+
+
+def node(recipe: Path, run: Path, number: int, port: int) -> subprocess.Popen[str]:
+    """A torchrun of one rank, as one of two nodes: the first has ``main``, the second the section."""
+    where = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    arguments = [f"output_dir={run}", *slots(2), "train.steps=100000", MEDIA]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *where, f"--master-port={port}"]
+        + ["-m", "omnitrain", "run", str(recipe), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def children(process: int) -> list[int]:
+    """All processes that came from a process, itself included: ranks of torchrun have sessions of their own."""
+    found = [process]
+    for parent in found:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def kill_node(node: subprocess.Popen[str]) -> None:
+    for process in children(node.pid):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    node.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def await_true(condition: Callable[[], object], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_node_that_is_killed_ends_the_other_in_words(recipe: Path, tmp_path: Path, victim: int) -> None:
+    """In a wait for a message the lost rank is named; in another collective, the one that met it, phase and step."""
+    run, port = tmp_path / "run", free_port()
+    nodes = [node(recipe, run, number, port) for number in range(2)]
+    try:
+        await_true((run / "metrics.jsonl").exists, 120)
+        kill_node(nodes[victim])
+        other = nodes[1 - victim]
+        output, _ = other.communicate(timeout=60)
+        assert other.returncode != 0
+        section, rest = ("main", "media")[victim], r"on rank \d, in \w+, step \d+"
+        assert re.search(rf"section {section}: rank {victim} is gone|{rest}", output), output[-3000:]
+    finally:
+        for one in nodes:
+            kill_node(one)

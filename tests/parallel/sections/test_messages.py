@@ -1,0 +1,74 @@
+"""Each feature of a window arrives once, where it is needed and in the order of the packs, whoever has encoded it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from omnitrain.parallel.sections.edges import _shares, messages_of
+from omnitrain.parallel.sections.message import Rows
+from omnitrain.plan import PlannedComponent, StepPlan, Topology
+from tests.plan.random_steps import plan_of, random_facts
+
+ROWS = (Rows((1,), torch.int64),)
+
+
+def random_plan(rng: np.random.Generator) -> StepPlan:
+    """Up to eight ranks that read packs, alone or two together, two pipeline stages or one, and a section."""
+    together, of_stage, stages = int(rng.integers(1, 3)), 2 * int(rng.integers(1, 5)), int(rng.integers(1, 3))
+    main, of_section = of_stage * stages, int(rng.integers(1, 4))
+    everyone, readers = tuple(range(main + of_section)), tuple(range(main))
+    groups = [tuple(range(start, start + together)) for start in range(0, main, together)]
+    topology = Topology(
+        world_size=len(everyone),
+        components=(
+            PlannedComponent(
+                "image_encoder", everyone[main:], ("image", "video"), place="world", window=int(rng.integers(1, 4))
+            ),
+            PlannedComponent("audio_encoder", readers[:of_stage], ("audio",)),
+            PlannedComponent("image_decoder", readers[:of_stage], ("drawing",), head="drawing"),
+            PlannedComponent("foundation", readers[:of_stage], reads_packs=True),
+        ),
+        losses=("text", "drawing"),
+        data_groups=(*groups, *((rank,) for rank in everyone[main:])),
+        first_stage=tuple(rank % of_stage if rank < main else rank for rank in everyone),
+        readers=readers,
+    )
+    facts = random_facts(rng, topology)
+    owners = {topology.owner_of(rank) for rank in readers}
+    return plan_of(topology, [own if rank in owners else type(own)(()) for rank, own in enumerate(facts)])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_feature_arrives_once_and_in_the_order_of_the_packs(seed: int) -> None:
+    plan = random_plan(np.random.default_rng(seed))
+    topology, seen = plan.topology, set()
+    section = topology.component("image_encoder")
+    size = section.window or plan.num_micro_batches
+    medium = plan.slot % len(topology.media)
+    of_section = np.isin(medium, list(topology.media_of("image_encoder")))
+    for window in range(0, plan.num_micro_batches, size):
+        sent = defaultdict(list)  # (sender, receiver) -> the features of its parts, in order
+        for rank in section.ranks:
+            made = [item for call in plan.calls_of(rank, "image_encoder", window) for item in call.items]
+            features = [(item, row) for item in made for row in range(plan.item_tokens[item])]
+            for share in _shares(plan, "image_encoder", window, rank):
+                sent[rank, share.receiver].append([features[row] for row in share.rows.tolist()])
+        for message in messages_of(plan, "image_encoder", window, ROWS):
+            arrived = []
+            for part in message.parts:
+                of_part = sent[part.sender, message.receiver].pop(0)
+                assert len(of_part) == part.rows
+                arrived += of_part
+            is_needed = of_section & (plan.owner == topology.owner_of(message.receiver))
+            is_needed &= plan.slot // len(topology.media) == window
+            items = np.flatnonzero(is_needed).tolist()
+            assert arrived == [(item, row) for item in items for row in range(plan.item_tokens[item])]
+            seen |= {(message.receiver, item) for item in items}
+        assert not any(sent.values())
+    readers = [rank for rank in topology.readers if topology.first_stage[rank] == rank]
+    items = np.flatnonzero(of_section).tolist()
+    assert seen == {(r, i) for r in readers for i in items if topology.owner_of(r) == plan.owner[i]}
