@@ -26,12 +26,14 @@ class Holders:
         counted_elsewhere: parameters of this rank that another stage has, too, and counts.
         sections: all ranks of a run whose components are in sections; None: no sections.
         counts: whether this rank adds the sum of its section, as one of its ranks does.
+        device: on which all of them add up. A rank all of whose weights are frozen has no gradient that says it.
     """
 
     stages: dist.ProcessGroup | None = None
     counted_elsewhere: Collection[torch.nn.Parameter] = ()
     sections: dist.ProcessGroup | None = None
     counts: bool = True
+    device: torch.device = torch.device("cpu")
 
 
 def gradient_norm(
@@ -47,7 +49,7 @@ def gradient_norm(
         holders: of a pipeline or of sections; None: this rank has a shard of all parameters.
 
     Returns:
-        Scalar fp32 on the gradients' device; zero if no parameter has a gradient.
+        Scalar fp32 on the gradients' device, or that of ``holders``; zero if no parameter has a gradient.
 
     Raises:
         ValueError: a gradient is a partial sum, which must be reduced before its norm is known.
@@ -63,6 +65,7 @@ def gradient_norm(
     if not squares:
         squares = [torch.zeros((), dtype=torch.float64)]
     device = next((square.device for square in squares if square.is_cuda), squares[0].device)
+    device = device if holders is None else holders.device
     total = torch.stack([square.to(device) for square in squares]).sum()
     if holders is not None and holders.stages is not None:
         dist.all_reduce(total, group=holders.stages)

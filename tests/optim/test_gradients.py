@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from omnitrain.errors import UserError
 from omnitrain.optim.adamw import build_optimizer, learning_rate
-from omnitrain.optim.gradients import clip_gradients, gradient_norm
+from omnitrain.optim.gradients import Holders, clip_gradients, gradient_norm
 from omnitrain.recipe import Optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -67,3 +68,14 @@ def test_every_fp32_weight_near_one_moves_at_a_small_rate() -> None:
         optimizer.step()
     assert (model.weight != 1).all()
     assert all(state["exp_avg"].dtype == torch.float32 for state in optimizer.state.values())
+
+
+def test_ranks_without_trained_weights_add_up_where_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section that is frozen on a GPU has no gradient there; its part of the sum must be there all the same."""
+    devices: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda total, group: devices.append(total.device.type))
+    frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    elsewhere = torch.nn.Parameter(torch.zeros(2, device="meta"))  # of main
+    holders = Holders(sections=object(), device=torch.device("meta"))  # in place of a GPU
+    gradient_norm([frozen, elsewhere], holders)
+    assert devices == ["meta"]
