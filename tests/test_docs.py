@@ -141,7 +141,7 @@ def test_the_figures_of_the_page_of_sections_are_those_of_the_last_run() -> None
     figures = json.loads((ROOT / "benchmarks" / "results" / "sections.json").read_text())["figures"]
     page = (ROOT / "docs" / "sections.md").read_text()
     for kind in ("sleep", "compute"):
-        names = ("of_text", "bound", "blocking_of_text", "simulated")
+        names = ("of_text", "bound", "of_bound", "blocking_of_text", "simulated")
         assert " | ".join(f"{figures[f'{kind}_{name}']:.3f}" for name in names) in page
     for share, work in product(("0.10", "0.33", "1.00"), ("0.2", "0.5")):
         found = {name: figures[f"balance_media_{share}_encoder_{work}_{name}_of_text"] for name in ("local", "world")}
