@@ -6,10 +6,11 @@ many trained ones, and rank 1 has nothing to do. ``queue``: messages are posted 
 compute. ``blocking``: a send waits until it is received, a receive is posted when it is needed, and the section keeps
 one micro-batch at a time.
 
-``sleep``: blocks sleep in place of computing, so a message costs hardly anything else than its time on the link.
-``compute``: the real model. ``of_text`` is the tokens per second with media over those on text alone; ``bound`` is what
-the simulator finds for it if messages take no time. ``simulated`` is the measured time of a step over the makespan of
-the simulator, which gets the measured seconds of each action, and the rate of the link. Sides take turns.
+``sleep``: blocks sleep in place of computing, so that little is left but messages, and what the foundation does with
+the features: it writes them into its embeddings. ``compute``: the real model. ``of_text`` is the tokens per second
+with media over those on text alone; ``bound`` is what the simulator finds for it if messages take no time, with the
+measured seconds of each action, and ``of_bound`` what the messages leave of that. ``simulated`` is the measured time
+of a step over the makespan of the simulator, which gets the rate of the link, too. Sides take turns.
 
 ``balance`` is simulated alone: 32 micro-batches on 8 ranks that all have the encoder, and on 8 ranks beside one or two
 that have nothing but it. ``of_text`` is again tokens per second over those of text alone, ``per_rank`` the same for
@@ -58,8 +59,8 @@ from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Section
 
 FORMULA = (
     "of_text = seconds of a step on text alone / seconds with media, at equal tokens; bound: with the seconds of the "
-    "simulator if messages take no time; simulated = measured seconds / seconds of the simulator; per_rank = of_text x "
-    "ranks of the foundation / all ranks"
+    "simulator if messages take no time; of_bound = of_text / bound; simulated = measured seconds / seconds of the "
+    "simulator; per_rank = of_text x ranks of the foundation / all ranks"
 )
 ENCODER = "image_encoder"
 SIDES = ("text", "queue", "blocking")
@@ -220,6 +221,7 @@ def run_rank(given: argparse.Namespace) -> dict[str, Any]:
             found[f"{kind}_of_text"].append(text / steps["queue"][0])
             found[f"{kind}_blocking_of_text"].append(text / steps["blocking"][0])
             found[f"{kind}_bound"].append(text / float(free.makespan))
+            found[f"{kind}_of_bound"].append(float(free.makespan) / steps["queue"][0])
             found[f"{kind}_simulated"].append(steps["queue"][0] / float(timeline.makespan))
         ran = as_timeline(schedule, [of["queue"] for of in everyone])
         charts += [f"{kind}, simulated:\n{gantt(timeline)}{kind}, as it ran:\n{gantt(ran)}"]

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,20 @@ def test_the_figures_of_the_readme_are_those_of_the_last_runs() -> None:
         f"{100 * figure('moe_overlap', 'hidden_0.5x'):.0f} %, {100 * figure('moe_overlap', 'hidden_2x'):.0f} %",
         f"{figure('moe_overlap', 'over_transformers_1x'):.1f}x",
     ]
+
+
+def test_the_figures_of_the_page_of_sections_are_those_of_the_last_run() -> None:
+    figures = json.loads((ROOT / "benchmarks" / "results" / "sections.json").read_text())["figures"]
+    page = (ROOT / "docs" / "sections.md").read_text()
+    for kind in ("sleep", "compute"):
+        names = ("of_text", "bound", "of_bound", "blocking_of_text", "simulated")
+        assert " | ".join(f"{figures[f'{kind}_{name}']:.3f}" for name in names) in page
+    for share, work in product(("0.10", "0.33", "1.00"), ("0.2", "0.5")):
+        found = {name: figures[f"balance_media_{share}_encoder_{work}_{name}_of_text"] for name in ("local", "world")}
+        assert f"| {work} | {found['local']:.2f} | {found['world']:.2f} |" in page
+        for ranks in (1, 2):
+            values = (
+                figures[f"balance_media_{share}_encoder_{work}_section_{ranks}_{n}"] for n in ("of_text", "per_rank")
+            )
+            assert f"| {', '.join(f'{value:.2f}' for value in values)} |" in page
+            assert figures[f"balance_media_{share}_encoder_{work}_section_{ranks}_per_rank"] < found["world"]
