@@ -23,6 +23,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -101,6 +102,10 @@ class Blocking:
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
+
+    def prepare(self, messages: Sequence[Message]) -> None:
+        """Tell the carrier."""
+        self._carrier.prepare(messages)
 
     def post(self, message: Message, number: int) -> Arrival:
         """Post nothing yet."""
