@@ -26,14 +26,14 @@ class Holders:
         counted_elsewhere: parameters of this rank that another stage has, too, and counts.
         sections: all ranks of a run whose components are in sections; None: no sections.
         counts: whether this rank adds the sum of its section, as one of its ranks does.
-        device: on which all of them add up. A rank all of whose weights are frozen has no gradient that says it.
+        device: type of the device on which all of them add up, since a rank may have no gradient to tell it.
     """
 
     stages: dist.ProcessGroup | None = None
     counted_elsewhere: Collection[torch.nn.Parameter] = ()
     sections: dist.ProcessGroup | None = None
     counts: bool = True
-    device: torch.device = torch.device("cpu")
+    device: str = "cpu"
 
 
 def gradient_norm(
@@ -65,7 +65,7 @@ def gradient_norm(
     if not squares:
         squares = [torch.zeros((), dtype=torch.float64)]
     device = next((square.device for square in squares if square.is_cuda), squares[0].device)
-    device = device if holders is None else holders.device
+    device = device if holders is None else torch.device(holders.device)
     total = torch.stack([square.to(device) for square in squares]).sum()
     if holders is not None and holders.stages is not None:
         dist.all_reduce(total, group=holders.stages)

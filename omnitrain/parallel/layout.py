@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -158,7 +157,7 @@ class ModelLayout:
             counted_elsewhere=() if self.pipeline is None else self.pipeline.counted_elsewhere(model),
             sections=dist.group.WORLD if self.sections else None,
             counts=self.state.rank == self.state.first_rank,
-            device=torch.device(self.state.device_type),
+            device=self.state.device_type,
         )
 
     def table(self, model: OmniModel) -> LayoutTable:

@@ -149,8 +149,10 @@ def node(recipe: Path, run: Path, number: int, port: int) -> subprocess.Popen[st
     where = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
     arguments = [f"output_dir={run}", *slots(2), "train.steps=100000", MEDIA]
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *where, f"--master-port={port}"]
-        + ["-m", "omnitrain", "run", str(recipe), *arguments],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", *where, f"--master-port={port}"),
+            *("-m", "omnitrain", "run", str(recipe), *arguments),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
