@@ -114,9 +114,9 @@ def table() -> list[Case]:
 
 def samples(model: str, data: str) -> list[Sample]:
     """Samples of a model with all media, with audio and without media, or without media."""
-    every = samples_of(model) if model != "any_to_any" else tiny_samples(tiny_processor(any_to_any()), 2 * len(TASKS))
     if data == "mixed":
-        return every
+        return samples_of(model)
+    every = samples_of(model) if model != "any_to_any" else tiny_samples(tiny_processor(any_to_any()), 2 * len(TASKS))
     allowed = {"audio_encoder", "foundation.audio"} if data == "audio" else set()
     return [s for s in every if {span.component for span in s.spans if not span.is_target} <= allowed]
 

@@ -48,7 +48,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def last_weights(run: Path) -> dict[str, torch.Tensor]:
     saved = OmniModel.from_pretrained(max((run / "checkpoints").glob("step-*")))
-    return dict(saved.named_parameters())
+    return {name: weight.detach() for name, weight in saved.named_parameters()}
 
 
 def worst_error(run: Path, reference: Path) -> float:
@@ -147,12 +147,9 @@ def test_a_rank_holds_nothing_of_the_components_of_other_sections(
 def node(recipe: Path, run: Path, number: int, port: int) -> subprocess.Popen[str]:
     """A torchrun of one rank, as one of two nodes: the first has ``main``, the second the section."""
     where = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
-    arguments = [f"output_dir={run}", *slots(2), "train.steps=100000", MEDIA]
+    program = ["-m", "omnitrain", "run", str(recipe), f"output_dir={run}", *slots(2), "train.steps=100000", MEDIA]
     return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", *where, f"--master-port={port}"),
-            *("-m", "omnitrain", "run", str(recipe), *arguments),
-        ],
+        [sys.executable, "-m", "torch.distributed.run", *where, f"--master-port={port}", *program],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

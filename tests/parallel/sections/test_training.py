@@ -68,7 +68,9 @@ def require_equal(
     assert row.status == "equal", row
 
 
-@pytest.mark.parametrize("word", ["encoders2+dp3.accum2", "encoders2.window2+dp3.accum3"])
+@pytest.mark.parametrize(
+    "word", ["encoders2+dp3.accum2", pytest.param("encoders2.window2+dp3.accum3", marks=pytest.mark.slow)]
+)
 def test_a_fan_out_need_not_be_whole(sections: RankPool, word: str) -> None:
     require_equal(sections, factory("any_to_any", "all"), samples(), word)
 
@@ -90,20 +92,21 @@ def vision_samples(make: Callable[[], PreTrainedModel]) -> list[Sample]:
     return [probe.sample for probe in probe_samples(omni.foundation, omni.runner.native)]
 
 
-@pytest.mark.parametrize("word", ["vision2+dp1.accum2", "vision2.twice+dp2"])
+@pytest.mark.parametrize("word", [pytest.param("vision2+dp1.accum2", marks=pytest.mark.slow), "vision2.twice+dp2"])
 def test_ranks_of_a_section_may_share_an_item(sections: RankPool, word: str) -> None:
     given = vision_samples(windows_of_four_heads)
     require_equal(sections, windows_of_four_heads, given, planned(word, image_encoder={"ulysses": 2}))
 
 
-@pytest.mark.parametrize("word", ["vision1+dp2.ep2.accum2", "vision1.twice+pp2.dp2.ep2"])
+@pytest.mark.parametrize(
+    "word", ["vision1+dp2.ep2.accum2", pytest.param("vision1.twice+pp2.dp2.ep2", marks=pytest.mark.slow)]
+)
 def test_experts_of_main_are_spread_beside_a_section(sections: RankPool, word: str) -> None:
     require_equal(sections, factory("qwen3_vl_moe", "all"), samples_of("qwen3_vl_moe"), word)
 
 
-@pytest.mark.parametrize("cost", [0.01, None])
-def test_items_of_a_section_are_dealt_by_a_given_cost(sections: RankPool, cost: float | None) -> None:
-    layout = planned("vision2+dp2.accum2", image_encoder={"quadratic_cost": cost})
+def test_items_of_a_section_are_dealt_by_a_given_cost(sections: RankPool) -> None:
+    layout = planned("vision2+dp2.accum2", image_encoder={"quadratic_cost": 0.01})
     require_equal(sections, any_to_any, samples(), layout)
 
 
