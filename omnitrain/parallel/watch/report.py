@@ -21,7 +21,7 @@ class RunningAction(NamedTuple):
 
     Attributes:
         text: what it does, such as ``backward of stage 3``.
-        number: its index in the rank's list of actions.
+        number: its index in the rank's list of actions; in a section, only messages count.
         needs: (rank, index in its list) of the actions of other ranks that must have ended: they send what it needs, or
             come before an action that these ranks run together with this one. -1: the rank must have begun its list.
     """
