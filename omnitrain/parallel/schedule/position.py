@@ -68,7 +68,7 @@ def running_action(schedule: Schedule, layout: ModelLayout, number: int) -> Runn
     elif action.kind in _BETWEEN_SECTIONS:
         text += f" {'to' if action.kind in SENDS else 'from'} section {layout.section_of[action.component]}"
     needs = _of_message if action.kind in _BETWEEN_SECTIONS else _of_stages
-    return RunningAction(text, number, tuple(needs(schedule, layout, action)))
+    return RunningAction(text, number, tuple(needs(schedule, layout, action)), action.micro_batch)
 
 
 def _window(schedule: Schedule, first: int | None) -> str:
