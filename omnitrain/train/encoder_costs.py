@@ -18,7 +18,7 @@ from omnitrain.parallel.step.item_costs import (
     publish,
 )
 from omnitrain.plan.item_cost import Encoded, fitted_quadratic
-from omnitrain.plan.schedule.actions import Action
+from omnitrain.plan.schedule.actions import Action, Kind
 from omnitrain.plan.step import StepPlan
 from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.train.process_groups import Ranks
@@ -97,8 +97,7 @@ class EncoderCosts:
             publish(self._ranks.rendezvous, self.settled)
 
     def _of_encoder(self, name: str, plan: StepPlan, recorded: Recorded) -> Encoded:
-        spans = [span for span in recorded.spans if span.what.name == "encode" and span.what.layer == name]
-        return encoded_in(plan, self._rank, name, sum(span.seconds for span in spans))
+        return encoded_in(plan, self._rank, name, seconds_of_forwards(recorded, name, has_actions=name in self._apart))
 
     def _of_first_stage(self, plan: StepPlan, recorded: Recorded) -> Encoded:
         """The tokens of this rank on the first stage, and the seconds of its forwards and backwards; elsewhere none."""
@@ -107,6 +106,21 @@ class EncoderCosts:
         spans = [span for span in recorded.spans if span.what.kind == "action" and Action.parse(span.what.name).passes]
         tokens = plan.tokens[:, plan.topology.owner_of(self._rank)].sum()
         return Encoded(len(spans), float(tokens), 0.0, sum(span.seconds for span in spans))
+
+
+def seconds_of_forwards(recorded: Recorded, component: str, *, has_actions: bool) -> float:
+    """Return the seconds in which an encoder encoded each item once.
+
+    Args:
+        recorded: a step.
+        component: the encoder.
+        has_actions: whether it has actions of its own. A backward that repeats the forward calls it, too, but its
+            ``ENCODE`` actions are only forwards.
+    """
+    if has_actions:
+        actions = [(Action.parse(s.what.name), s.seconds) for s in recorded.spans if s.what.kind == "action"]
+        return sum(seconds for a, seconds in actions if (a.kind, a.component) == (Kind.ENCODE, component))
+    return sum(span.seconds for span in recorded.spans if (span.what.name, span.what.layer) == ("encode", component))
 
 
 def _seconds_per_unit(rows: list[Encoded], quadratic: float) -> float:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from omnitrain.errors import TrainingError
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.watch.component_hooks import component_modules
+from omnitrain.parallel.watch.report import RunningAction
 from omnitrain.peers import Peers, parameters_at_rest
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION
@@ -30,8 +31,8 @@ class Origin(NamedTuple):
     Attributes:
         component: the component that computed it, or ``the loss``.
         phase: ``forward``, ``backward``, or ``weight gradients``: those of the component after a backward.
-        micro_batch: index of the rank's micro-batch.
-        samples: ids of the samples in the micro-batch.
+        micro_batch: index of the rank's micro-batch; of an encoder with actions of its own, the first one of a window.
+        samples: ids of the samples in the micro-batch; none if several ranks' micro-batches are encoded together.
     """
 
     component: str
@@ -67,9 +68,18 @@ class OriginFinder:
         self._outside = _LOSS if layout is None or layout.pipeline is None else FOUNDATION
         self._component = self._outside  # that runs now
 
-    def at(self, *, micro_batch: int | None = None, samples: Sequence[str] = (), **_: Any) -> None:
+    def at(
+        self,
+        *,
+        micro_batch: int | None = None,
+        samples: Sequence[str] = (),
+        action: RunningAction | None = None,
+        **_: Any,
+    ) -> None:
         """Take the position of this rank in its schedule, before each of its actions."""
         self._look_at_weight_gradients()
+        if micro_batch is None and action is not None:
+            micro_batch = action.window
         if micro_batch is not None:
             self._micro_batch, self._samples, self._component = micro_batch, tuple(samples), self._outside
 
@@ -170,7 +180,10 @@ def _where(origins: Sequence[Origin | None], samples: Mapping[str, None]) -> Ite
         if order == found[0][0]:
             of = f" of rank {rank}" if len(origins) > 1 else ""
             where = f"{origin.phase} of {origin.component}, micro-batch {origin.micro_batch}{of}"
-            yield f"  it began in {where}: samples {_listed(dict.fromkeys(origin.samples))}"
+            if not origin.samples:
+                where = f"{origin.phase} of {origin.component} from micro-batch {origin.micro_batch}, on rank {rank}"
+            ids = f": samples {_listed(dict.fromkeys(origin.samples))}" if origin.samples else ""
+            yield f"  it began in {where}{ids}"
 
 
 def _listed(names: Mapping[str, None]) -> str:

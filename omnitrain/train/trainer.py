@@ -408,7 +408,7 @@ class Trainer:
 
     def _origin_of_non_finite(self, batch: StepBatch) -> Origin | None:
         """Compute a step again, which gives the same values, and return where the first one is not finite."""
-        finder = OriginFinder(self.model)
+        finder, self._upcoming = OriginFinder(self.model), None  # the next step has no part in it
 
         def at(**position: Any) -> None:
             self.watch.at(**position)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from omnitrain.ops.timing import Recorded, Span, What
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step import item_costs
 from omnitrain.plan.item_cost import Encoded
@@ -108,6 +109,16 @@ def test_a_run_that_begins_to_measure_when_it_is_resumed_uses_costs_as_many_step
 
 def test_costs_are_measured_and_used_in_the_steps_that_the_documentation_names() -> None:
     assert (item_costs.WARM_UP + 1, item_costs.MEASURED_STEPS, item_costs.UNUSED_STEPS + 1) == (5, 16, 33)
+
+
+def test_a_backward_that_encodes_again_does_not_make_a_section_look_slower() -> None:
+    forward, again = (What("compute", "encode", phase, "image_encoder") for phase in ("forward", "backward"))
+    actions = {name: What("action", f"{name}@image_encoder") for name in ("ENCODE0", "ENCODE_B0", "SEND_F0>0")}
+    spans = [(forward, 0, 1), (actions["ENCODE0"], 0, 1), (actions["SEND_F0>0"], 1, 3)]
+    spans += [(again, 4, 5), (actions["ENCODE_B0"], 4, 7)]
+    recorded = Recorded(0.0, 7.0, tuple(Span(*span) for span in spans))
+    assert encoder_costs.seconds_of_forwards(recorded, "image_encoder", has_actions=True) == 1
+    assert encoder_costs.seconds_of_forwards(recorded, "audio_encoder", has_actions=True) == 0
 
 
 def test_a_default_plan_measures_only_encoders_whose_items_are_divided(ranks: RankPool, tmp_path: Path) -> None:

@@ -135,6 +135,31 @@ def test_of_several_ranks_that_one_is_named_from_which_the_others_got_it(
     assert begun[-1].endswith(", ".join(samples[1][:8]))
 
 
+def spoiled_in_a_section(recipe: Path, overrides: list[str]) -> list[str]:
+    """The image encoder of the last rank, in the third window of the second step."""
+    trainer = Trainer(Recipe.load(str(recipe), overrides))
+
+    def is_now() -> bool:
+        action = trainer.watch._place.action
+        return trainer.step == 1 and action is not None and action.window == 2
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        encoder_output(trainer, is_now)
+    with pytest.raises(NonFiniteError) as told:
+        trainer.fit()
+    return str(told.value).splitlines()
+
+
+def test_an_encoder_with_ranks_of_its_own_is_named_with_the_window_in_which_it_began(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, micro_batches=6)
+    section = 'parallel.sections={"vision":{"components":["image_encoder"],"ranks":1}}'
+    results = ranks.run(spoiled_in_a_section, recipe, [section, "data.pack_tokens=96"], timeout_s=120, world=3)
+    begun = [[line for line in lines if line.startswith("  it began in ")] for lines in results]
+    assert begun == [["  it began in forward of image_encoder from micro-batch 2, on rank 2"]] * 3
+
+
 @pytest.mark.slow
 def test_a_stage_does_not_take_the_gradient_of_the_next_one_for_that_of_the_loss(
     ranks: RankPool, tmp_path: Path

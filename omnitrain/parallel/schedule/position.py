@@ -55,6 +55,7 @@ def running_action(schedule: Schedule, layout: ModelLayout, number: int) -> Runn
     action = schedule.actions[row][number]
     if action.passes:
         return _pass(schedule, layout, action, number)
+    number = _comparable(schedule, row, number)
     if action.stage is not None:
         words = _WORDS.get(action.kind)
         return None if words is None else RunningAction(f"{words} of stage {action.stage}", number)
@@ -67,7 +68,7 @@ def running_action(schedule: Schedule, layout: ModelLayout, number: int) -> Runn
     elif action.kind in _BETWEEN_SECTIONS:
         text += f" {'to' if action.kind in SENDS else 'from'} section {layout.section_of[action.component]}"
     needs = _of_message if action.kind in _BETWEEN_SECTIONS else _of_stages
-    return RunningAction(text, number, tuple(needs(schedule, layout, action)))
+    return RunningAction(text, number, tuple(needs(schedule, layout, action)), action.micro_batch)
 
 
 def _window(schedule: Schedule, first: int | None) -> str:
@@ -115,7 +116,15 @@ def _of_message(schedule: Schedule, layout: ModelLayout, action: Action) -> _Nee
             yield rank, -1 if receive is None else taken(receive)
     elif action.kind is not Kind.SEND_B:  # gradients are awaited: they leave at once
         for rank in edge.peers(window):
-            yield rank, schedule.senders[action][1]
+            yield rank, _comparable(schedule, *schedule.senders[action])
+
+
+def _comparable(schedule: Schedule, row: int, index: int) -> int:
+    """The index of an action in a list, as all ranks know it.
+
+    Only the ranks of a section know what they encode ahead, so in its list messages count.
+    """
+    return index if row < schedule.num_pipeline_ranks else schedule.messages_before[row][index]
 
 
 def _rank(layout: ModelLayout, stage_rank: int) -> int:

@@ -31,7 +31,7 @@ def connect_sections(
         device: of this rank.
     """
     own = sections[state.section].components if state.section in sections else ()
-    forms = {name: _form(model, name) for name in own}
+    forms = {name: _form(model, name, device) for name in own}
     for of_rank in gathered_objects(forms):
         forms |= of_rank
     main, edges = state.of_section(MAIN), {}
@@ -56,11 +56,12 @@ def connect_sections(
     return edges
 
 
-def _form(model: OmniModel, component: str) -> FeatureForm:
+def _form(model: OmniModel, component: str, device: torch.device) -> FeatureForm:
     """Encode the smallest input of a component; all ranks of its section take part."""
     names = model.media_names[component]
     work = MicroBatchWork(calls={names[0]: 1}, media_calls=dict.fromkeys(names, ()))
-    with torch.no_grad(), torch.random.fork_rng():
+    of_gpu = [device] if device.type == "cuda" else []  # by default, those of all GPUs of the node
+    with torch.no_grad(), torch.random.fork_rng(of_gpu):
         pattern = call_component(model, component, work).pattern.without_items()
     is_trained = any(parameter.requires_grad for parameter in model.components[component].values())
     return FeatureForm(_on(pattern, torch.device("cpu")), is_trained)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -111,6 +112,7 @@ class FeatureEdge:
         self._features = (Outbox if self._is_sender else Inbox)(features)
         self._gradients = (Inbox if self._is_sender else Outbox)(gradients)
         self._messages: dict[int, list[Message]] = {}
+        self._windows_of: defaultdict[int, list[int]] = defaultdict(list)  # receiver -> windows of its messages
         self._shares: dict[int, list[_Share]] = {}
         self._gradient_rows: tuple[Rows, ...] = ()
         self.kept: dict[int, tuple[Tensor, ...]] = {}
@@ -128,8 +130,11 @@ class FeatureEdge:
         self._gradient_rows = self.form.gradient_rows if trains else ()
         self._messages = {window: messages_of(plan, self.component, window, self.form.rows) for window in windows}
         self._carrier.prepare([message for messages in self._messages.values() for message in messages])
+        self._windows_of.clear()
         for window, messages in self._messages.items():
             self._features.expect(messages)
+            for message in messages:
+                self._windows_of[message.receiver].append(window)
             if self._is_sender:
                 self._shares[window] = _shares(plan, self.component, window, self._rank)
             else:
@@ -162,7 +167,7 @@ class FeatureEdge:
             step). Nothing for a receiver that has room in any case.
         """
         for receiver in self.peers(window):
-            to_it = [w for w, all_ in self._messages.items() if any(m.receiver == receiver for m in all_)]
+            to_it = self._windows_of[receiver]
             number = to_it.index(window)
             if number >= self.slots:  # message `number - slots` must have left: its receive is posted
                 taken = number - 2 * self.slots

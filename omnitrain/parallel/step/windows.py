@@ -11,7 +11,7 @@ from omnitrain.parallel.pipeline.apply import passes_of
 from omnitrain.parallel.pipeline.stages import parameters_met
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.plan.windows import WindowChoice, WindowChooser
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, PipelineSchedule
 
 
 def window_chooser(model: OmniModel) -> WindowChooser | None:
@@ -27,7 +27,8 @@ def window_chooser(model: OmniModel) -> WindowChooser | None:
     ]
     if all(choice.is_fixed for choice in choices):
         return None
-    passes = partial(passes_of, layout.components[FOUNDATION].plan.schedule, layout.state.size("pp"))
+    schedule, stages = layout.components[FOUNDATION].plan.schedule, layout.state_of(FOUNDATION).size("pp")
+    passes = partial(passes_of, schedule or PipelineSchedule(), stages)
     num_parameters = {name: sum(p.numel() for p in weights.values()) for name, weights in model.components.items()}
     blocks, head = parameters_met(model)
     num_parameters |= {FOUNDATION: round(sum(blocks) + head)}

@@ -21,14 +21,16 @@ class RunningAction(NamedTuple):
 
     Attributes:
         text: what it does, such as ``backward of stage 3``.
-        number: its index in the rank's list of actions.
+        number: its index in the rank's list of actions; in a section, only messages count.
         needs: (rank, index in its list) of the actions of other ranks that must have ended: they send what it needs, or
             come before an action that these ranks run together with this one. -1: the rank must have begun its list.
+        window: of an encoder with actions of its own: the first of the micro-batches that it encodes together.
     """
 
     text: str
     number: int
     needs: tuple[tuple[int, int], ...] = ()
+    window: int | None = None
 
 
 class Place(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from omnitrain.errors import ScheduleError
@@ -184,6 +185,12 @@ class Schedule:
             for index, action in enumerate(row)
             if action.kind in SENDS
         }
+
+    @cached_property
+    def messages_before(self) -> tuple[tuple[int, ...], ...]:
+        """For each list, the number of sends and receives before each of its actions."""
+        messages = [[action.kind in SENDS | RECEIVES for action in row] for row in self.actions]
+        return tuple(tuple(accumulate(row, initial=0)) for row in messages)
 
     def with_actions(self, actions: Iterable[Iterable[Action]]) -> Schedule:
         """Return this schedule with other actions on the same stages and micro-batches."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import LostRankError
+from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.watch.monitor import StallMonitor
@@ -39,8 +40,9 @@ def kill() -> None:
 
 
 def train(folder: str, build: Build, at: At, how: Callable[[], None]) -> None:
-    """Two steps; in the second one, a rank does not get past an action of a micro-batch."""
+    """Two steps; in the second one, a rank does not get past an action of a micro-batch. A section encodes ahead."""
     model, packs = build()
+    is_ahead = (layout := layout_of(model)) is not None and layout.encodes_ahead
     rank, batch = dist.get_rank(), step_planner(model)(packs)
     with open(Path(folder, f"report-{rank}"), "w") as stream:
         with redirect_stderr(stream):
@@ -57,7 +59,8 @@ def train(folder: str, build: Build, at: At, how: Callable[[], None]) -> None:
                         if _step == 2 and action and (action.text, place.get("micro_batch")) == at:
                             how()
 
-                    ot.accumulate_gradients(model, batch, on_phase=on_phase)
+                    upcoming = batch if step == 2 and is_ahead else None
+                    ot.accumulate_gradients(model, batch, on_phase=on_phase, upcoming=upcoming)
         except LostRankError as error:
             stream.write(str(error))
             raise

@@ -55,6 +55,14 @@ def test_a_section_waits_until_the_rank_that_sleeps_has_room(ranks: RankPool, tm
     assert f"  waiting: rank 1 in {waits}\n" in text
 
 
+def test_main_waits_for_a_section_that_sleeps_while_it_encodes_ahead(ranks: RankPool, tmp_path: Path) -> None:
+    at = ("section vision: encoding of image_encoder from micro-batch 1 of the next step", None)
+    text = reported(ranks, tmp_path, partial(frozen, ahead=1), at, sleep)
+    assert f"  rank 1 is in {at[0]}, step 2, for " in text
+    waits = "receive of the features of image_encoder from micro-batch 2 from section vision, step 2, for rank 1"
+    assert f"  waiting: rank 0 in {waits}\n" in text
+
+
 def test_a_killed_section_rank_is_named_with_the_message_by_the_rank_that_needs_it(
     ranks: RankPool, tmp_path: Path
 ) -> None:

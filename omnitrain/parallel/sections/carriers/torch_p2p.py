@@ -193,4 +193,7 @@ def torch_carrier(senders: Sequence[int], receivers: Sequence[int], device: torc
             pair = dist.new_group([sender, receiver], group_desc="section_edge")
             if rank in (sender, receiver):
                 groups[receiver if rank == sender else sender] = pair
+                # NCCL connects two ranks at their first message, and both wait for it on the host. The first gradient
+                # comes late: until then, a section could not send the next features.
+                dist.all_reduce(torch.zeros(1, device=device), group=pair)
     return TorchCarrier(groups, device)

@@ -1,0 +1,31 @@
+"""Encoders that stay in ``main`` have windows that all ranks choose alike, those of sections too."""
+
+from __future__ import annotations
+
+import pytest
+
+import omnitrain as ot
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import init_state_of
+from omnitrain.parallel.step.windows import window_chooser
+from omnitrain.recipe import ComponentPlan
+from tests.parallel.factories import any_to_any
+from tests.parallel.laid_out import PLAIN
+
+
+def stages_simulated(layout: str) -> tuple[int, ...]:
+    """The stages of the pipeline with which this rank compares windows of the audio encoder."""
+    audio = ComponentPlan(place="world", window="auto")
+    plan = ot.parse_layout(layout).plan().model_copy(update={"components": {"audio_encoder": audio}})
+    state = init_state_of(plan)
+    model = ot.build_parallelize_model(any_to_any(), parallel_state=state, parallel_plan=plan, **PLAIN)
+    chooser = window_chooser(model)
+    assert chooser is not None
+    return chooser.passes(4).stage_ranks
+
+
+@pytest.mark.parametrize(("layout", "stages"), [("vision1+pp2", (0, 1)), ("vision1+pp2.gpipe", (0, 1))])
+def test_all_ranks_choose_windows_for_the_pipeline_of_main(
+    ranks: RankPool, layout: str, stages: tuple[int, ...]
+) -> None:
+    assert ranks.run(stages_simulated, layout, timeout_s=60, world=3) == [stages] * 3
