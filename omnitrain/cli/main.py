@@ -345,9 +345,9 @@ def require_ranks(recipe: Recipe, ranks: int) -> None:
         UserError: it does not.
     """
     from omnitrain.parallel.state import state_without_groups
-    from omnitrain.train.micro_batches import require_enough_micro_batches
+    from omnitrain.train.micro_batches import check_micro_batches
 
-    require_enough_micro_batches(recipe, state_without_groups(recipe.parallel, ranks))
+    check_micro_batches(recipe, state_without_groups(recipe.parallel, ranks))
 
 
 def _says_it_is_finished(recipe: Recipe) -> bool:
