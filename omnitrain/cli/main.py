@@ -491,16 +491,19 @@ def export(
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the HuggingFace model.")],
     dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16. Default: as saved.")
+        str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16. Default: as in the source.")
     ] = None,
     foundation_only: Annotated[
         bool, typer.Option("--foundation-only", help="Leave out attached encoders and decoders.")
     ] = False,
+    source: Annotated[
+        str | None, typer.Option(help="The checkpoint from which the foundation was loaded, if it was moved.")
+    ] = None,
 ) -> None:
     """Export in the HuggingFace format, for transformers and other tools, if it has a class for the model."""
     from omnitrain.train.verbs.export import export as write
 
-    typer.echo(write(checkpoint, folder, dtype, foundation_only=foundation_only))
+    typer.echo(write(checkpoint, folder, dtype, foundation_only=foundation_only, source=source))
 
 
 @app.command()
