@@ -345,9 +345,9 @@ def require_ranks(recipe: Recipe, ranks: int) -> None:
         UserError: it does not.
     """
     from omnitrain.parallel.state import state_without_groups
-    from omnitrain.train.micro_batches import require_enough_micro_batches
+    from omnitrain.train.micro_batches import check_micro_batches
 
-    require_enough_micro_batches(recipe, state_without_groups(recipe.parallel, ranks))
+    check_micro_batches(recipe, state_without_groups(recipe.parallel, ranks))
 
 
 def _says_it_is_finished(recipe: Recipe) -> bool:
@@ -491,16 +491,19 @@ def export(
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the HuggingFace model.")],
     dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16. Default: as saved.")
+        str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16. Default: as in the source.")
     ] = None,
     foundation_only: Annotated[
         bool, typer.Option("--foundation-only", help="Leave out attached encoders and decoders.")
     ] = False,
+    source: Annotated[
+        str | None, typer.Option(help="The checkpoint from which the foundation was loaded, if it was moved.")
+    ] = None,
 ) -> None:
     """Export in the HuggingFace format, for transformers and other tools, if it has a class for the model."""
     from omnitrain.train.verbs.export import export as write
 
-    typer.echo(write(checkpoint, folder, dtype, foundation_only=foundation_only))
+    typer.echo(write(checkpoint, folder, dtype, foundation_only=foundation_only, source=source))
 
 
 @app.command()

@@ -14,6 +14,7 @@ class OmniConfig(PreTrainedConfig):
         decoders: component name -> config of a model with ``DecoderMixin``.
         unused_tensors: name prefix -> number of tensors in the foundation's checkpoint that the foundation does not
             have.
+        source_path: folder or Hub id of that checkpoint.
     """
 
     model_type = "omnitrain"
@@ -22,6 +23,7 @@ class OmniConfig(PreTrainedConfig):
     encoders: dict | None = None
     decoders: dict | None = None
     unused_tensors: dict | None = None
+    source_path: str | None = None
 
 
 class VisionEncoderConfig(PreTrainedConfig):

@@ -1,4 +1,4 @@
-"""How many micro-batches a rank has in a step, and whether its pipeline schedule needs more."""
+"""How many micro-batches a rank has in a step, and whether the ranks and their pipeline are busy with them."""
 
 from __future__ import annotations
 
@@ -11,32 +11,52 @@ from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
 
 
 def micro_batches_of_rank(recipe: Recipe, state: ParallelState) -> int:
-    """Return the number of micro-batches of a step on each rank.
-
-    Raises:
-        UserError: `train.micro_batches` cannot be divided among the data-parallel ranks.
-    """
+    """Return the number of micro-batches of a step on each rank; the last one is idle on some if they do not fit."""
     return len(share_of_rank(0, state.dp_size, recipe.train.micro_batches).slots)
 
 
-def require_enough_micro_batches(recipe: Recipe, state: ParallelState | None) -> str | None:
-    """Check that the steps of a recipe fill its pipeline.
+def check_micro_batches(recipe: Recipe, state: ParallelState | None) -> list[str]:
+    """Check that the steps of a recipe fill its ranks and its pipeline.
 
-    A schedule that the recipe asks for needs so many micro-batches that its idle time is what its formula says. The
-    default schedule runs with fewer.
+    Any number of micro-batches runs on any number of data-parallel ranks. A schedule that the recipe asks for needs so
+    many micro-batches that its idle time is what its formula says. The default schedule runs with fewer.
 
     Args:
         recipe: the recipe.
         state: the parallel state of its run. None: a single process.
 
     Returns:
-        Advice, if the default schedule has fewer micro-batches than it needs.
+        Advice, if ranks wait for others in each step, or the default schedule has fewer micro-batches than it needs.
 
     Raises:
-        UserError: `train.micro_batches` does not fit the ranks, or a schedule that the recipe asks for needs more.
+        UserError: a schedule that the recipe asks for needs more micro-batches.
     """
     if state is None:
+        return []
+    advice = (_uneven_ranks(recipe.train.micro_batches, state.dp_size), _short_pipeline(recipe, state))
+    return [line for line in advice if line is not None]
+
+
+def _uneven_ranks(slots: int, ranks: int) -> str | None:
+    """Advice for ranks that do not all get the same share of the ``slots`` packs of a step."""
+    if slots % ranks == 0 or ranks % slots == 0:
         return None
+    if slots > ranks:
+        fewer, last = slots // ranks * ranks, -(-slots // ranks)
+        waits = f"micro-batch {last} of {last} of a step is on {slots % ranks} of them only, and the others wait"
+    else:
+        fewer, sharing = max(number for number in range(1, slots) if ranks % number == 0), ranks // slots
+        waits = f"{sharing} or {sharing + 1} of them divide a pack, and the latter wait"
+    fits = f"{fewer} or {slots + -slots % ranks} would fit"
+    return f"train.micro_batches {slots} on {ranks} data-parallel ranks: {waits}; {fits}"
+
+
+def _short_pipeline(recipe: Recipe, state: ParallelState) -> str | None:
+    """Advice for a default schedule with too few micro-batches.
+
+    Raises:
+        UserError: it is not the default schedule.
+    """
     found, ranks = micro_batches_of_rank(recipe, state), state.size("pp")
     if ranks == 1:
         return None

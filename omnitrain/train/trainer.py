@@ -49,7 +49,7 @@ from omnitrain.train.metrics.meter import LossMeter, MeanLoss, MetricsFile, Pack
 from omnitrain.train.metrics.progress import Activity, StepProgress
 from omnitrain.train.metrics.step_timing import StepSpans
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
-from omnitrain.train.micro_batches import require_enough_micro_batches
+from omnitrain.train.micro_batches import check_micro_batches
 from omnitrain.train.nonfinite import NonFiniteError, Origin, OriginFinder, not_finite_error, unsound_parameters
 from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
@@ -116,7 +116,7 @@ class Trainer:
         is_mixed = mixed_precision(recipe.train, self.device.type) is True
         self.ranks = join_ranks(recipe.parallel, self.device, lays_out=is_mixed)
         self.folder = RunFolder(recipe)
-        self._advice = require_enough_micro_batches(recipe, self.ranks.state_of_main)
+        self._advice = check_micro_batches(recipe, self.ranks.state_of_main)
         self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # fails before the expensive steps
         require_trackers(recipe)
@@ -238,8 +238,8 @@ class Trainer:
         show_contract(self.model.runner.contract, in_full=False)
         if self.layout is not None:
             console.print(self.layout.table(self.model))
-            if self._advice is not None:
-                console.print(f"advice: {self._advice}", soft_wrap=True)
+            for line in self._advice:
+                console.print(f"advice: {line}", soft_wrap=True)
         else:
             console.print("every component computes in float32 (train.precision)")
         if self.compiled is not None:

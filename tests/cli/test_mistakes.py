@@ -83,8 +83,6 @@ check R parallel.default.ep=2
     2  parallel.default.ep: found 2, but no component has experts
 run R parallel.default.dp_shard=4
     2  dp_shard=4 must divide dp...start it with --nproc 4
-check R --nproc 2 train.micro_batches=3
-    2  train.micro_batches is 3, and 2 ranks draw data; set it to 1, 2 or a multiple of 2
 check R parallel.default.pp=2
     2  parallel.default.pp: found 2, but Qwen3ForCausalLM cannot be cut into stages: it has 1 block; use 1
 check deep.yaml --nproc 4 parallel.components.foundation.pp=4 parallel.components.foundation.schedule.chunks=2

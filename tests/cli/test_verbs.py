@@ -235,12 +235,12 @@ def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
 
     stand_in(monkeypatch, "omnitrain.train.launch.restarts", launch_with_restarts=launch)
     monkeypatch.setattr("omnitrain.train.launch.crowding.num_cores", lambda: 2)
-    overrides = ["train.stop_seconds=7", "train.device=cpu", "train.micro_batches=6"]
-    ended = call("run", "small", *overrides, "--nproc", "3", "--max-restarts", "4")
+    overrides = ["train.stop_seconds=7", "train.device=cpu", "parallel.default.ulysses=2"]
+    ended = call("run", "small", *overrides, "--nproc", "4", "--max-restarts", "4")
     assert ended.exit_code == 130
-    assert ended.stderr.startswith("omnitrain: --nproc 3 on 2 cores: about 1.5 ranks share a core, so ")
+    assert ended.stderr.startswith("omnitrain: --nproc 4 on 2 cores: about 2 ranks share a core, so ")
     first = ["-m", "omnitrain", "run", "small", *overrides]
-    assert given == [first, ["--auto-resume"], 3, 4, 7.0, [1, 2, 3, 6]]
+    assert given == [first, ["--auto-resume"], 4, 4, 7.0, [2, 4, 6, 8]]
     assert call("run", "small", "train.stps=7", "--nproc", "3").exit_code == 2  # found before ranks are started
     assert "it needs --nproc 2 or more" in call("run", "small", "--max-restarts", "1").stderr
 

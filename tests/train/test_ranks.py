@@ -5,7 +5,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -282,13 +283,55 @@ def test_a_run_computes_in_bf16_where_it_is_told_to(ranks: RankPool, recipe: Pat
     assert {parameter.dtype for parameter in saved.parameters()} == {torch.float32}
 
 
-def test_ranks_that_do_not_fit_the_packs_of_a_step_are_refused(
-    ranks: RankPool, text_recipe: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def recipe_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Packs per step -> a recipe of all media; its reference run of one process is beside it, in ``one``."""
+
+    @cache
+    def make(micro_batches: int) -> Path:
+        path = tiny_recipe(tmp_path_factory.mktemp("packs"), rows=2 * len(TASKS), micro_batches=micro_batches)
+        fit(path, [f"output_dir={path.parent / 'one'}", "data.pack_tokens=96", *AS_SGD])
+        leave_process_groups()
+        return path
+
+    return make
+
+
+ON_VISION_RANK = "parallel.sections={vision: {components: [image_encoder], ranks: 1}}"
+
+
+@pytest.mark.parametrize(
+    ("world", "micro_batches", "overrides"),
+    [
+        (3, 4, []),
+        (4, 5, ["parallel.components.foundation.pp=2"]),
+        pytest.param(4, 4, [ON_VISION_RANK], marks=pytest.mark.slow),
+        pytest.param(4, 3, [], marks=pytest.mark.slow),
+        pytest.param(4, 5, ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2"], marks=pytest.mark.slow),
+        pytest.param(4, 5, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
+    ],
+    ids=["dp3", "pp2.dp2", "dp3.section", "dp4", "hsdp2x2", "tp2.dp2"],
+)
+def test_any_number_of_ranks_runs_any_number_of_packs(
+    ranks: RankPool,
+    recipe_of: Callable[[int], Path],
+    tmp_path: Path,
+    world: int,
+    micro_batches: int,
+    overrides: list[str],
 ) -> None:
-    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS]
-    with pytest.raises(RankError, match=r"train.micro_batches is 2, and 3 ranks draw data"):
-        ranks.run(fit, text_recipe, arguments, timeout_s=60, world=3)
-    assert not (tmp_path / "run").exists()
+    """Some ranks have a pack less than others, or one for themselves where two others divide theirs."""
+    recipe, run = recipe_of(micro_batches), tmp_path / "run"
+    arguments = [f"output_dir={run}", "data.pack_tokens=96", *AS_SGD, *overrides]
+    ranks.run(fit, recipe, arguments, timeout_s=120, world=world)
+    found, expected = metrics(run), metrics(recipe.parent / "one")
+    assert len(found) == len(expected) == 4
+    for line, other in zip(found, expected, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        assert line["sources"].keys() == other["sources"].keys()
+    states = [torch.load(of / "checkpoints" / "step-00000004" / "trainer.pt") for of in (run, recipe.parent / "one")]
+    assert states[0]["state"]["data"] == states[1]["state"]["data"]
 
 
 def fit_elsewhere(recipe: Path, folder: Path, overrides: Sequence[str]) -> None:

@@ -198,8 +198,9 @@ def build_dataloader(
             (``model.runner.contract.without_tails``).
         slots: packs of a step over all ranks, the recipe's ``train.micro_batches``.
         rank: rank among the ranks that draw data; None: it draws none, and its steps have no packs.
-        ranks: number of ranks that draw data: a divisor or a multiple of ``slots``. With more ranks than slots, several
-            ranks divide the samples of a pack by tokens.
+        ranks: number of ranks that draw data; see :func:`~omnitrain.data.loading.slots.share_of_rank`. With more ranks
+            than slots, several ranks divide the samples of a pack by tokens. If ``ranks`` does not divide ``slots``,
+            some ranks have a pack less than others.
         idle: a sample with nothing to predict, for a rank that gets no sample of a pack. Required with more ranks than
             slots.
         then: makes a step from the rank's packs, in the process that packs; it and its results must be picklable. By
@@ -208,7 +209,6 @@ def build_dataloader(
 
     Raises:
         DataError: a data set is missing, empty, or lacks a column.
-        UserError: neither of ``slots`` and ``ranks`` divides the other.
     """
     return StepLoader(
         open_sources(data.train),

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -25,32 +24,23 @@ class RankShare:
 def share_of_rank(rank: int | None, ranks: int, slots: int) -> RankShare:
     """Divide a step among the ranks that draw data. Up to ``slots`` ranks get whole packs; more ranks share them.
 
-    A rank that draws none (None) has no slots.
+    Where the numbers do not fit, some ranks have a pack less than others, or share theirs with more ranks. A rank that
+    draws none (None) has no slots.
 
     For example::
 
         4 slots, 2 ranks    rank 0: slots 0, 2             rank 1: slots 1, 3
+        4 slots, 3 ranks    rank 0: slots 0, 3             rank 1: slot 1               rank 2: slot 2
         2 slots, 4 ranks    ranks 0, 2: halves of slot 0   ranks 1, 3: halves of slot 1
-
-    Raises:
-        UserError: neither of ``ranks`` and ``slots`` divides the other.
+        2 slots, 3 ranks    ranks 0, 2: halves of slot 0   rank 1: slot 1
     """
     if rank is None:
         return RankShare(())
     assert 0 <= rank < ranks
-    if slots % ranks == 0:
+    if ranks <= slots:
         return RankShare(tuple(range(rank, slots, ranks)))
-    if ranks % slots == 0:
-        return RankShare((rank % slots,), share=rank // slots, num_shares=ranks // slots)
-    raise UserError(
-        f"train.micro_batches is {slots}, and {ranks} ranks draw data; set it to {_fitting(ranks)}, or change the "
-        f"number of ranks that draw data to {_fitting(slots)}"
-    )
-
-
-def _fitting(number: int) -> str:
-    divisors = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
-    return f"{', '.join(divisors)} or a multiple of {number}"
+    slot = rank % slots
+    return RankShare((slot,), share=rank // slots, num_shares=len(range(slot, ranks, slots)))
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ def load_strictly(
         path: folder or Hub id.
         dtype: dtype of the weights; None: the checkpoint's dtype.
         allow_extra: accept tensors in the files that the model does not have (a tower from a whole model); the model's
-            attribute ``unused_tensors`` counts them.
+            attribute ``unused_tensors`` counts them, and ``source_path`` says where they are.
         **kwargs: keyword arguments of ``from_pretrained``.
 
     Raises:
@@ -302,8 +302,14 @@ def load_strictly(
         _forget_quantization(model, dtype)
     _freeze_as_built(model)
     _align(model)
-    model.unused_tensors = counted(model, unused)
+    model.unused_tensors, model.source_path = counted(model, unused), path_of_source(path)
     return model
+
+
+def path_of_source(path: str) -> str:
+    """Return the absolute path of a folder, which stays valid in other working directories, or a Hub id as it is."""
+    folder = Path(path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else path
 
 
 def _dequantized(path: str) -> dict[str, Any] | None:

@@ -55,8 +55,12 @@ def unused_line(unused: Mapping[str, int] | None) -> str:
     """Return the line that reports unused tensors; empty: none are unused."""
     if not unused:
         return ""
-    modules = ", ".join(f"{module} ({count})" for module, count in unused.items())
     return (
-        f"the foundation's checkpoint holds {sum(unused.values())} tensors that this model does not use: {modules}; "
-        "they are not trained, saved or exported"
+        f"the foundation's checkpoint holds {sum(unused.values())} tensors that this model does not use: "
+        f"{listed(unused)}; they are not trained or saved; an export of the foundation alone copies them"
     )
+
+
+def listed(unused: Mapping[str, int]) -> str:
+    """Return the modules and numbers of unused tensors in words."""
+    return ", ".join(f"{module} ({count})" for module, count in unused.items())

@@ -147,6 +147,7 @@ def build_omni_model(
         config = OmniConfig(
             foundation=as_dict(base.config),
             unused_tensors=getattr(loaded, "unused_tensors", None),
+            source_path=getattr(loaded, "source_path", None),
             **{
                 kind: {name: as_dict(component.config) for name, component in group.items()}
                 for kind, group in attached.items()

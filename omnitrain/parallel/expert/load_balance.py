@@ -162,7 +162,8 @@ class RouterMonitor:
         for layer in self._layers:  # discard a step without an update
             layer.scores = layer.index = layer.counts = None
         tokens = sum(int(_is_real(pack).sum()) for pack in packs) if self._counts_tokens else 0
-        local = torch.tensor([float(tokens), float(len(packs))])
+        filled = sum(any(index >= 0 for index in pack.info.indices) for pack in packs)  # the others have no loss
+        local = torch.tensor([float(tokens), float(filled)])
         self._num_tokens, self._num_micro_batches = self._summed(local).clamp(min=1).tolist()
 
     @contextmanager

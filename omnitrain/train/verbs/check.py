@@ -42,7 +42,7 @@ from omnitrain.train.lr_groups import peaks_of
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries, show_components, show_contract, show_unused
 from omnitrain.train.metrics.trackers import require_trackers
-from omnitrain.train.micro_batches import require_enough_micro_batches
+from omnitrain.train.micro_batches import check_micro_batches
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.useless_keys import require_effect
@@ -210,14 +210,14 @@ def _require_plan(recipe: Recipe, model: OmniModel, mixed: bool | None, num_rank
         state, plans = resolve_without_ranks(model, plan, mixed, num_ranks)
     except PlanError as error:
         raise error.under("parallel") from None
-    advice = require_enough_micro_batches(recipe, state)
+    advice = check_micro_batches(recipe, state)
     if plan == ParallelPlan() and state.num_ranks == 1:
         return
     console.print(f"layout on {state.num_ranks} rank{'s' * (state.num_ranks > 1)} (--nproc {state.num_ranks}):")
     sections = {name: section_text(state.of_section(plan.section_of(name))) for name in plans if plan.sections}
     console.print(planned_table(model, plans, unit_names(find_units(model)), sections))
-    if advice is not None:
-        console.print(f"advice: {advice}", soft_wrap=True)
+    for line in advice:
+        console.print(f"advice: {line}", soft_wrap=True)
     require_fp32(_trained_dtypes(model, plans))
 
 

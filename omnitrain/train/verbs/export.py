@@ -23,33 +23,43 @@ from omnitrain.models.omni.transformers_class import as_transformers_class
 from omnitrain.parallel.fsdp.units import stays_fp32
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.metrics.display import quiet_libraries, show_unused
+from omnitrain.train.verbs.export_as_source import export_as_source, match_source
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _IMAGE = "<|image_pad|>"  # stands for one feature of an image, where the tokenizer has no token for it
 
 
 def export(
-    checkpoint: str | Path, folder: str | Path, dtype: str | None = None, *, foundation_only: bool = False
+    checkpoint: str | Path,
+    folder: str | Path,
+    dtype: str | None = None,
+    *,
+    foundation_only: bool = False,
+    source: str | None = None,
 ) -> str:
     """Write the files that ``from_pretrained`` of transformers reads: weights, config, tokenizer or processor.
 
-    A whole HF model is written as its class. A model of a vision tower, a projector and a language model is written as
-    LLaVA or VipLLaVA, if one of these gives the same logits. Other models are written as an omni folder, which
-    omnitrain reads. LoRA adapters are merged into the weights. The config names the end token of the chat format, and
-    the tokenizer has the chat template.
+    A whole HF model is written with the names, dtypes, files and configs of the checkpoint from which it was loaded;
+    tensors of that checkpoint that the model does not have are copied. Without such a checkpoint, it is written as its
+    class. A model of a vision tower, a projector and a language model is written as LLaVA or VipLLaVA, if one of these
+    gives the same logits. Other models are written as an omni folder, which omnitrain reads. LoRA adapters are merged
+    into the weights. The config names the end token of the chat format, and the tokenizer has the chat template.
 
     Args:
         checkpoint: folder of a run (its newest checkpoint is used), or of a saved omni model.
         folder: a new folder.
-        dtype: dtype of the weights, ``float32``, ``bfloat16`` or ``float16``; None: as saved. Tensors that the model's
-            class keeps in fp32, such as routing biases of experts, and media tokenizers stay fp32.
+        dtype: dtype of the weights, ``float32``, ``bfloat16`` or ``float16``; None: those of the
+            checkpoint from which a whole HF model was loaded, else as saved. Tensors that the model's class keeps in
+            fp32, such as routing biases of experts, and media tokenizers stay fp32.
         foundation_only: leave out attached components.
+        source: folder or Hub id of the checkpoint from which the foundation was loaded; None: where it was.
 
     Returns:
         A sentence: what was written, and why not as a class of transformers.
 
     Raises:
-        UserError: the model does not exist, the folder has files, or the dtype is unknown.
+        UserError: the model does not exist, the folder has files, the dtype is unknown, or ``source`` is not the
+            checkpoint of the foundation.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -64,20 +74,42 @@ def export(
             _cast(component, _DTYPES[dtype])
         for decoder in model.decoders.values():
             cast_decoder(decoder, _DTYPES[dtype])
-    show_unused(model.config.unused_tensors)
-    _set_end_token(model, processor)
-    said = _write(model, processor, folder, foundation_only=foundation_only)
+    if foundation_only or not (model.encoders or model.decoders):
+        said = _write_foundation(model, processor, folder, None if dtype is None else _DTYPES[dtype], source)
+    elif source is not None:
+        raise UserError("--source: only an export of the foundation's class has its files; add --foundation-only")
+    else:
+        show_unused(model.config.unused_tensors)
+        said = _write_with_components(model, processor, folder)
     set_default_modes(folder.glob("*.safetensors"))
     return said
 
 
-def _write(model: OmniModel, processor: OmniProcessor, folder: Path, *, foundation_only: bool) -> str:
+def _write_foundation(
+    model: OmniModel, processor: OmniProcessor, folder: Path, dtype: torch.dtype | None, source: str | None
+) -> str:
+    exported = f"exported to {folder} as {type(model.foundation).__name__}"
+    _set_chat_template(processor)
+    reason, path = "", source if source is not None else model.config.source_path
+    if path is not None:
+        try:
+            matched = match_source(model.foundation, path)
+        except UserError as error:
+            if source is not None:
+                raise
+            reason = f", without the files of its source: {error}; --source says where it is"
+        else:
+            return exported + export_as_source(model.foundation, processor, matched, folder, dtype)
+    show_unused(model.config.unused_tensors)
+    _set_end_token(model, processor)
+    model.foundation.save_pretrained(folder)
+    processor.renderer.save_pretrained(folder)
+    return exported + reason
+
+
+def _write_with_components(model: OmniModel, processor: OmniProcessor, folder: Path) -> str:
     foundation = type(model.foundation).__name__
-    if foundation_only or not (model.encoders or model.decoders):
-        model.foundation.save_pretrained(folder)
-        _set_chat_template(processor)
-        processor.renderer.save_pretrained(folder)
-        return f"exported to {folder} as {foundation}"
+    _set_end_token(model, processor)
     try:
         whole = as_transformers_class(model)
     except UserError as reason:

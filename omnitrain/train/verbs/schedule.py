@@ -24,7 +24,7 @@ from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, PipelineSchedul
 from omnitrain.train.build_from_recipe import build_without_tokenizer
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries
-from omnitrain.train.micro_batches import micro_batches_of_rank, require_enough_micro_batches
+from omnitrain.train.micro_batches import check_micro_batches, micro_batches_of_rank
 from omnitrain.train.precision import mixed_precision
 
 _GANTT_MARGIN = 17  # columns for the idle time, besides the name of the row
@@ -118,7 +118,7 @@ def show_schedule(
     if encode is not None and not sections:
         raise UserError("--encode: this recipe has no sections (parallel.sections), so no encoder has times of its own")
     settings = plans[FOUNDATION].schedule or PipelineSchedule()
-    advice, number = require_enough_micro_batches(recipe, state), micro_batches_of_rank(recipe, state)
+    advice, number = check_micro_batches(recipe, state), micro_batches_of_rank(recipe, state)
     apart = {name for section in sections.values() for name in section.components}
     separate = [name for name, plan in plans.items() if is_separate(plan) and name not in apart]
     main = complete_schedule(settings, state.size("pp"), number) if has_pipeline else accumulate(number)
@@ -153,8 +153,8 @@ def show_schedule(
         several = {"step": "all micro-batches of a step", "auto": "as many micro-batches as are fastest in simulation"}
         of = several.get(str(window), f"{window} micro-batch{'es' * (window != 1)} at a time")
         console.print(f"{name}: all pipeline ranks encode the items of {of} (not in these times)", soft_wrap=True)
-    if advice is not None:
-        console.print(f"advice: {advice}", soft_wrap=True)
+    for line in advice:
+        console.print(f"advice: {line}", soft_wrap=True)
     return {
         "kind": settings.resolved_kind if has_pipeline else "accumulate",
         "micro_batches": schedule.num_micro_batches,

@@ -1,0 +1,140 @@
+"""The checkpoint from which a model was loaded, and the model's weights in its names, dtypes and files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from omnitrain.errors import UserError
+from omnitrain.models.hf.load import folder_with
+
+_QUANTIZED = "quantization_config"
+
+
+@dataclass(frozen=True)
+class SourceCheckpoint:
+    """A checkpoint in safetensors files.
+
+    Attributes:
+        folder: its folder.
+        file_of: name of a tensor -> its file.
+    """
+
+    folder: Path
+    file_of: Mapping[str, str]
+
+    @classmethod
+    def open(cls, path: str) -> SourceCheckpoint:
+        """Open a folder, or the files of a Hub id.
+
+        Raises:
+            UserError: there is no such folder, its weights are not in safetensors files, or they are quantized.
+        """
+        folder = folder_with(path, "*")
+        if PreTrainedConfig.get_config_dict(str(folder))[0].get(_QUANTIZED) is not None:
+            raise UserError(f"the weights at {path!r} are quantized")
+        index = folder / SAFE_WEIGHTS_INDEX_NAME
+        if index.is_file():
+            return cls(folder, json.loads(index.read_text())["weight_map"])
+        if not (folder / SAFE_WEIGHTS_NAME).is_file():
+            raise UserError(f"{path!r} has no weights in safetensors files")
+        with safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt") as stored:
+            return cls(folder, dict.fromkeys(stored.keys(), SAFE_WEIGHTS_NAME))
+
+    def matched(self, model: PreTrainedModel) -> MatchedWeights:
+        """Find the model's weights among the tensors.
+
+        Args:
+            model: whole, and not sharded. It may be a part of the model in the files, whose names then have a prefix.
+
+        Raises:
+            UserError: the files lack weights of the model, or have them with other shapes.
+        """
+        values = revert_weight_conversion(model, dict(model.state_dict()))
+        first = max(values, key=len)
+        prefixes = [name.removesuffix(first) for name in self.file_of if name == first or name.endswith(f".{first}")]
+        missing_of = {prefix: self._missing(values, prefix) for prefix in sorted(prefixes, key=len) or [""]}
+        prefix = min(missing_of, key=lambda prefix: len(missing_of[prefix]))
+        of = f"of {len(values)} tensors of {type(model).__name__}"
+        if missing := missing_of[prefix]:
+            raise UserError(f"{str(self.folder)!r} lacks {len(missing)} {of}, such as {prefix}{missing[0]}")
+        if other := self._of_other_width(values, prefix):
+            raise UserError(f"{str(self.folder)!r} has {len(other)} {of} in another shape, such as {prefix}{other[0]}")
+        return MatchedWeights(self, values, prefix)
+
+    def _of_other_width(self, values: Mapping[str, Tensor], prefix: str) -> list[str]:
+        """Names of other shapes, but for the number of rows, which grows with the vocabulary."""
+        widths: dict[str, tuple[int, ...]] = {}
+        for file in dict.fromkeys(self.file_of.values()):
+            with safe_open(self.folder / file, framework="pt") as stored:
+                widths |= {name: tuple(stored.get_slice(name).get_shape()[1:]) for name in list(stored.keys())}
+        return [name for name, value in values.items() if widths.get(prefix + name, value.shape[1:]) != value.shape[1:]]
+
+    def _missing(self, values: Mapping[str, Tensor], prefix: str) -> list[str]:
+        """Names that the files do not have; of tied weights they need one."""
+        found = {value.data_ptr() for name, value in values.items() if prefix + name in self.file_of}
+        absent = {name: value for name, value in values.items() if prefix + name not in self.file_of}
+        return [name for name, value in absent.items() if value.data_ptr() not in found]
+
+
+@dataclass(frozen=True)
+class MatchedWeights:
+    """A model's weights in the names of its source.
+
+    Attributes:
+        source: the checkpoint.
+        values: name without the prefix -> weight.
+        prefix: of the model's names in the files, such as ``thinker.``.
+    """
+
+    source: SourceCheckpoint
+    values: Mapping[str, Tensor]
+    prefix: str
+
+    @property
+    def others(self) -> list[str]:
+        """Names of the tensors that the model does not have."""
+        return [name for name in self.source.file_of if self._value(name) is None]
+
+    def _value(self, name: str) -> Tensor | None:
+        return self.values.get(name.removeprefix(self.prefix)) if name.startswith(self.prefix) else None
+
+    def write(self, folder: Path, dtype: torch.dtype | None) -> None:
+        """Write the files of the source, with the model's weights in it, one file at a time.
+
+        Args:
+            folder: an existing folder.
+            dtype: whether weights keep the dtypes of the model. None: they get those of the source. Tensors that the
+                model does not have are copied.
+        """
+        files = dict.fromkeys(self.source.file_of.values())
+        num_bytes = 0
+        for file in files:
+            with safe_open(self.source.folder / file, framework="pt") as stored:
+                names = list(stored.keys())
+                tensors = {name: self._tensor(name, stored.get_tensor(name), dtype) for name in names}
+                save_file(tensors, folder / file, metadata=stored.metadata())
+            num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        index_file = self.source.folder / SAFE_WEIGHTS_INDEX_NAME
+        if index_file.is_file():
+            index = json.loads(index_file.read_text())
+            index.setdefault("metadata", {})["total_size"] = num_bytes
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _tensor(self, name: str, stored: Tensor, dtype: torch.dtype | None) -> Tensor:
+        value = self._value(name)
+        if value is None:
+            return stored
+        keeps = dtype is not None or not value.is_floating_point()
+        # A copy: safetensors refuses tied weights, which the source has twice.
+        return value.detach().to("cpu", value.dtype if keeps else stored.dtype, copy=True).contiguous()
