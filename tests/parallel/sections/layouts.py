@@ -28,7 +28,7 @@ ALONE = "own"  # the model has no audio encoder
 TRAINED = ("all", "frozen", "lora")
 FAN_OUT = ("1", "2", "4")
 MAIN = ("dp2", "tp2", "sp2", "pp2")
-SETTINGS = ("", "twice", "window2", "slots1", "flight2")
+SETTINGS = ("", "twice", "window2", "slots1", "flight2", "ahead")
 MEMORY = ("", "recompute")
 DATA = ("mixed", "audio", "text")
 
@@ -95,6 +95,8 @@ def why_impossible(case: Case) -> str:
         return "nine ranks"
     if case.settings in ("twice", "flight2") and case.trained == "frozen":
         return "no backward"
+    if case.settings == "ahead" and case.trained != "frozen":
+        return "the next step needs new weights"
     return "it reads no audio" if case.data == "audio" and case.encoders == ALONE else ""
 
 
