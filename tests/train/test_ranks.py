@@ -334,6 +334,17 @@ def test_any_number_of_ranks_runs_any_number_of_packs(
     assert states[0]["state"]["data"] == states[1]["state"]["data"]
 
 
+def test_idle_packs_do_not_count_in_the_balance_of_the_micro_batches(ranks: RankPool, tmp_path: Path) -> None:
+    """Three ranks run four packs as six micro-batches; the mean is over four."""
+    recipe = tiny_moe_recipe(tmp_path)
+    settings = ["train.micro_batches=4", "train.steps=2", "train.experts.loss=micro_batch", "train.experts.weight=0.1"]
+    fit(recipe, [f"output_dir={tmp_path / 'one'}", *settings])
+    leave_process_groups()
+    ranks.run(fit, recipe, [f"output_dir={tmp_path / 'run'}", *settings], timeout_s=120, world=3)
+    for line, other in zip(metrics(tmp_path / "run"), metrics(tmp_path / "one"), strict=True):
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
 def fit_elsewhere(recipe: Path, folder: Path, overrides: Sequence[str]) -> None:
     """Each rank has a folder of its own."""
     with patch("omnitrain.checkpoint.shared_folder._TIMEOUT_S", 0.0):
