@@ -12,7 +12,6 @@ from omnitrain.plan import StepPlan
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.generators import accumulate
 from omnitrain.plan.schedule.sections import SectionWindows, with_sections
-from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe.parallel import FOUNDATION
 
 
@@ -30,9 +29,7 @@ def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = No
         return schedule
     estimate = _Estimate(plan, schedule.num_stages // schedule.num_pipeline_ranks)
     sections = [section_windows(layout, plan, name, upcoming) for name in layout.sections]
-    complete = with_sections(schedule, sections, estimate.seconds, estimate.encoding)
-    validate(complete)
-    return complete
+    return with_sections(schedule, sections, estimate.seconds, estimate.encoding)
 
 
 def _of_main(layout: ModelLayout | None, plan: StepPlan) -> Schedule:
