@@ -14,9 +14,11 @@ from transformers import PreTrainedModel, Qwen2_5OmniForConditionalGeneration
 
 import omnitrain as ot
 from omnitrain.errors import UserError
+from omnitrain.models.adapters.lora import add_lora, find_adapters
 from omnitrain.models.hf.load import config_at, foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.recipe import Recipe
+from omnitrain.recipe.lora import Lora
 from omnitrain.train.metrics.console import console
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.export import export
@@ -164,6 +166,26 @@ def test_another_end_token_dtype_and_vocabulary_are_in_the_configs(tmp_path: Pat
     tiny_processor(tiny_model()).save_pretrained(tmp_path / "grown")
     export(tmp_path / "grown", tmp_path / "larger")
     assert logits(tmp_path / "larger").size(-1) == 300
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+def test_merged_adapters_are_in_the_weights_of_the_source(tmp_path: Path, scale: float) -> None:
+    """Adapters that did not train change no bit; others change what they adapt, and nothing else."""
+    original = source(tmp_path / "source", "deepseek_v3", MTP)
+    model = build_omni_model(foundation=str(original), torch_dtype=torch.float32)
+    lora = Lora(targets=["o_proj", "experts.*"], rank=2)
+    add_lora(model, {"foundation": find_adapters(model, "foundation", lora)})
+    with torch.no_grad():
+        for name in model.adapter_names:
+            if "lora_B" in name:
+                model.get_parameter(name).add_(scale)
+    model.save_pretrained(tmp_path / "saved")
+    tiny_processor(tiny_model()).save_pretrained(tmp_path / "saved")
+    assert "copied 2 tensors" in export(tmp_path / "saved", tmp_path / "plain")
+    before, after = tensors_by_file(original), tensors_by_file(tmp_path / "plain")
+    changed = {name for file, of in before.items() for name in of if not torch.equal(of[name], after[file][name])}
+    adapted = {name for of in before.values() for name in of if ".o_proj." in name or ".mlp.experts." in name}
+    assert len(adapted) == 2 + 4 * 3 and changed == (adapted if scale else set())
 
 
 def test_a_run_remembers_its_source_and_its_export_has_the_trained_weights_in_it(tmp_path: Path) -> None:
