@@ -23,11 +23,10 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import leave_process_groups
-from omnitrain.parallel.step.item_costs import FROM_STEP, MEASURED_STEPS, WARM_UP
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer
 from tests.tiny import TASKS, tiny_recipe
-from tests.train.test_encoder_costs import FOUND, costs_of_steps
+from tests.train.test_encoder_costs import FAST, FOUND, costs_of_steps
 from tests.train.test_ranks import assert_same_run, fit
 
 pytestmark = pytest.mark.ranks
@@ -123,14 +122,15 @@ def test_a_cost_that_a_section_has_measured_counts_where_the_run_goes_on(section
     """Measured on two ranks of a section, and used on two ranks without one."""
     recipe = tiny_recipe(tmp_path)
     cost = ["parallel.components.image_encoder.quadratic_cost=measured", "train.optimizer.schedule=constant"]
-    short, long = ([*cost, f"train.steps={steps}"] for steps in (FROM_STEP + 1, FROM_STEP + 3))
+    unused = FAST["UNUSED_STEPS"]
+    short, long = ([*cost, f"train.steps={steps}"] for steps in (unused + 1, unused + 3))
     apart = section(["image_encoder"], ranks=2)
     (first, measured), *others = sections.run(costs_of_steps, recipe, [*short, apart], False, timeout_s=180, world=3)
     assert all(costs == first for costs, _ in others)
-    assert sum(row.seconds > 0 for row in measured) >= MEASURED_STEPS - WARM_UP
-    linear = set().union(*first[:FROM_STEP])
-    assert max(first[FROM_STEP]) > max(linear)
-    saved = tmp_path / "run" / "checkpoints" / f"step-{FROM_STEP + 1:08d}" / "trainer.pt"
+    assert sum(row.seconds > 0 for row in measured) >= FAST["MEASURED_STEPS"] - FAST["WARM_UP"]
+    linear = set().union(*first[:unused])
+    assert max(first[unused]) > max(linear)
+    saved = tmp_path / "run" / "checkpoints" / f"step-{unused + 1:08d}" / "trainer.pt"
     assert torch.load(saved, weights_only=True)["state"]["quadratic_costs"] == {"image_encoder": FOUND}
     now = [*long, "parallel.sections={}", "parallel.components.image_encoder.place=world"]
     (more, again), _ = sections.run(costs_of_steps, recipe, now, True, timeout_s=180, world=2)
