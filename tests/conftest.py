@@ -10,8 +10,10 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import leave_process_groups
 from tests.side_by_side import CACHE
 
 torch.set_num_threads(1)  # with more, a row's last bits depend on the rows beside it
@@ -43,6 +45,14 @@ def ranks(_rank_server: None) -> Iterator[RankPool]:
     with RankPool(4, preload=_PRELOAD) as pool:
         _POOLS.append(pool)
         yield pool
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """A module whose tests made a process group in this process leaves it: tests of later ones count on none."""
+    yield
+    if dist.is_initialized():
+        leave_process_groups()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

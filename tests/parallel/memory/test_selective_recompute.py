@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from omnitrain.models.discovery import discover
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.memory.offload import ActivationOffload
-from omnitrain.parallel.state import leave_process_groups
 from tests.parallel import factories
 from tests.parallel.expert.test_experts import samples_of
 from tests.parallel.laid_out import gradients, laid_out, total
@@ -25,13 +24,6 @@ from tests.peaks import peak_bytes
 
 OURS = {"expert_rows": 1_000_000}  # the products of omnitrain, all at once
 LAYERS, HIDDEN, INNER, TOP_K, ITEMSIZE = 2, 64, 32, 2, 4
-
-
-@pytest.fixture(autouse=True)
-def groups_of_this_process() -> Iterator[None]:
-    """Leave the process groups, which other tests would find."""
-    yield
-    leave_process_groups()
 
 
 def stepped(plan: Mapping[str, Any]) -> tuple[ot.OmniModel, int, int, dict[str, Tensor]]:
