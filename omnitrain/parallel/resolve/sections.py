@@ -15,6 +15,7 @@ from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.actions import Kind
 from omnitrain.plan.schedule.generators import least_micro_batches
 from omnitrain.plan.schedule.sections import SectionWindows, with_sections
+from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PipelineSchedule
 from omnitrain.recipe.suggest import hint
 
@@ -77,6 +78,8 @@ def idle_settings(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Ite
 def starving_sections(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
     """Yield the sections that would wait for ever in a step all of whose micro-batches have items.
 
+    The schedule of this step is validated here, once, because validating each step would take too long.
+
     Args:
         plan: the user's plan.
         plans: component -> its complete plan.
@@ -98,7 +101,7 @@ def starving_sections(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) ->
         )
         try:
             schedule = schedule_of_plan(foundation, num_micro_batches)
-            with_sections(schedule, [windows], dict.fromkeys((Kind.F, Kind.I, Kind.W), 1), lambda *_: 1.0)
+            validate(with_sections(schedule, [windows], dict.fromkeys((Kind.F, Kind.I, Kind.W), 1), lambda *_: 1.0))
         except ScheduleError as error:
             yield str(error)
 
