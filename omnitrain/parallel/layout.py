@@ -166,7 +166,7 @@ class ModelLayout:
         return LayoutTable(
             _row(
                 component.name,
-                self._section_text(component.name),
+                section_text(self.state_of(component.name)) if self.sections else "",
                 component.plan,
                 component.num_units,
                 [parameters[name] for name in component.parameters],
@@ -174,9 +174,6 @@ class ModelLayout:
             )
             for component in self.components.values()
         )
-
-    def _section_text(self, component: str) -> str:
-        return section_text(self.state_of(component)) if self.sections else ""
 
     def offloaded(self, model: OmniModel) -> list[nn.Parameter]:
         """Return the trained parameters whose optimizer state lives in host memory."""

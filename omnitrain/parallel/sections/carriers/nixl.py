@@ -340,7 +340,7 @@ def nixl_carrier(
 def _connected(
     senders: Sequence[int], receivers: Sequence[int], slots: int, slot_bytes: int, group: dist.ProcessGroup
 ) -> NixlCarrier:
-    """A carrier that knows the others of ``group``, all of which call this."""
+    """Make a carrier, and exchange addresses with the other ranks of ``group``; all of them call this."""
     rank, members = dist.get_rank(), dist.get_process_group_ranks(group)
     carrier = NixlCarrier(rank, senders, receivers, slots=slots, slot_bytes=slot_bytes)
     addresses: list[Any] = [None] * len(members)
