@@ -8,24 +8,52 @@ gathered.
 from __future__ import annotations
 
 import contextlib
+import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from omnitrain.checkpoint.exchange import swap
+from omnitrain.checkpoint.pieces import Holders, Piece
 from omnitrain.errors import UserError
 from omnitrain.peers import Peers, all_or_raise, parameters_at_rest, ranks_of
+
+T = TypeVar("T")
 
 _MASTER = "master"
 _INDEX = ".metadata"  # torch writes this last; without it no other file is read
 _SHOWN = 3  # examples in an error message
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The part of an optimizer's state that one rank writes.
+
+    Attributes:
+        pieces: of its tensors, named ``PARAMETER.KEY``.
+        values: ``PARAMETER.KEY`` -> number or text.
+    """
+
+    pieces: Sequence[Piece]
+    values: Mapping[str, Any]
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -44,20 +72,113 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
         OSError: writing failed. This and any other error of writing is raised on all ranks.
     """
     parameters = parameters_at_rest(model)
+    with _ranks_of(model) as peers:
+        stored = optimizer_state(parameters, optimizer, Holders(parameters, peers))
+        on_host = [Piece(piece.place, piece.tensor.cpu().contiguous()) for piece in stored.pieces]
+        write_optimizer(OptimizerState(on_host, stored.values), folder, peers)
+
+
+def optimizer_state(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, holders: Holders
+) -> OptimizerState:
+    """Return the part of the state of ``optimizer`` that this rank writes.
+
+    Args:
+        parameters: name -> parameter of the model (:func:`parameters_at_rest`).
+        optimizer: see :func:`save_optimizer`.
+        holders: of ``parameters``.
+
+    Raises:
+        UserError: see :func:`save_optimizer`.
+    """
     names = _names(parameters, optimizer)
     state = optimizer.state_dict()
     states = state["state"]
     _require_storable(states, names, parameters, optimizer)
-    tensors = {f"{names[index]}.{key}": value for index, values in states.items() for key, value in values.items()}
-    tensors |= {f"{names[index]}.{_MASTER}": value for index, value in state.get("masters", {}).items()}
-    with _ranks_of(model) as peers:
-        all_or_raise(peers, lambda: (Path(folder) / _INDEX).unlink(missing_ok=True) if peers.rank == 0 else None)
-        dcp.save(
-            tensors,
-            storage_writer=dcp.FileSystemWriter(folder),
-            process_group=peers.group,
-            no_dist=peers.group is None,
-        )
+    keyed = [(names[index], key, value) for index, values in states.items() for key, value in values.items()]
+    keyed += [(names[index], _MASTER, value) for index, value in state.get("masters", {}).items()]
+    pieces, values = [], {}
+    for number, (name, key, value) in enumerate(keyed):
+        if not isinstance(value, Tensor):
+            if holders.writes(name, parameters[name]):
+                values[f"{name}.{key}"] = value
+        elif (piece := holders.piece(f"{name}.{key}", value, number, parameters[name], name)) is not None:
+            pieces.append(piece)
+    return OptimizerState(pieces, values)
+
+
+def write_optimizer(state: OptimizerState, folder: str | Path, peers: Peers) -> None:
+    """Write what :func:`save_optimizer` writes, of pieces in the memory of the CPU. All ``peers`` call this.
+
+    Raises:
+        OSError: writing failed. This and any other error of writing is raised on all ranks.
+    """
+    _together(peers, lambda: (Path(folder) / _INDEX).unlink(missing_ok=True) if peers.rank == 0 else None)
+    writer = dcp.FileSystemWriter(folder)
+    writer.set_up_storage_writer(peers.rank == 0)
+    planner = _Planner(state)
+    local = _together(peers, lambda: writer.prepare_local_plan(planner.create_local_plan()))
+    plans = swap([local] + [None] * (peers.size - 1), peers)  # the first rank makes the index
+    plans, metadata = create_default_global_save_plan(plans) if peers.rank == 0 else ([None] * peers.size, None)
+    plan = swap(writer.prepare_global_plan(plans) if peers.rank == 0 else plans, peers)[0]
+    written = _together(peers, lambda: writer.write_data(plan, planner).value())
+    results = swap([written] + [None] * (peers.size - 1), peers)
+    _together(peers, lambda: writer.finish(metadata, results) if metadata is not None else None)
+
+
+class _Planner(dcp.SavePlanner):
+    """Hands this rank's part of the state to torch's writer."""
+
+    def __init__(self, state: OptimizerState) -> None:
+        self._tensors = {(piece.place.name, piece.place.offsets): piece.tensor for piece in state.pieces}
+        self._state = state
+
+    def create_local_plan(self) -> SavePlan:
+        """Return an item for each piece and each other value."""
+        items = [_item(piece) for piece in self._state.pieces]
+        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._state.values]
+        return SavePlan(items)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Return the value of an item."""
+        index = write_item.index
+        if write_item.type is not WriteItemType.BYTE_IO:
+            assert index.offset is not None, "a piece has a place"
+            return self._tensors[index.fqn, tuple(index.offset)]
+        content = io.BytesIO()
+        torch.save(self._state.values[index.fqn], content)
+        return content
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the state is known."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return all plans with the index of what they write."""
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return new_plan
+
+
+def _item(piece: Piece) -> WriteItem:
+    place = piece.place
+    chunk = ChunkStorageMetadata(offsets=torch.Size(place.offsets), sizes=torch.Size(place.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=place.dtype), torch.Size(place.shape))
+    return WriteItem(MetadataIndex(place.name, torch.Size(place.offsets)), WriteItemType.SHARD, tensor_data=data)
+
+
+def _together(peers: Peers, work: Callable[[], T]) -> T:
+    """Return the result of ``work``; if it raises on some ranks, raise the first of their exceptions on all ranks."""
+    results: list[T] = []
+    failure: Exception | None = None
+    try:
+        results.append(work())
+    except Exception as error:  # raised below
+        failure = error
+    if failures := [error for error in peers.gather(failure) if error is not None]:
+        raise failure or failures[0]
+    return results[0]
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:

@@ -31,6 +31,7 @@ from omnitrain.models.hf.load import folder_with
 from omnitrain.ops.experts import experts_in, matrix_names, parameter_names
 
 T = TypeVar("T")
+Conversion = Callable[[Tensor], Tensor]
 
 FOLDER = "adapters"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -74,6 +75,22 @@ def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Ten
         save_file(tensors, into / _WEIGHTS, metadata={"format": "pt"})
         set_default_modes([into / _WEIGHTS])
         _config(model, root, adapters).save_pretrained(str(into))
+
+
+def adapter_tensors(model: ComponentModel) -> dict[str, dict[str, tuple[str, Conversion]]]:
+    """Return what :func:`save_adapters` writes: file -> key in it -> name in ``model``, and how the tensor is stored."""
+    return {
+        f"{FOLDER}/{root}/{_WEIGHTS}": {
+            key: (name, entry.to_peft) for key, (name, entry) in _entries(model, root, adapters)
+        }
+        for root, adapters in _by_root(model).items()
+    }
+
+
+def save_adapter_configs(model: ComponentModel, folder: Path) -> None:
+    """Write the configs of :func:`save_adapters`, without the weights."""
+    for root, adapters in _by_root(model).items():
+        _config(model, root, adapters).save_pretrained(str(folder / FOLDER / root))
 
 
 def remove_adapters(folder: Path) -> None:

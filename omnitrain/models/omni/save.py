@@ -1,26 +1,43 @@
-"""Save an omni model as transformers does. All ranks write files; no rank ever holds the whole model."""
+"""Save an omni model as transformers does. All ranks write files; no rank holds more than one of its tensors whole."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-from collections.abc import Mapping
-from functools import partial
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightTransform,
+    apply_converters,
+    revert_weight_conversion,
+)
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
-from omnitrain.checkpoint.disk import set_default_modes
-from omnitrain.checkpoint.whole import holders_of, whole_tensors
-from omnitrain.models.adapters.files import remove_adapters, save_adapters, split_weights
+from omnitrain.checkpoint.pieces import Holders, Piece
+from omnitrain.checkpoint.safetensors_file import Entry
+from omnitrain.checkpoint.weight_files import Group, WeightFile, stored_as, write_files
+from omnitrain.models.adapters.files import (
+    Conversion,
+    adapter_tensors,
+    remove_adapters,
+    save_adapter_configs,
+    split_weights,
+)
 from omnitrain.models.components.model import ComponentModel
 from omnitrain.peers import Peers, all_or_raise
 
@@ -29,12 +46,28 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model, without the values of its tensors.
+
+    Attributes:
+        small: path in the folder -> content, of configs and the like. Empty on all ranks but the first.
+        adapters: files of LoRA adapters.
+        weights: files of all other tensors.
+    """
+
+    small: Mapping[str, bytes]
+    adapters: Sequence[WeightFile]
+    weights: Sequence[WeightFile]
+
+
 def save_whole(
     model: ComponentModel, folder: Path, peers: Peers, file_bytes: int = FILE_BYTES, previous: Path | None = None
 ) -> None:
     """Write the config, the weights and LoRA adapters (in PEFT's files) exactly as a single process would.
 
-    Files are distributed over the ranks; each rank holds the weights of one file at a time.
+    Files are distributed over the ranks. A rank holds one tensor whole at a time, or those that transformers converts
+    together.
 
     Args:
         model: sharded or not.
@@ -47,33 +80,83 @@ def save_whole(
     Raises:
         Exception: writing failed on one rank; all ranks raise its exception.
     """
+    files = files_of(model, peers, file_bytes)
+    pieces = model_pieces(model, Holders(model.state_dict(keep_vars=True), peers))
+    write_model(files, [on_host(piece) for piece in pieces], folder, peers, previous)
+
+
+def files_of(model: ComponentModel, peers: Peers, file_bytes: int = FILE_BYTES) -> ModelFiles:
+    """Return the files of ``model``. Nothing in them changes while it trains. All ``peers`` call this."""
+    small = all_or_raise(peers, lambda: small_files(lambda into: _save_configs(model, into)) if peers.rank == 0 else {})
     values = model.state_dict(keep_vars=True)
-    whole = partial(whole_tensors, holders=holders_of(values, peers), peers=peers)
-    adapter_names = model.adapter_names
-    adapters = whole({name: v for name, v in values.items() if name in adapter_names}, keep=peers.rank == 0)
-    # Without the base's weights, which come last, nobody takes the folder for a complete model.
-    all_or_raise(peers, lambda: _begin(model, folder, adapters) if peers.rank == 0 else None)
-    files = _names_by_file({name: value for name, value in values.items() if name not in adapter_names}, file_bytes)
-    frozen = [
-        _file_name(index, len(files))
-        for index, names in enumerate(files)
-        if all(isinstance(values[name], nn.Parameter) and not values[name].requires_grad for name in names)
+    adapters = [
+        WeightFile(file, tuple(_adapter_group(key, values[name], name, store) for key, (name, store) in tensors.items()))
+        for file, tensors in adapter_tensors(model).items()
     ]
-    file_of = peers.gather(_linked(frozen, previous, folder) if peers.rank == 0 and previous is not None else {})[0]
-    left = [index for index in range(len(files)) if _file_name(index, len(files)) not in file_of.values()]
-    for begin in range(0, len(left), peers.size):
-        weights: dict[str, Tensor] = {}
-        for rank, index in enumerate(left[begin : begin + peers.size]):
-            weights |= whole({name: values[name] for name in files[index]}, keep=rank == peers.rank)
-        own = left[begin + peers.rank :][:1]  # some ranks have no file in the last round
-        file_name = _file_name(own[0], len(files)) if own else ""
-        written = all_or_raise(peers, partial(_write, model, weights, folder / file_name))
-        for names, file in peers.gather((written, file_name)):
-            file_of |= dict.fromkeys(names, file)
-    all_or_raise(peers, lambda: _write_index(folder, file_of) if peers.rank == 0 else None)
+    base = {name: value for name, value in values.items() if name not in model.adapter_names}
+    names_by_file = _names_by_file(base, file_bytes)
+    weights = [
+        WeightFile(
+            _file_name(index, len(names_by_file)),
+            tuple(_groups(model, {name: values[name] for name in names})),
+            all(isinstance(values[name], nn.Parameter) and not values[name].requires_grad for name in names),
+        )
+        for index, names in enumerate(names_by_file)
+    ]
+    return ModelFiles(small, adapters, weights)
 
 
-def _begin(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor]) -> None:
+def model_pieces(model: ComponentModel, holders: Holders) -> list[Piece]:
+    """Return the pieces of the weights that this rank writes; tied weights once."""
+    values = model.state_dict(keep_vars=True)
+    pieces = [
+        holders.piece(name, values[name], number) for number, name in enumerate(_names_once(values).values())
+    ]
+    return [piece for piece in pieces if piece is not None]
+
+
+def on_host(piece: Piece) -> Piece:
+    """Return the piece contiguous in the memory of the CPU, without a copy if it is there."""
+    return Piece(piece.place, piece.tensor.cpu().contiguous())
+
+
+def write_model(
+    files: ModelFiles, pieces: Sequence[Piece], folder: Path, peers: Peers, previous: Path | None = None
+) -> None:
+    """Write what :func:`save_whole` writes, of pieces in the memory of the CPU. All ``peers`` call this."""
+    # Without the base's weights, which come last, nobody takes the folder for a complete model.
+    all_or_raise(peers, lambda: _begin(files, folder) if peers.rank == 0 else None)
+    if files.adapters:
+        write_files(files.adapters, pieces, folder, peers)
+    _write_weights(files.weights, pieces, folder, peers, previous)
+
+
+def _write_weights(
+    files: Sequence[WeightFile], pieces: Sequence[Piece], folder: Path, peers: Peers, previous: Path | None
+) -> None:
+    linked: set[str] = set()
+    if previous is not None:
+        linked = peers.gather(_linked(files, previous, folder) if peers.rank == 0 else linked)[0]
+    write_files([file for file in files if file.name not in linked], pieces, folder, peers)
+    all_or_raise(peers, lambda: _write_index(folder, files) if peers.rank == 0 else None)
+
+
+def small_files(save: Any) -> dict[str, bytes]:
+    """Return path -> content of the files that ``save`` writes to the folder that it gets."""
+    with tempfile.TemporaryDirectory(prefix="omnitrain-") as into:
+        save(Path(into))
+        files = [path for path in Path(into).rglob("*") if path.is_file()]
+        return {str(path.relative_to(into)): path.read_bytes() for path in files}
+
+
+def write_small(small: Mapping[str, bytes], folder: Path) -> None:
+    """Write what :func:`small_files` returned."""
+    for name, content in small.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def _save_configs(model: ComponentModel, folder: Path) -> None:
     shows_progress = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # it would count zero tensors
     try:
@@ -81,11 +164,26 @@ def _begin(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor]) 
     finally:
         if shows_progress:
             hf_logging.enable_progress_bar()
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    save_adapter_configs(model, folder)
+
+
+def _begin(files: ModelFiles, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         if _WEIGHTS.fullmatch(old.name):
             old.unlink()
     remove_adapters(folder)
-    save_adapters(model, folder, adapters)
+    write_small(files.small, folder)
+
+
+def _names_once(values: Mapping[str, Tensor]) -> dict[int, str]:
+    """Return the first name of each tensor; tied names are one tensor."""
+    first: dict[int, str] = {}
+    for name, value in values.items():
+        first.setdefault(id(value), name)
+    return first
 
 
 def _names_by_file(values: Mapping[str, Tensor], file_bytes: int) -> list[list[str]]:
@@ -107,16 +205,97 @@ def _names_by_file(values: Mapping[str, Tensor], file_bytes: int) -> list[list[s
     return files
 
 
-def _linked(names: list[str], previous: Path, folder: Path) -> dict[str, str]:
-    """Link files of ``previous`` into ``folder``, as far as that works; return the file of each of their tensors."""
-    file_of: dict[str, str] = {}
-    for name in names:
+@dataclass(frozen=True)
+class _AsPeft:
+    """Stores the one tensor of an adapter's group."""
+
+    key: str
+    store: Conversion
+
+    def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {self.key: self.store(tensors[0])}
+
+
+def _adapter_group(key: str, value: Tensor, name: str, store: Conversion) -> Group:
+    return stored_as([Entry(name, value.dtype, tuple(value.shape))], _AsPeft(key, store))
+
+
+@dataclass(frozen=True)
+class _Conversions:
+    """What transformers reads of a model when it converts weights back. Unlike the model, it can be pickled."""
+
+    _weight_conversions: list[WeightTransform]
+    config: Any
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(self.shapes[name], device="meta")
+
+
+@dataclass(frozen=True)
+class _AsInCheckpoint:
+    """Stores tensors under the names and in the shapes of the original checkpoint."""
+
+    conversions: _Conversions
+    names: tuple[str, ...]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        model = cast(PreTrainedModel, self.conversions)
+        return revert_weight_conversion(model, dict(zip(self.names, tensors, strict=True)))
+
+
+def _groups(model: ComponentModel, values: Mapping[str, Tensor]) -> list[Group]:
+    """Return the groups of a file, tensor by tensor as far as transformers converts them alone."""
+    first = _names_once(values)
+    marks = {key: torch.empty(1) for key in first}  # tied names share one
+    base, _ = split_weights(model, {name: marks[id(value)] for name, value in values.items()})
+    names = dict(zip(base, values, strict=True))  # original name -> name in the model
+    kept = {base_name: names[base_name] for base_name in remove_tied_weights_from_state_dict(base, model)}
+    conversions = _conversions_of(model)
+    converters = [c.reverse_transform() for c in reversed(conversions._weight_conversions) if isinstance(c, WeightConverter)]
+    together: defaultdict[str, list[str]] = defaultdict(list)
+    alone: list[str] = []
+    for base_name in kept:
+        target, pattern = apply_converters(base_name, converters)
+        (alone if pattern is None else together[target]).append(base_name)
+
+    def source(base_name: str) -> Entry:
+        value = values[kept[base_name]]
+        return Entry(first[id(value)], value.dtype, tuple(value.shape))
+
+    blank = {base_name: torch.empty(source(base_name).shape, dtype=source(base_name).dtype, device="meta") for base_name in alone}
+    renamed = {id(tensor): name for name, tensor in _AsInCheckpoint(conversions, tuple(blank))(list(blank.values())).items()}
+    groups = [
+        Group((source(name),), (Entry(renamed[id(tensor)], tensor.dtype, tuple(tensor.shape)),))
+        for name, tensor in blank.items()
+    ]
+    for base_names in together.values():
+        groups.append(stored_as([source(name) for name in base_names], _AsInCheckpoint(conversions, tuple(base_names))))
+    return groups
+
+
+def _conversions_of(model: ComponentModel) -> _Conversions:
+    """Return the conversions that :func:`revert_weight_conversion` reverts."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # the model does not come from a checkpoint, so no prefix of one is known
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
+    base, _ = split_weights(model, cast(Any, shapes))
+    return _Conversions(list(conversions), model.config, cast(Any, base))
+
+
+def _linked(files: Sequence[WeightFile], previous: Path, folder: Path) -> set[str]:
+    """Link the frozen files of ``previous`` into ``folder``, as far as that works; return their names."""
+    linked = set()
+    for file in (file for file in files if file.is_frozen):
         with contextlib.suppress(OSError, SafetensorError):  # no links on this disk, or the file is gone
-            with safe_open(previous / name, framework="pt") as stored:
-                tensors = list(stored.keys())
-            (folder / name).hardlink_to(previous / name)
-            file_of |= dict.fromkeys(tensors, name)
-    return file_of
+            with safe_open(previous / file.name, framework="pt") as stored:
+                if set(stored.keys()) != {entry.name for entry in file.entries}:
+                    continue
+            (folder / file.name).hardlink_to(previous / file.name)
+            linked.add(file.name)
+    return linked
 
 
 def _file_name(index: int, num_files: int) -> str:
@@ -124,19 +303,9 @@ def _file_name(index: int, num_files: int) -> str:
     return SAFE_WEIGHTS_NAME if num_files == 1 else f"{stem}-{index + 1:05d}-of-{num_files:05d}.{suffix}"
 
 
-def _write(model: ComponentModel, weights: dict[str, Tensor], file: Path) -> list[str]:
-    """Write one file and return its tensor names, in the naming of the original checkpoint; no weights, no file."""
-    if not weights:
-        return []
-    base, _ = split_weights(model, weights)
-    converted = revert_weight_conversion(model, remove_tied_weights_from_state_dict(base, model))
-    save_file({name: tensor.contiguous() for name, tensor in converted.items()}, file, metadata={"format": "pt"})
-    set_default_modes([file])
-    return list(converted)
-
-
-def _write_index(folder: Path, file_of: Mapping[str, str]) -> None:
-    if len(set(file_of.values())) > 1:
-        total = sum((folder / file).stat().st_size for file in set(file_of.values()))
+def _write_index(folder: Path, files: Sequence[WeightFile]) -> None:
+    if len(files) > 1:
+        total = sum((folder / file.name).stat().st_size for file in files)
+        file_of = {entry.name: file.name for file in files for entry in file.entries}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")

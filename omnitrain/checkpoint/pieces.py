@@ -1,0 +1,140 @@
+"""The part of each tensor that a rank writes, and where it lies in the whole tensor, under any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from omnitrain.peers import Peers
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a piece lies.
+
+    Attributes:
+        name: of the whole tensor.
+        dtype: of both.
+        shape: of the whole tensor.
+        offsets: first index of the piece in each dim of the whole tensor.
+        sizes: shape of the piece.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the piece."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the piece is the whole tensor."""
+        return self.sizes == self.shape
+
+    def within(self, whole: Tensor) -> Tensor:
+        """Return the piece as a view of the whole tensor."""
+        return whole[tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of a tensor.
+
+    Attributes:
+        place: where it lies.
+        tensor: ``[*place.sizes]``, the values.
+    """
+
+    place: Place
+    tensor: Tensor
+
+
+class Holders:
+    """Which ranks write which tensors of a model. Of equal copies one is written.
+
+    Args:
+        values: name -> parameter or buffer, sharded or not; the same names in the same order on all ranks. What only
+            other pipeline stages or sections hold is on the meta device.
+        peers: all ranks of the model, which all call this.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], peers: Peers) -> None:
+        self._rank = peers.rank
+        first = torch.tensor([peers.size if value.is_meta else peers.rank for value in values.values()])
+        if peers.size > 1:
+            dist.all_reduce(first, op=dist.ReduceOp.MIN, group=peers.group)
+        self._first = dict(zip(values, first.tolist(), strict=True))
+
+    def piece(self, name: str, value: Tensor, number: int, like: Tensor | None = None, owner: str = "") -> Piece | None:
+        """Return the piece of a tensor that this rank writes. None: it writes none of it.
+
+        A sharded tensor is written by the ranks of the mesh of its first holder; of the replicas in this mesh, ``number``
+        chooses one, so that replicas share the work. A tensor that is not sharded is written by its first holder.
+
+        Args:
+            name: of the tensor.
+            value: on this rank.
+            number: of the tensor; the same on all ranks that hold it.
+            like: for a tensor of the optimizer: the parameter to which it belongs.
+            owner: the name of ``like``.
+        """
+        holder, whole = self._first[owner or name], tuple(value.shape)
+        if value.is_meta:
+            return None
+        if not isinstance(value, DTensor):
+            if not self.writes(owner or name, value if like is None else like):
+                return None
+            return Piece(Place(name, value.dtype, whole, (0,) * value.dim(), whole), value.detach())
+        sizes, offsets = _part(value.shape, value.device_mesh, value.placements, holder, number)
+        if 0 in sizes:
+            return None
+        return Piece(Place(name, value.dtype, whole, offsets, sizes), value.detach().to_local())
+
+    def writes(self, name: str, value: Tensor) -> bool:
+        """Whether this rank writes what is equal on all ranks that hold ``value``, such as a number that belongs to it.
+
+        Args:
+            name: of the parameter.
+            value: the parameter on this rank.
+        """
+        if not isinstance(value, DTensor):
+            return self._first[name] == self._rank
+        ranks = _ranks_of(value.device_mesh)
+        return self._first[name] in ranks and min(ranks) == self._rank
+
+
+@lru_cache(maxsize=256)
+def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
+
+
+@lru_cache(maxsize=4096)
+def _part(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], holder: int, number: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes and offsets of this rank's part; a size of 0: another rank writes it."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a rank has a tensor of a mesh that it is not in"
+    copies, copy = 1, 0
+    for axis, placement in enumerate(placements):
+        assert not placement.is_partial(), "a tensor at rest is no partial sum"
+        if placement.is_replicate():
+            copies, copy = copies * mesh.size(axis), copy * mesh.size(axis) + coordinate[axis]
+    if holder not in _ranks_of(mesh) or copy != number % copies:
+        return (0,), (0,)
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(sizes), tuple(offsets)
