@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from omnitrain.parallel.sections.connect import connect_sections
 from omnitrain.parallel.sections.serve import feature_relay
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
-from omnitrain.parallel.state import ParallelState, get_parallel_state
+from omnitrain.parallel.state import ParallelState, get_parallel_state, states_with_own_tp
 from omnitrain.parallel.tensor.adapters import styles_with_adapters
 from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
@@ -138,6 +138,7 @@ class _Prepared:
         adapters: component -> LoRA adapters that its plan adds.
         stored: component -> LoRA adapters in the checkpoint.
         lacks_weights: for each rank, whether its model is on the meta device.
+        own_states: component whose tensor parallel degree is not that of its section -> its state.
     """
 
     model: OmniModel
@@ -149,6 +150,7 @@ class _Prepared:
     adapters: Mapping[str, Adapters]
     stored: Mapping[str, Adapters]
     lacks_weights: Sequence[bool]
+    own_states: Mapping[str, ParallelState]
 
 
 def _prepare(
@@ -166,16 +168,37 @@ def _prepare(
     plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
     lacks_weights = ranks_without_weights(omni)
     require_one_source(omni, weights_path, is_bare=any(lacks_weights[rank] for rank in _sources(state)))
-    tokens = first_ranks(partial(_tried_on_tiny_model, omni, plans, tensors, state), state.of_section(MAIN).ranks)
-    return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, lacks_weights)
+    section_of = {name: plan.section_of(name) for name in tensors.degrees}
+    own_tp = {
+        (section, name): tensors.degrees[name]
+        for name, section in section_of.items()
+        if tensors.degrees[name] != state.of_section(section).size("tp")
+    }
+    own = states_with_own_tp(state, own_tp)
+    tokens = first_ranks(partial(_tried_on_tiny_model, omni, plans, tensors, state, own), state.of_section(MAIN).ranks)
+    return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, lacks_weights, own)
 
 
 def _tried_on_tiny_model(
-    model: OmniModel, plans: Mapping[str, ComponentPlan], tensors: TensorPlan, state: ParallelState
+    model: OmniModel,
+    plans: Mapping[str, ComponentPlan],
+    tensors: TensorPlan,
+    state: ParallelState,
+    own_states: Mapping[str, ParallelState],
 ) -> TokenSharding | None:
     """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
-    require_same_math(model.foundation, tensors.styles, state)
+    of_main = {name: own for name, own in own_states.items() if own.section == MAIN}
+    for at, styles in _styles_by_state(tensors, tensors.degrees, state, of_main):
+        require_same_math(model.foundation, styles, at)
     return _token_sharding(model, plans[FOUNDATION], tensors, state)
+
+
+def _styles_by_state(
+    tensors: TensorPlan, components: Collection[str], state: ParallelState, own_states: Mapping[str, ParallelState]
+) -> Iterator[tuple[ParallelState, dict[str, str]]]:
+    """Yield each state whose ``tp`` ranks share matrices, and the styles: the section's, and those of components."""
+    for at in dict.fromkeys((state, *own_states.values())):
+        yield at, tensors.of_components([name for name in components if own_states.get(name, state) is at])
 
 
 def _sources(state: ParallelState) -> list[int]:
@@ -229,15 +252,16 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
         drop_parameters(omni, absent)
 
     # Tensor parallelism, with Megatron's sequence parallelism
-    styles = prepared.tensors.of_components(plans)
-    ends = () if tokens is None else tokens.ends_in(styles)
-    shard_matrices(omni, styles_with_adapters(styles, omni.renamed), state.tp_mesh, ends)
+    own_states = {name: own for name, own in prepared.own_states.items() if name in plans}
+    ends = () if tokens is None else tokens.ends_in(prepared.tensors.of_components(plans))
+    for at, styles in _styles_by_state(prepared.tensors, plans, state, own_states):
+        shard_matrices(omni, styles_with_adapters(styles, omni.renamed), at.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
         last, spans = [omni.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
         apply_sequence_parallel(omni.foundation, last, state.tp_mesh.get_group(), spans)
 
     # Experts, async Ulysses, towers that ranks share
-    experts = _spread_experts(omni, plans, prepared.plan, state)
+    experts = _spread_experts(omni, plans, prepared.plan, state, own_states)
     is_async = FOUNDATION in plans and plans[FOUNDATION].async_ulysses
     async_ulysses = apply_async_ulysses(omni, state.size("sp")) if is_async else None
     towers = _share_towers(omni, plans, state)
@@ -247,7 +271,7 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     activations = _apply_recompute_and_offload(omni, plans, units, state)
     is_compiled = FOUNDATION in plans and plans[FOUNDATION].compile
     compiled = compile_blocks(omni.foundation, device) if is_compiled else None
-    sharding = _shardings(prepared.plans | plans, prepared.plan, state, full_shard)
+    sharding = _shardings(prepared.plans | plans, prepared.plan, state, prepared.own_states, full_shard)
     shard(omni, units, sharding, None if loader is None else loader.fill, absent, root)
 
     # What was applied
@@ -258,7 +282,10 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
         components = _with_units_of_all(components, plans)
     edges = connect_sections(omni, sections, state, device) if sections else {}
     remember_layout(
-        omni, ModelLayout(state, components, pipeline, section_of, sections.get(state.section), edges, sections)
+        omni,
+        ModelLayout(
+            state, components, pipeline, section_of, sections.get(state.section), edges, sections, prepared.own_states
+        ),
     )
     column = GlooGroup(main.groups("pp").tolist()) if main.size("pp") > 1 else None
     if pipeline is not None and column is not None:
@@ -309,7 +336,11 @@ def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None
 
 
 def _spread_experts(
-    model: OmniModel, plans: dict[str, ComponentPlan], plan: ParallelPlan, state: ParallelState
+    model: OmniModel,
+    plans: dict[str, ComponentPlan],
+    plan: ParallelPlan,
+    state: ParallelState,
+    own_states: Mapping[str, ParallelState],
 ) -> dict[str, tuple[str, ...]]:
     """Apply expert parallelism; return component -> names of its sharded experts. Updates the plans' dispatcher."""
     spread = {}
@@ -324,7 +355,8 @@ def _spread_experts(
             plans[name] = plans[name].model_copy(update={"expert_dispatcher": used})
             spread[name] = tuple(layer.name for layer in chosen)
         if "tp" in call_axes(plans[name]):
-            use_tp_dispatch(model, layers, state.tp_mesh)
+            calling = state if plans[name].place == "local" else own_states.get(name, state)
+            use_tp_dispatch(model, layers, calling.tp_mesh)
     return spread
 
 
@@ -360,20 +392,27 @@ def _apply_recompute_and_offload(
 
 
 def _shardings(
-    plans: Mapping[str, ComponentPlan], of_user: ParallelPlan, state: ParallelState, full_shard: bool
+    plans: Mapping[str, ComponentPlan],
+    of_user: ParallelPlan,
+    state: ParallelState,
+    own_states: Mapping[str, ParallelState],
+    full_shard: bool,
 ) -> dict[str, Sharding]:
     """Component of this rank's section -> its sharding. Components of a section with the same degrees share a mesh."""
-    meshes: dict[tuple[str, int, int], DeviceMesh | None] = {
-        (state.section, state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh
+    meshes: dict[tuple[str, int, int, int], DeviceMesh | None] = {
+        (at.section, at.size("tp"), at.shape.dp_replicate, at.size("fsdp")): at.fsdp_mesh
+        for at in (state, *own_states.values())
+        if at.section == state.section
     }
     shardings = {}
     for name, plan in plans.items():
-        section = state.of_section(of_user.section_of(name))
-        key = (section.section, *_copies(plan))
+        section = own_states.get(name, state.of_section(of_user.section_of(name)))
+        tp = section.size("tp")
+        key = (section.section, tp, *_copies(plan))
         if key not in meshes and _copies(plan) != (section.shape.dp_replicate, section.size("fsdp")):
-            shape = MeshShape(section.size("pp"), *_copies(plan), tp=section.size("tp"))
+            shape = MeshShape(section.size("pp"), *_copies(plan), tp=tp)
             meshes[key] = data_mesh(shape, section.device_type, section.first_rank)  # all ranks make its groups
-        if section is state and (mesh := meshes[key]) is not None:
+        if section.section == state.section and (mesh := meshes[key]) is not None:
             shardings[name] = _sharding(plan, mesh, state, full_shard)
     return shardings
 

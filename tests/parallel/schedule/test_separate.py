@@ -102,16 +102,23 @@ def four_heads() -> OmniModel:
     return build_omni_model(foundation=foundation)
 
 
+OF_TEXT = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {"layers.*.self_attn.o_proj": "rowwise"}
+OF_TEXT |= {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+OF_TOWER = {"layer.*.mlp.fc1": "colwise", "layer.*.mlp.fc2": "rowwise"}  # its attention fixes the number of heads
+
+
 @dataclass(frozen=True)
 class WithTower(Layout):
     """A layout whose image encoder has a tensor parallel degree of its own."""
 
     tower: int = 1
     place: str = "group"
+    globs: bool = True
 
     def plan(self) -> ParallelPlan:
         encoder = ComponentPlan(tp=self.tower, place=self.place)
-        return super().plan().model_copy(update={"components": {"image_encoder": encoder}})
+        tp_plan = OF_TEXT | OF_TOWER if self.globs and self.tower > 1 else None
+        return super().plan().model_copy(update={"components": {"image_encoder": encoder}, "tp_plan": tp_plan})
 
     def __str__(self) -> str:
         return f"{super().__str__()} tower {self.tower} {self.place}"
@@ -119,11 +126,19 @@ class WithTower(Layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tower", "place", "status"), [(1, "local", "equal"), (1, "group", "equal"), (2, "group", "refused")]
+    ("layout", "tower", "place"),
+    [("tp4", 1, "local"), ("tp4", 1, "group"), ("tp4", 2, "local"), ("tp4", 2, "group"), ("tp4", 2, "world")],
 )
-def test_a_tower_is_whole_under_a_foundation_with_tp4_or_is_refused(
-    ranks: RankPool, tower: int, place: str, status: str
+def test_a_tower_has_a_part_of_the_ranks_of_the_foundations_tp4_or_none(
+    ranks: RankPool, layout: str, tower: int, place: str
 ) -> None:
-    layout = WithTower(**vars(parse_layout("tp4")), tower=tower, place=place)
+    layouts = [WithTower(**vars(parse_layout(layout)), tower=tower, place=place)]
+    report = verify(four_heads, samples_of("internvl"), layouts, timeout_s=60, pool=ranks)
+    assert [row.status for row in report.rows] == ["equal"], str(report)
+
+
+@pytest.mark.slow
+def test_a_tower_without_a_plan_of_its_matrices_is_refused_with_what_to_do(ranks: RankPool) -> None:
+    layout = WithTower(**vars(parse_layout("tp4")), tower=2, globs=False)
     report = verify(four_heads, samples_of("internvl"), [layout], timeout_s=60, pool=ranks)
-    assert [row.status for row in report.rows] == [status], str(report)
+    assert [row.status for row in report.rows] == ["refused"], str(report)
