@@ -137,7 +137,7 @@ def padded(table: np.ndarray, capacity: int) -> np.ndarray:
     return words
 
 
-def needed_capacity(gathered: Sequence[np.ndarray]) -> int:
+def needed_capacity(gathered: Sequence[np.ndarray] | np.ndarray) -> int:
     """Return the words of the longest table. If they exceed the capacity, all ranks gather again with more.
 
     Args:
@@ -146,7 +146,7 @@ def needed_capacity(gathered: Sequence[np.ndarray]) -> int:
     return max(int(words[0]) for words in gathered)
 
 
-def decode_tables(topology: Topology, gathered: Sequence[np.ndarray]) -> StepTables:
+def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarray) -> StepTables:
     """Decode the tables of all ranks.
 
     Args:
@@ -187,7 +187,7 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray]) -> StepTab
     )
 
 
-def _columns(gathered: Sequence[np.ndarray], num_losses: int) -> tuple[np.ndarray, list[np.ndarray]]:
+def _columns(gathered: Sequence[np.ndarray] | np.ndarray, num_losses: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return the headers, ``[ranks, _HEADER]``, and the columns after them: of each, the parts of all ranks."""
     found = np.fromiter(map(len, gathered), np.int64, len(gathered))
     words = np.concatenate(gathered)
