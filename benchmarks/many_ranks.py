@@ -8,8 +8,9 @@ many ranks, 4 is linear.
   media that it encodes. ``peak`` is the most memory that planning takes at a time; ``batch`` is what the data process
   hands to the training process.
 - ``line``: a line of metrics of a resumed run in which ranks meet damaged rows.
-- ``save``: what the ranks tell each other to commit a checkpoint, each with a file of the optimizer's state; without
-  the weights. ``groups`` are the process groups that a save makes.
+- ``start``: the ranks compare the parameters of a model of 200.
+- ``save``: the ranks collect the state of the data and commit a checkpoint, in which each has a file of the optimizer's
+  state. ``groups_of_all_ranks_per_save`` are the process groups that saving an optimizer makes after the first time.
 - ``order``: the seconds to order the micro-batches of a run whose image encoder has ranks of its own.
 """
 
@@ -35,7 +36,6 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from omnitrain.checkpoint.optimizer import save_optimizer
 from omnitrain.checkpoint.store import CheckpointStore
-from omnitrain.checkpoint.whole import holders_of
 from omnitrain.data.loading.loader import StepLoader
 from omnitrain.data.loading.slots import LoaderState, merge_states
 from omnitrain.data.loading.socket_message import encode
@@ -322,11 +322,6 @@ def _traffic(name: str, ranks: SimulatedRanks) -> Values:
 def save_of(world: int) -> Values:
     """Return what the busiest rank sends and holds for a save, and the seconds of a rank."""
     loaders, ranks = [loader_of(rank, world) for rank in range(world)], SimulatedRanks(world)
-    names = [f"model.layers.{layer}.mlp.{matrix}_proj.weight" for layer in range(16) for matrix in ("up", "down")]
-    of_stage = [
-        {name: torch.empty(2, device="cpu" if index % 2 == stage else "meta") for index, name in enumerate(names)}
-        for stage in range(2)
-    ]
     with tempfile.TemporaryDirectory() as folder:
 
         def on_rank(rank: int) -> None:
@@ -337,7 +332,6 @@ def save_of(world: int) -> Values:
             def write(checkpoint: Path) -> None:
                 (checkpoint / "optimizer").mkdir(exist_ok=True)
                 (checkpoint / "optimizer" / f"__{rank}_0.distcp").touch()
-                holders_of(of_stage[rank % 2], peers)
 
             CheckpointStore(Path(folder, "checkpoints")).save(1, write, peers)
 

@@ -190,7 +190,7 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
 def _columns(gathered: Sequence[np.ndarray] | np.ndarray, num_losses: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return the headers, ``[ranks, _HEADER]``, and the columns after them: of each, the parts of all ranks."""
     found = np.fromiter(map(len, gathered), np.int64, len(gathered))
-    words = np.concatenate(gathered)
+    words = gathered.ravel() if isinstance(gathered, np.ndarray) else np.concatenate(gathered)
     begins = np.cumsum(found) - found
     header = words[begins[:, None] + np.arange(_HEADER)]
     if (cut := np.flatnonzero(header[:, 0] > found)).size:

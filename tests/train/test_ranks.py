@@ -19,7 +19,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.errors import RankError
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import leave_process_groups
-from omnitrain.recipe import Recipe
+from omnitrain.recipe import Optimizer, Recipe
 from omnitrain.train.nonfinite import NonFiniteError
 from omnitrain.train.run_state import save_times
 from omnitrain.train.trainer import RunSummary, Trainer
@@ -222,6 +222,75 @@ def test_weights_of_a_run_that_leaves_its_pipeline_are_those_of_one_process(
         for key, weight in weights(name).items():
             moved, error = (expected[key] - before[key]).abs().max(), (weight - expected[key]).abs().max()
             assert moved > 0 and error <= 1e-5 * expected[key].abs().max() + 1e-3 * moved, (name, key, moved, error)
+
+
+def with_momentum(model: OmniModel, settings: Optimizer, *_: object) -> torch.optim.SGD:
+    """In place of AdamW: its update is linear in the gradients, so that weights show every difference."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.SGD(
+        [{"params": trained, "peak": settings.learning_rate}], settings.learning_rate, momentum=0.9, foreach=False
+    )
+
+
+def fit_with_momentum(
+    recipe: Path, overrides: Sequence[str], resume: bool = False, interrupted_at: int | None = None
+) -> None:
+    with patch("omnitrain.train.trainer.build_optimizer", with_momentum):
+        fit(recipe, overrides, resume, interrupted_at)
+
+
+@pytest.fixture(scope="module")
+def momentum_runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[str]]]:
+    """Kind of model -> its recipe, with settings; beside it ``whole``, a run of four ranks, and ``begun``, its half."""
+
+    @cache
+    def make(kind: str) -> tuple[Path, list[str]]:
+        folder = tmp_path_factory.mktemp(kind)
+        path = tiny_moe_recipe(folder) if kind == "moe" else tiny_recipe(folder, text_only=True)
+        settings = ["train.micro_batches=4", "data.pack_tokens=96", "train.optimizer.learning_rate=0.1"]
+        for name, stop in (("whole", None), ("begun", 2)):
+            run = [f"output_dir={folder / name}", *settings]
+            ranks.run(fit_with_momentum, path, run, False, stop, timeout_s=120, world=4)
+        return path, settings
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (1, []),
+        (3, []),
+        pytest.param(2, [], marks=pytest.mark.slow),
+        pytest.param(4, ["parallel.default.ulysses=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["parallel.components.foundation.ep=2"], marks=pytest.mark.slow),
+        pytest.param(4, ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2"], marks=pytest.mark.slow),
+    ],
+    ids=["one", "dp3", "dp2", "dp2.sp2", "tp2", "ep2", "hsdp2x2"],
+)
+def test_a_run_of_sgd_with_momentum_that_began_on_four_ranks_goes_on_in_any_layout(
+    ranks: RankPool,
+    momentum_runs: Callable[[str], tuple[Path, list[str]]],
+    tmp_path: Path,
+    world: int,
+    overrides: list[str],
+) -> None:
+    recipe, settings = momentum_runs("moe" if "parallel.components.foundation.ep=2" in overrides else "text")
+    shutil.copytree(recipe.parent / "begun", tmp_path / "run")
+    arguments = [f"output_dir={tmp_path / 'run'}", *settings, *overrides]
+    ranks.run(fit_with_momentum, recipe, arguments, True, timeout_s=120, world=world)
+    found, expected = metrics(tmp_path / "run"), metrics(recipe.parent / "whole")
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    for line, other in zip(found, expected, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    last = [run / "checkpoints" / "step-00000004" for run in (tmp_path / "run", recipe.parent / "whole")]
+    begun = OmniModel.from_pretrained(recipe.parent / "begun" / "checkpoints" / "step-00000002").state_dict()
+    one, other = (OmniModel.from_pretrained(checkpoint).state_dict() for checkpoint in last)
+    assert max(float((weight - other[name]).abs().max()) for name, weight in one.items()) <= 1e-6
+    assert min(float((weight - begun[name]).abs().max()) for name, weight in one.items()) > 1e-6
+    states = [torch.load(checkpoint / "trainer.pt")["state"]["data"] for checkpoint in last]
+    assert states[0] == states[1]  # the same samples were drawn
 
 
 def test_a_trainer_goes_on_where_ctrl_c_ended_it(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
