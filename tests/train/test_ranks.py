@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -452,6 +453,26 @@ def test_a_row_that_fails_on_some_ranks_ends_all_of_them(
         ranks.run(fit, recipe, [*arguments, f"data.workers={workers}", "train.steps=40"], timeout_s=60, world=4)
     assert "a pack holds at most 96" in str(failure.value)
     assert "TrainingError: the data failed on another rank" in str(failure.value)
+
+
+def test_ranks_count_and_list_the_rows_that_they_reject_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None:
+    """Two ranks begin the run, and three go on."""
+    recipe, rows = tiny_recipe(tmp_path, text_only=True, steps=8), [tiny_row("text", seed) for seed in range(48)]
+    bad = (3, 12, 20, 31, 40)
+    for seed in bad:
+        rows[seed].messages[0]["content"][0]["text"] = "long " * 500
+    rows[20] = replace(rows[20], source="books")
+    write_parquet(tmp_path / "train.parquet", rows)
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    fit(recipe, [f"output_dir={whole}", *TWO_SLOTS])
+    leave_process_groups()
+    ranks.run(fit, recipe, [f"output_dir={run}", *TWO_SLOTS], False, 2, timeout_s=60, world=2)
+    ranks.run(fit, recipe, [f"output_dir={run}", *TWO_SLOTS], True, timeout_s=60, world=3)
+    counts = [line["rejected"] for line in metrics(whole)]
+    assert [line["rejected"] for line in metrics(run)] == counts
+    assert sum(counts[1].values()) < 5 and counts[-1] == {"books": 1, "text": 4}
+    listed = [[json.loads(line) for line in (of / "rejected.jsonl").read_text().splitlines()] for of in (whole, run)]
+    assert [sorted(row["id"] for row in of_run) for of_run in listed] == [sorted(rows[i].id for i in bad)] * 2
 
 
 def compiled_blocks(recipe: Path, overrides: Sequence[str]) -> list[str] | None:
