@@ -247,7 +247,7 @@ def loader_of(rank: int, world: int) -> StepLoader:
     rows = Rows(64 * world)
     before = [Rejected(rows[-index].id, SOURCES[0], REASON) for index in range(1, REJECTED * world + 1)]
     data = Data.model_validate({"train": [{"path": "rows"}], "pack_tokens": 64, "packing_buffer": 1, "workers": 0})
-    state = LoaderState(rejected=tuple(before))
+    state = LoaderState(rejected=tuple(before) if rank == 0 else ())  # one rank lists them, as in open_data
     loader = StepLoader([rows], Processor(), data, seed=0, state=state, slots=world, rank=rank, ranks=world)
     stream: Iterator[Any] = iter(loader)
     next(stream)

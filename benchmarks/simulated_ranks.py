@@ -1,8 +1,8 @@
 """Many ranks in one process: each is a thread, and a stand-in for ``torch.distributed`` counts what they send.
 
 It has the functions that ``omnitrain.peers`` and ``omnitrain.ops.collectives`` use, over values in place of a network.
-A rank sends and holds what torch's own functions make it send and hold: objects are pickled, and padded to the longest
-one of all ranks.
+A rank sends and holds what torch's own functions make it send and hold: gathered objects are pickled, and padded to the
+longest one of all ranks.
 """
 
 from __future__ import annotations
@@ -105,19 +105,21 @@ class SimulatedRanks:
         longest, objects[:] = self._exchange(pickle.dumps(value), _unpickled)
         self._count(longest + _WORD, self.size * (longest + _WORD))
 
-    def _dist_gather_object(
-        self,
-        value: Any,
-        objects: list[Any] | None = None,
-        dst: int | None = None,
-        group: Any = None,
-        group_dst: int = 0,
+    def _dist_gather(
+        self, tensor: torch.Tensor, parts: list[torch.Tensor] | None = None, *, group: Any = None, group_dst: int
     ) -> None:
-        longest, values = self._exchange(pickle.dumps(value), _unpickled)
-        is_there = self._here.rank == (group_dst if dst is None else dst)
-        self._count(longest + _WORD, self.size * (longest * is_there + _WORD))
-        if is_there and objects is not None:
-            objects[:] = values
+        of_ranks = self._exchange(tensor.clone(), list)
+        self._count(tensor.nbytes, sum(part.nbytes for part in parts or ()))
+        for part, of_rank in zip(parts or (), of_ranks, strict=False):
+            part.copy_(of_rank)
+
+    def _dist_all_to_all_single(
+        self, out: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], group: Any = None
+    ) -> None:
+        of_ranks = self._exchange(sent.split(sent_sizes), list)
+        self._count(sent.nbytes, out.nbytes)
+        if received_sizes and out.numel():
+            torch.cat([parts[self._here.rank] for parts in of_ranks], out=out)
 
     def _dist_broadcast_object_list(
         self, objects: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -184,10 +185,21 @@ class GlooGroup:
         return values
 
     def gather_on_first(self, value: T) -> list[T]:
-        """Return the value of every rank (pickled) on rank 0, in rank order; an empty list on the others."""
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.group, group_dst=0)
-        return values or []
+        """Return the value of every rank (pickled) on rank 0, in rank order; an empty list on the others.
+
+        Values may have very different sizes: unlike :meth:`gather`, no rank fills up to the longest one. That of rank 0
+        stays where it is.
+        """
+        sent = torch.frombuffer(bytearray(pickle.dumps(None if self.rank == 0 else value)), dtype=torch.uint8)
+        length = torch.tensor([len(sent)], device="cpu")
+        lengths = [torch.zeros_like(length) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(length, lengths, group=self.group, group_dst=0)
+        received = [int(of_rank) for of_rank in lengths] if lengths is not None else [0] * self.size
+        arrived = sent.new_empty(sum(received))
+        dist.all_to_all_single(arrived, sent, received, [len(sent)] + [0] * (self.size - 1), group=self.group)
+        if self.rank > 0:
+            return []
+        return [value, *(pickle.loads(part.numpy()) for part in arrived.split(received)[1:])]
 
     def of_first(self, value: T) -> T:
         """Return the value of rank 0 (pickled)."""

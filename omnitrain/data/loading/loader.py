@@ -98,8 +98,7 @@ class StepLoader:
         sources: the open data sets.
         order: order of their rows.
         rows: prepares the rows.
-        rejected: id -> row that this rank has skipped so far. On the first rank also those of :class:`LoaderState`
-            from which it continues: the ranks list each row once.
+        rejected: id -> row that this rank has skipped so far, after those of the state from which it continues.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class StepLoader:
         self.sources = sources
         self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed, slots)
         self.rows = PreparedRows(sources, processor, data.pack_tokens, data.cached_samples, without_tails)
-        self.rejected = {row.id: row for row in start.rejected} if rank == 0 else {}
+        self.rejected = {row.id: row for row in start.rejected}
         self._listed = tuple(self.rejected.values())
         slot_states = {slot: start.of_slot(slot) for slot in share.slots}
         self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, idle, then)

@@ -66,8 +66,8 @@ class LoaderState:
     Attributes:
         slots: slot -> its state. The state of one loader has the slots of its rank; :func:`merge_states` merges those
             of all ranks. Empty: the beginning of a run.
-        rejected: rows skipped so far, each once. The state of one loader has those that its rank met; that of the first
-            rank also has those from before the run was resumed.
+        rejected: rows skipped so far, each once. The state of one loader has those that its rank met, after those of
+            the state from which it continues.
     """
 
     slots: Mapping[int, SlotState] = field(default_factory=dict)
