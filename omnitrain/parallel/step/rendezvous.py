@@ -20,7 +20,7 @@ from omnitrain.plan import needed_capacity, padded
 _PATIENCE = timedelta(days=7)
 _TO_COME = timedelta(minutes=2)  # between the first and the last data process to connect; they start together
 _FAILED_ELSEWHERE = "the data failed on another rank"
-_FIRST_CAPACITY = 1024  # words
+_FIRST_CAPACITY = 128  # words; more once a table needs them
 
 
 @dataclass(frozen=True)
