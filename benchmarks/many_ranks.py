@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import QUICKSTART, Result, parser, report, start
+from harness import QUICKSTART, ROOT, Result, parser, report, start
 from simulated_ranks import GroupsMade, SimulatedRanks
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -58,6 +58,7 @@ from omnitrain.train.metrics.step_timing import StepSpans
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.trainer import Trainer
 
+BEFORE = ROOT / "benchmarks" / "results" / "many_ranks_before.json"  # by the first commit of this benchmark
 FORMULA = "NAME_growth = NAME on the largest world / NAME on the world before it"
 ENCODER = "image_encoder"
 MICRO_BATCHES = 2
@@ -369,8 +370,19 @@ def main() -> None:
     """Measure and report."""
     arguments = parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=1)
     arguments.add_argument("--worlds", type=int, nargs="+", default=[64, 256, 1024], help="numbers of ranks, ascending")
+    arguments.add_argument("--before", type=Path, default=BEFORE, help="an earlier result, to print beside this one")
     options = start(arguments)
-    report(measure(options.worlds, options.rounds), options.json)
+    result = measure(options.worlds, options.rounds)
+    report(result, options.json)
+    compare(json.loads(options.before.read_text())["figures"], result.figures)
+
+
+def compare(before: Mapping[str, float], now: Mapping[str, float]) -> None:
+    """Print the figures that two results share, side by side."""
+    print(f"{'':<42} {'before':>14} {'now':>14}")
+    for name, value in now.items():
+        if name in before:
+            print(f"  {name:<40} {before[name]:>14,.6g} {value:>14,.6g}")
 
 
 if __name__ == "__main__":
