@@ -269,7 +269,7 @@ class StepPlanner:
         quadratic = {name: costs.get(c.name, 0.0) for c in self.topology.components for name in c.media}
         facts = RankFacts(tuple(facts_of(pack, self.apart, quadratic) for pack in drawn))
         tables = self.peers.tables(encode_table(self.topology, facts))
-        return decode_tables(self.topology, [tables[other] for other in self.ranks])
+        return decode_tables(self.topology, tables[list(self.ranks)])
 
     def __enter__(self) -> StepPlanner:
         """Connect before data is read; otherwise the other ranks would wait for one that fails earlier."""
