@@ -230,9 +230,7 @@ def _copied_to(
     return StoredTensor(cast(tensor.value, dtype or tensor.dtype), device or tensor.device)
 
 
-def _sliced(
-    tensor: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Any:
+def _sliced(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     if step != 1:
         return NotImplemented
     first, last, _ = slice(start, end).indices(tensor.size(dim))

@@ -124,7 +124,9 @@ class WeightLoader:
     def _take_buffers(self) -> None:
         """Copy the buffers of the first rank to all ranks, with tensors that modules keep as plain attributes."""
         found = _buffers(self._model) if self._is_first else ()
-        for (path, name), value in _sent({(path, name): value.cpu() for path, name, value in found}, self._group).items():
+        for (path, name), value in _sent(
+            {(path, name): value.cpu() for path, name, value in found}, self._group
+        ).items():
             module = self._model.get_submodule(path)
             holder = module._buffers if name in module._buffers else vars(module)
             holder[name] = value
