@@ -20,6 +20,8 @@ from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
 from omnitrain.recipe.save import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops
+from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.weights import weights_shown
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.useless_keys import require_effect
@@ -60,7 +62,8 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
     mixed = mixed_precision(recipe.train, device.type)
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     compiled = _compiled(model, recipe, device)
-    layout = _lay_out(model, recipe, ranks, device, mixed)
+    with weights_shown(console):
+        layout = _lay_out(model, recipe, ranks, device, mixed)
     if compiled is None and layout is not None:
         compiled = layout.components[FOUNDATION].compiled
     return PreparedModel(model, processor, ops, layout, compiled)

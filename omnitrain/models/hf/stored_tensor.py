@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 from transformers import PreTrainedModel
 
 from omnitrain.models.hf.stored_values import (
+    FILES,
     Computed,
     Concatenated,
     InFile,
@@ -44,6 +45,7 @@ from omnitrain.models.hf.stored_values import (
 aten = torch.ops.aten
 _SET_DATA = torch.Tensor.data.__set__
 _records_all: ContextVar[bool] = ContextVar("_records_all", default=False)
+_leaves_in_files: ContextVar[bool] = ContextVar("_leaves_in_files", default=False)
 
 
 class StoredTensor(Tensor):
@@ -128,19 +130,34 @@ def weights_left_in_files() -> Iterator[None]:
     ) -> Any:
         if state_dict is not None or not files or not all(file.endswith(".safetensors") for file in files):
             return load(model, state_dict, files, *args, **kwargs)
-        token = _records_all.set(True)
+        recording = _records_all.set(True)
         try:
             loaded = load(model, stored_tensors(files), files, *args, **kwargs)
         finally:
-            _records_all.reset(token)
+            _records_all.reset(recording)
         _read_buffers(model)
         return loaded
 
+    token = _leaves_in_files.set(True)
     PreTrainedModel._load_pretrained_model = staticmethod(load_stored)
     try:
         yield
     finally:
         PreTrainedModel._load_pretrained_model = staticmethod(load)
+        _leaves_in_files.reset(token)
+
+
+def read_weights(module: nn.Module) -> None:
+    """Read the parameters that are left in files, such as those of the part of a model that is used.
+
+    Inside :func:`weights_left_in_files` they stay there.
+    """
+    if _leaves_in_files.get():
+        return
+    for parameter in module.parameters():
+        if isinstance(parameter, StoredTensor):
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.read(), parameter.requires_grad))
+    FILES.close()
 
 
 def _read_buffers(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ Trees can be pickled, so one rank records how all weights are made of files, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -77,10 +77,12 @@ class FileReader:
 
     Attributes:
         num_bytes: bytes of all slices that were asked for.
+        on_read: called after each read; None: nothing is.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self.on_read: Callable[[], None] | None = None
         self._open: dict[str, Any] = {}
 
     def slice_of(self, file: str, name: str, region: Region) -> Tensor:
@@ -89,6 +91,8 @@ class FileReader:
             self._open[file] = safe_open(file, framework="pt")
         found: Tensor = self._open[file].get_slice(name)[region or ...]
         self.num_bytes += found.nbytes
+        if self.on_read is not None:
+            self.on_read()
         return found
 
     def close(self) -> None:
