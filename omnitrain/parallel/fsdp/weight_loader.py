@@ -12,7 +12,6 @@ unit is sharded before the next one is broadcast. So are all parameters if some 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -46,8 +45,6 @@ class WeightLoader:
 
     Attributes:
         absent: names of the parameters that this rank does not hold: they stay on the meta device.
-        num_bytes: bytes of the slices that this rank read from files.
-        seconds: time since the first unit was loaded.
     """
 
     def __init__(
@@ -56,8 +53,6 @@ class WeightLoader:
         self._model, self._device, self._group, self._elsewhere = model, device, group, frozenset(elsewhere)
         self._is_first = dist.get_rank(group) == 0
         self.absent: Collection[str] = ()
-        self.num_bytes, self.seconds = 0, 0.0
-        self._read_before = FILES.num_bytes
         self._whole: dict[str, Tensor] = {}
         # The first rank knows the dtypes of the checkpoint; a model built without weights does not.
         dtypes, self._stored = _sent((_dtypes(model), _stored(model)), group)
@@ -70,7 +65,6 @@ class WeightLoader:
             swap_tensors(parameter, swapped)  # every reference to the parameter now sees the meta tensor
             if self._is_first and name not in self._elsewhere and name not in self._stored:
                 self._whole[name] = swapped.detach()
-        self._started = time.monotonic()
 
     @cached_property
     def _left(self) -> dict[nn.Parameter, str]:
@@ -78,7 +72,6 @@ class WeightLoader:
 
         Computed at the first use, when tensor parallelism has replaced some parameters under the same names.
         """
-        self._started = time.monotonic()
         return {parameter: name for name, parameter in self._model.named_parameters()}
 
     def fill(self, module: nn.Module) -> None:
@@ -108,8 +101,6 @@ class WeightLoader:
             if isinstance(parameter, StoredTensor):
                 _replace(parameter, parameter.read())
         FILES.close()
-        self.num_bytes = FILES.num_bytes - self._read_before
-        self.seconds = time.monotonic() - self._started
 
     @torch.no_grad()
     def _broadcast(self, parameter: nn.Parameter, name: str) -> Tensor:
