@@ -23,7 +23,6 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.compile.blocks import compile_blocks
 from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, spread_experts, use_tp_dispatch
-from omnitrain.parallel.fsdp.broadcast_load import BroadcastLoader, ranks_without_weights
 from omnitrain.parallel.fsdp.load import (
     adapters_at,
     first_ranks,
@@ -35,6 +34,7 @@ from omnitrain.parallel.fsdp.load import (
 )
 from omnitrain.parallel.fsdp.shard import Sharding, device_of, shard
 from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, stays_fp32, unit_names
+from omnitrain.parallel.fsdp.weight_loader import Where, WeightLoader, where_weights_are
 from omnitrain.parallel.layout import ComponentLayout, ModelLayout, call_axes, is_separate, remember_layout
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
@@ -119,8 +119,8 @@ def build_parallelize_model(
     flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
     path = None if weights_path is None else str(weights_path)
     prepared = _prepare(model, path, parallel_state or get_parallel_state(), parallel_plan or ParallelPlan(), flags)
-    broadcasts = _load(prepared, model, path, init_device)
-    _apply(prepared, broadcasts=broadcasts, full_shard=enable_full_shard)
+    loads = _load(prepared, model, path, init_device)
+    _apply(prepared, loads=loads, full_shard=enable_full_shard)
     return prepared.model
 
 
@@ -137,7 +137,7 @@ class _Prepared:
         tokens: whether Megatron's sequence parallelism applies; None: the plan does not ask for it.
         adapters: component -> LoRA adapters that its plan adds.
         stored: component -> LoRA adapters in the checkpoint.
-        lacks_weights: for each rank, whether its model is on the meta device.
+        where: for each rank, where its weights are.
         own_states: component whose tensor parallel degree is not that of its section -> its state.
     """
 
@@ -149,7 +149,7 @@ class _Prepared:
     tokens: TokenSharding | None
     adapters: Mapping[str, Adapters]
     stored: Mapping[str, Adapters]
-    lacks_weights: Sequence[bool]
+    where: Sequence[Where]
     own_states: Mapping[str, ParallelState]
 
 
@@ -166,8 +166,8 @@ def _prepare(
     if state.num_ranks > 1:
         require_same_adapters(present)
     plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
-    lacks_weights = ranks_without_weights(omni)
-    require_one_source(omni, weights_path, is_bare=any(lacks_weights[rank] for rank in _sources(state)))
+    where = where_weights_are(omni)
+    require_one_source(omni, weights_path, is_bare=any(where[rank] == "meta" for rank in _sources(state)))
     section_of = {name: plan.section_of(name) for name in tensors.degrees}
     own_tp = {
         (section, name): tensors.degrees[name]
@@ -176,7 +176,7 @@ def _prepare(
     }
     own = states_with_own_tp(state, own_tp)
     tokens = first_ranks(partial(_tried_on_tiny_model, omni, plans, tensors, state, own), state.of_section(MAIN).ranks)
-    return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, lacks_weights, own)
+    return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, own)
 
 
 def _tried_on_tiny_model(
@@ -207,23 +207,24 @@ def _sources(state: ParallelState) -> list[int]:
 
 
 def _load(prepared: _Prepared, model: PreTrainedModel, weights_path: str | None, init_device: str | None) -> bool:
-    """Load the weights on the first rank of each section.
+    """Load the weights, with several ranks on the first rank of each section, which leaves them in their files.
 
     Returns:
-        Whether the other ranks get theirs from it while the model is sharded.
+        Whether all ranks get theirs while the model is sharded.
     """
-    omni = prepared.model
+    omni, is_spread_out = prepared.model, prepared.state.num_ranks > 1
     if weights_path is not None:
-        first_ranks(partial(load_weights, model, weights_path), _sources(prepared.state))
+        load = partial(load_weights, model, weights_path, in_files=is_spread_out)
+        first_ranks(load, _sources(prepared.state))
         add_lora(omni, prepared.stored)
     if init_device not in (None, "meta") and omni.device.type != "meta":
         omni.to(init_device)
-    broadcasts = prepared.state.num_ranks > 1 and (weights_path is not None or any(prepared.lacks_weights))
-    (require_same_parameters if broadcasts else require_equal_weights)(omni)
-    return broadcasts
+    loads = is_spread_out and (weights_path is not None or any(where != "memory" for where in prepared.where))
+    (require_same_parameters if loads else require_equal_weights)(omni)
+    return loads
 
 
-def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
+def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     """Apply each feature, in this order."""
     omni, state, tokens = prepared.model, prepared.state, prepared.tokens
     section_of = {name: prepared.plan.section_of(name) for name in prepared.plans}
@@ -236,8 +237,8 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
     elsewhere = frozenset(n for name, parameters in omni.components.items() if name not in plans for n in parameters)
-    loader = BroadcastLoader(omni, device, state.section_group, elsewhere) if broadcasts else None
-    _set_precision(omni, prepared.plans)  # the broadcast casts each tensor to the dtype set here
+    loader = WeightLoader(omni, device, state.section_group, elsewhere) if loads else None
+    _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
 
     # Sections and pipeline: which parameters this rank has
     if elsewhere:
@@ -273,6 +274,8 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     compiled = compile_blocks(omni.foundation, device) if is_compiled else None
     sharding = _shardings(prepared.plans | plans, prepared.plan, state, prepared.own_states, full_shard)
     shard(omni, units, sharding, None if loader is None else loader.fill, absent, root)
+    if loader is not None:
+        loader.finish()
 
     # What was applied
     of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import nullcontext
 from typing import TypeVar, cast
 
 import torch
@@ -16,6 +17,7 @@ from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.adapters.files import load_adapters, stored_adapters
 from omnitrain.models.adapters.lora import Adapters, adapters_of, add_lora
 from omnitrain.models.hf.load import load_strictly
+from omnitrain.models.hf.stored_tensor import weights_left_in_files
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 
@@ -24,7 +26,7 @@ T = TypeVar("T")
 _SHOWN = 3
 
 
-def load_weights(model: PreTrainedModel, path: str) -> None:
+def load_weights(model: PreTrainedModel, path: str, *, in_files: bool = False) -> None:
     """Load all tensors of a checkpoint into ``model``, in place.
 
     This loads a second model and takes its tensors, so buffers that are in no checkpoint get the values of a normal
@@ -34,6 +36,7 @@ def load_weights(model: PreTrainedModel, path: str) -> None:
     Args:
         model: on any device, also ``meta``.
         path: folder or Hub id.
+        in_files: leave parameters that are in safetensors files there, as ``StoredTensor``.
 
     Raises:
         UserError: the folder does not exist, has no weights, or has other adapters than the model.
@@ -41,7 +44,8 @@ def load_weights(model: PreTrainedModel, path: str) -> None:
     """
     config = copy.deepcopy(model.config)
     config._attn_implementation = None  # the model has chosen its attention already
-    loaded = load_strictly(type(model), path, config=config)
+    with weights_left_in_files() if in_files else nullcontext():
+        loaded = load_strictly(type(model), path, config=config)
     if isinstance(model, OmniModel):
         load_adapters(cast(OmniModel, loaded), path)
         add_lora(model, adapters_at(path, model))
