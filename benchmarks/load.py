@@ -180,9 +180,7 @@ def measure_on_rank(folder: Path, layout: str, rounds: int) -> dict[str, Any]:
 def figures_of(layout: str, found: list[dict[str, Any]]) -> dict[str, float]:
     """The figures of a layout, of what its ranks found."""
     first, *others = [of_rank["memory"] for of_rank in found]
-    rates = [
-        [plain / load for plain, load in zip(of_rank["plain"], of_rank["load"], strict=True)] for of_rank in found
-    ]
+    rates = [[plain / load for plain, load in zip(of_rank["plain"], of_rank["load"], strict=True)] for of_rank in found]
     return {
         f"{layout}_rate": min(median(of_rank) for of_rank in rates),
         f"{layout}_read": max(of_rank["read"] / of_rank["shard"] for of_rank in found),

@@ -34,7 +34,7 @@ from omnitrain.parallel.fsdp.load import (
 )
 from omnitrain.parallel.fsdp.shard import Sharding, device_of, shard
 from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, stays_fp32, unit_names
-from omnitrain.parallel.fsdp.weight_loader import Where, WeightLoader, where_weights_are
+from omnitrain.parallel.fsdp.weight_loader import WeightLoader, Where, where_weights_are
 from omnitrain.parallel.layout import ComponentLayout, ModelLayout, call_axes, is_separate, remember_layout
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks

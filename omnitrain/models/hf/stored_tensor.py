@@ -43,7 +43,8 @@ from omnitrain.models.hf.stored_values import (
 )
 
 aten = torch.ops.aten
-_SET_DATA = torch.Tensor.data.__set__
+_DATA: Any = torch.Tensor.data
+_SET_DATA = _DATA.__set__
 _records_all: ContextVar[bool] = ContextVar("_records_all", default=False)
 _leaves_in_files: ContextVar[bool] = ContextVar("_leaves_in_files", default=False)
 
@@ -60,12 +61,12 @@ class StoredTensor(Tensor):
     @staticmethod
     def __new__(cls, value: StoredValue, device: torch.device | str = "cpu") -> StoredTensor:
         """Make a tensor of ``value`` that says it is on ``device``, where a copy of it will be."""
-        return torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=device)
+        return torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=torch.device(device))
 
     def __init__(self, value: StoredValue, device: torch.device | str = "cpu") -> None:
         self.value = value
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensor:
@@ -90,7 +91,7 @@ class StoredTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in _RECORDED:
             recorded = _RECORDED[func](*args, **kwargs)
@@ -114,7 +115,7 @@ def stored_tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
     tensors = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
+            for name in list(opened.keys()):
                 found = opened.get_slice(name)[...]  # of mapped memory, of which nothing is read
                 tensors[name] = StoredTensor(InFile(file, name, tuple(found.shape), found.dtype))
     return tensors

@@ -1,7 +1,7 @@
 """Values that lie in safetensors files, and what is done to them: slices, concatenations, casts.
 
-A value is a tree. Its leaves are tensors in files; the inner nodes are the operations that a loader recorded. Nothing is
-read until :func:`read` or ``write_to`` asks for a region, and then only what the region needs:
+A value is a tree. Its leaves are tensors in files; the inner nodes are the operations that a loader recorded. Nothing
+is read until :func:`read` or ``write_to`` asks for a region, and then only what the region needs:
 
     Concatenated(dim 0) [4, 8]         region rows 3:4
       InFile expert.0 [2, 8]             not read
@@ -116,6 +116,7 @@ class InFile:
     parts = ()
 
     def write_to(self, out: Tensor, region: Region) -> None:
+        """See :meth:`StoredValue.write_to`."""
         out.copy_(FILES.slice_of(self.file, self.name, region))
 
 
@@ -128,13 +129,16 @@ class InMemory:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """See :attr:`StoredValue.shape`."""
         return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
+        """See :attr:`StoredValue.dtype`."""
         return self.tensor.dtype
 
     def write_to(self, out: Tensor, region: Region) -> None:
+        """See :meth:`StoredValue.write_to`."""
         out.copy_(self.tensor[region])
 
 
@@ -149,17 +153,21 @@ class Narrowed:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """See :attr:`StoredValue.shape`."""
         return _with(self.value.shape, self.dim, self.length)
 
     @property
     def dtype(self) -> torch.dtype:
+        """See :attr:`StoredValue.dtype`."""
         return self.value.dtype
 
     @property
     def parts(self) -> tuple[StoredValue, ...]:
+        """See :attr:`StoredValue.parts`."""
         return (self.value,)
 
     def write_to(self, out: Tensor, region: Region) -> None:
+        """See :meth:`StoredValue.write_to`."""
         asked = region[self.dim]
         shifted = slice(asked.start + self.start, asked.stop + self.start)
         self.value.write_to(out, _with(region, self.dim, shifted))
@@ -175,17 +183,21 @@ class Selected:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """See :attr:`StoredValue.shape`."""
         return _without(self.value.shape, self.dim)
 
     @property
     def dtype(self) -> torch.dtype:
+        """See :attr:`StoredValue.dtype`."""
         return self.value.dtype
 
     @property
     def parts(self) -> tuple[StoredValue, ...]:
+        """See :attr:`StoredValue.parts`."""
         return (self.value,)
 
     def write_to(self, out: Tensor, region: Region) -> None:
+        """See :meth:`StoredValue.write_to`."""
         one = slice(self.index, self.index + 1)
         self.value.write_to(out.unsqueeze(self.dim), (*region[: self.dim], one, *region[self.dim :]))
 
@@ -199,17 +211,21 @@ class Unsqueezed:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """See :attr:`StoredValue.shape`."""
         return (*self.value.shape[: self.dim], 1, *self.value.shape[self.dim :])
 
     @property
     def dtype(self) -> torch.dtype:
+        """See :attr:`StoredValue.dtype`."""
         return self.value.dtype
 
     @property
     def parts(self) -> tuple[StoredValue, ...]:
+        """See :attr:`StoredValue.parts`."""
         return (self.value,)
 
     def write_to(self, out: Tensor, region: Region) -> None:
+        """See :meth:`StoredValue.write_to`."""
         if sizes_of(region)[self.dim]:
             self.value.write_to(out.squeeze(self.dim), _without(region, self.dim))
 
@@ -223,13 +239,16 @@ class Concatenated:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """See :attr:`StoredValue.shape`."""
         return _with(self.parts[0].shape, self.dim, sum(part.shape[self.dim] for part in self.parts))
 
     @property
     def dtype(self) -> torch.dtype:
+        """See :attr:`StoredValue.dtype`."""
         return self.parts[0].dtype
 
     def write_to(self, out: Tensor, region: Region) -> None:
+        """See :meth:`StoredValue.write_to`."""
         asked, offset = region[self.dim], 0
         for part in self.parts:
             size = part.shape[self.dim]
@@ -249,17 +268,21 @@ class Permuted:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """See :attr:`StoredValue.shape`."""
         return tuple(self.value.shape[dim] for dim in self.dims)
 
     @property
     def dtype(self) -> torch.dtype:
+        """See :attr:`StoredValue.dtype`."""
         return self.value.dtype
 
     @property
     def parts(self) -> tuple[StoredValue, ...]:
+        """See :attr:`StoredValue.parts`."""
         return (self.value,)
 
     def write_to(self, out: Tensor, region: Region) -> None:
+        """See :meth:`StoredValue.write_to`."""
         back = [self.dims.index(dim) for dim in range(len(self.dims))]
         self.value.write_to(out.permute(back), tuple(region[dim] for dim in back))
 
@@ -273,13 +296,16 @@ class Reshaped:
 
     @property
     def dtype(self) -> torch.dtype:
+        """See :attr:`StoredValue.dtype`."""
         return self.value.dtype
 
     @property
     def parts(self) -> tuple[StoredValue, ...]:
+        """See :attr:`StoredValue.parts`."""
         return (self.value,)
 
     def write_to(self, out: Tensor, region: Region) -> None:
+        """See :meth:`StoredValue.write_to`."""
         if not out.numel():
             return
         rows, of_row = region[:1] or (slice(0, 1),), math.prod(self.shape[1:])
@@ -301,13 +327,16 @@ class Cast:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """See :attr:`StoredValue.shape`."""
         return self.value.shape
 
     @property
     def parts(self) -> tuple[StoredValue, ...]:
+        """See :attr:`StoredValue.parts`."""
         return (self.value,)
 
     def write_to(self, out: Tensor, region: Region) -> None:
+        """See :meth:`StoredValue.write_to`."""
         if out.dtype == self.dtype:
             self.value.write_to(out, region)
         else:  # rounded to both
@@ -339,9 +368,11 @@ class Computed:
 
     @property
     def parts(self) -> tuple[StoredValue, ...]:
+        """See :attr:`StoredValue.parts`."""
         return tuple(leaf for leaf in tree_leaves(self.arguments, is_leaf=_is_value) if _is_value(leaf))
 
     def write_to(self, out: Tensor, region: Region) -> None:
+        """See :meth:`StoredValue.write_to`."""
         args, kwargs = tree_map_only(_KINDS, read, self.arguments, is_leaf=_is_value)
         operation: Any = torch.ops
         for name in self.operation.split("."):

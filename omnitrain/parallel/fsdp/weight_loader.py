@@ -5,8 +5,8 @@ is made of tensors in files (:mod:`omnitrain.models.hf.stored_values`), and each
 of the parameter. Tensor parallelism and FSDP slice it like any tensor, and what FSDP copies into its shard is read from
 the files.
 
-Parameters that are in no file, such as fresh ones, are broadcast from the first rank: each rank keeps its shard, and the
-unit is sharded before the next one is broadcast. So are all parameters if some rank does not have the same files.
+Parameters that are in no file, such as fresh ones, are broadcast from the first rank: each rank keeps its shard, and
+the unit is sharded before the next one is broadcast. So are all parameters if some rank does not have the same files.
 """
 
 from __future__ import annotations

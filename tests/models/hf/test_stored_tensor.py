@@ -127,7 +127,7 @@ def test_transformers_converts_weights_that_it_does_not_read(tmp_path: Path, nam
     with weights_left_in_files():
         stored = load_strictly(type(plain), str(tmp_path), config=FAMILIES[name]())
     assert FILES.num_bytes == before
-    names, expected = {n: p for n, p in stored.named_parameters()}, dict(plain.named_parameters())
+    names, expected = dict(stored.named_parameters()), dict(plain.named_parameters())
     assert names.keys() == expected.keys()
     assert all(isinstance(parameter, StoredTensor) and parameter.is_in_files for parameter in names.values())
     assert [n for n, parameter in names.items() if not torch.equal(parameter.read(), expected[n])] == []
