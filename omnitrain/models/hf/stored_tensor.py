@@ -66,7 +66,7 @@ class StoredTensor(Tensor):
     def __init__(self, value: StoredValue, device: torch.device | str = "cpu") -> None:
         self.value = value
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensor:
