@@ -54,6 +54,6 @@ lint: install
 
 bench: install
 	@mkdir -p benchmarks/results
-	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py expert_loopback.py two_commits.py gpu_%.py),$(wildcard benchmarks/*.py)); do \
+	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py simulated_ranks.py expert_loopback.py two_commits.py gpu_%.py),$(wildcard benchmarks/*.py)); do \
 		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json; \
 	done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -17,6 +18,7 @@ from omnitrain.errors import TrainingError, UserError
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
 
+_OF_MODELS = "ranks of models"  # the group of :func:`ranks_of`
 # One rank may score or write without a time limit. Gloo notices a dead rank at once, the monitor a stalled run.
 _PATIENCE = timedelta(days=7)
 
@@ -46,12 +48,24 @@ class Peers(Protocol):
         """Return the sum of the values of all ranks."""
         ...
 
+    def max(self, value: float) -> float:
+        """Return the largest value of any rank."""
+        ...
+
     def most(self, counts: Mapping[Key, int]) -> dict[Key, int]:
         """Return the largest count of every key over all ranks; ranks may lack keys."""
         ...
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of every rank, in rank order."""
+        """Return the value of every rank, in rank order. Each rank holds all of them: keep them small."""
+        ...
+
+    def gather_on_first(self, value: T) -> list[T]:
+        """Return the value of every rank on rank 0, in rank order; an empty list on the others."""
+        ...
+
+    def of_first(self, value: T) -> T:
+        """Return the value of rank 0; that of the others does not matter."""
         ...
 
 
@@ -74,6 +88,10 @@ class SingleProcess:
         """Return ``value``."""
         return value
 
+    def max(self, value: float) -> float:
+        """Return ``value``."""
+        return value
+
     def most(self, counts: Mapping[Key, int]) -> dict[Key, int]:
         """Return a copy of ``counts``."""
         return dict(counts)
@@ -81,6 +99,14 @@ class SingleProcess:
     def gather(self, value: T) -> list[T]:
         """Return a list of ``value``."""
         return [value]
+
+    def gather_on_first(self, value: T) -> list[T]:
+        """Return a list of ``value``."""
+        return [value]
+
+    def of_first(self, value: T) -> T:
+        """Return ``value``."""
+        return value
 
 
 SINGLE_PROCESS = SingleProcess()
@@ -100,16 +126,26 @@ class GlooGroup:
         group: the process group.
     """
 
+    group: dist.ProcessGroup | None
+
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
         for ranks in [range(dist.get_world_size())] if groups is None else groups:
-            group = dist.new_group(list(ranks), backend="gloo", timeout=_PATIENCE, group_desc="peers")
+            group = _new_group(ranks, "peers")
             if dist.get_rank() in ranks:
-                self.group: dist.ProcessGroup | None = group
-                self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+                self.group, self.rank, self.size = group, ranks.index(dist.get_rank()), len(ranks)
 
-    def close(self) -> None:
-        """Destroy the process group; all its ranks call this."""
-        dist.destroy_process_group(self.group)
+    @classmethod
+    def of_models(cls) -> GlooGroup:
+        """Return all ranks as the peers of models that are spread over them, in one group for all models.
+
+        The first call makes the group, and torch keeps it until all process groups are destroyed: among a thousand
+        ranks, a new one for every save would take longer than what they have to say to each other.
+        """
+        peers = cls.__new__(cls)
+        made = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc == _OF_MODELS]
+        peers.group = made[0] if made else _new_group(range(dist.get_world_size()), _OF_MODELS)
+        peers.rank, peers.size = dist.get_rank(), dist.get_world_size()
+        return peers
 
     def any(self, flag: bool) -> bool:
         """Return whether ``flag`` is set on any rank."""
@@ -123,9 +159,16 @@ class GlooGroup:
 
     def sum(self, value: float) -> float:
         """Return the sum of the values of all ranks, in fp64."""
-        total = torch.tensor(value, dtype=torch.float64, device="cpu")
-        dist.all_reduce(total, group=self.group)
-        return total.item()
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def max(self, value: float) -> float:
+        """Return the largest value of any rank."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def _reduced(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
+        result = torch.tensor(value, dtype=torch.float64, device="cpu")
+        dist.all_reduce(result, op=op, group=self.group)
+        return result.item()
 
     def most(self, counts: Mapping[Key, int]) -> dict[Key, int]:
         """Return the largest count of every key over all ranks; ranks may lack keys."""
@@ -140,6 +183,33 @@ class GlooGroup:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def gather_on_first(self, value: T) -> list[T]:
+        """Return the value of every rank (pickled) on rank 0, in rank order; an empty list on the others.
+
+        Values may have very different sizes: unlike :meth:`gather`, no rank fills up to the longest one. That of rank 0
+        stays where it is.
+        """
+        sent = torch.frombuffer(bytearray(pickle.dumps(None if self.rank == 0 else value)), dtype=torch.uint8)
+        length = torch.tensor([len(sent)], device="cpu")
+        lengths = [torch.zeros_like(length) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(length, lengths, group=self.group, group_dst=0)
+        received = [int(of_rank) for of_rank in lengths] if lengths is not None else [0] * self.size
+        arrived = sent.new_empty(sum(received))
+        dist.all_to_all_single(arrived, sent, received, [len(sent)] + [0] * (self.size - 1), group=self.group)
+        if self.rank > 0:
+            return []
+        return [value, *(pickle.loads(part.numpy()) for part in arrived.split(received)[1:])]
+
+    def of_first(self, value: T) -> T:
+        """Return the value of rank 0 (pickled)."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
+
+
+def _new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), backend="gloo", timeout=_PATIENCE, group_desc=name)
 
 
 def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
@@ -159,16 +229,18 @@ def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
         results.append(make())
     except Exception as error:  # raised again below, after the other ranks know
         failure = error
+    if not peers.any(failure is not None):
+        return results[0]
     is_users, is_complete = isinstance(failure, UserError), isinstance(failure, UserError | TrainingError)
     message = failure and (str(failure) if is_complete else f"{type(failure).__name__}: {failure}")
     outcomes = peers.gather((is_users, is_complete, message))
     if failure is not None:
         raise failure
-    for rank, (is_users, is_complete, message) in enumerate(outcomes):
-        if message is not None:  # rank 0's message stays verbatim, so that equal messages are printed once
-            text = message if is_complete and rank == 0 else f"rank {rank} failed: {message}"
-            raise (UserError if is_users else TrainingError)(text)
-    return results[0]
+    rank, (is_users, is_complete, message) = next(found for found in enumerate(outcomes) if found[1][-1] is not None)
+    # Rank 0's message stays verbatim, so that equal messages are printed once.
+    raise (UserError if is_users else TrainingError)(
+        message if is_complete and rank == 0 else f"rank {rank} failed: {message}"
+    )
 
 
 def told_error(error: BaseException, rank: int) -> UserError | TrainingError:
@@ -201,11 +273,4 @@ def is_spread(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def ranks_of(model: nn.Module) -> Iterator[Peers]:
     """Yield all ranks if ``model`` is parallelized (then all of them call this), else this process alone."""
-    if not is_spread(model):
-        yield SINGLE_PROCESS
-        return
-    peers = GlooGroup()
-    try:
-        yield peers
-    finally:
-        peers.close()
+    yield GlooGroup.of_models() if is_spread(model) else SINGLE_PROCESS

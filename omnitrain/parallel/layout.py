@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch.distributed as dist
 from torch import nn
@@ -103,6 +104,7 @@ class ModelLayout:
         section: the section of this rank; None: ``main``.
         edges: component of a section -> this rank's end of its edge. Empty on ranks that no edge reaches.
         sections: section -> its settings, in the order of ranks.
+        own_states: component whose tensor parallel degree is not that of its section -> its factorisation.
     """
 
     state: ParallelState
@@ -112,6 +114,7 @@ class ModelLayout:
     section: Section | None = None
     edges: Mapping[str, FeatureEdge] = field(default_factory=dict)
     sections: Mapping[str, Section] = field(default_factory=dict)
+    own_states: Mapping[str, ParallelState] = field(default_factory=dict)
 
     @property
     def planned_ranks(self) -> tuple[int, ...]:
@@ -135,6 +138,20 @@ class ModelLayout:
     def state_of(self, component: str) -> ParallelState:
         """Return the state of the section that has a component; another section's has no process groups."""
         return self.state.of_section(self.section_of[component])
+
+    def calling_state_of(self, component: str) -> ParallelState:
+        """Return the state whose ``tp`` ranks make a component's calls together: see :func:`call_axes`."""
+        if self.components[component].plan.place == "local":
+            return self.state_of(component)
+        return self.own_states.get(component, self.state_of(component))
+
+    def by_tp_ranks(self, model: OmniModel) -> list[tuple[ParallelState, list[nn.Parameter]]]:
+        """Return this rank's parameters, by the state whose ``tp`` ranks share matrices of their component."""
+        own = {name: state for name, state in self.own_states.items() if self.holds(name)}
+        parameters = {name: list(model.components[name].values()) for name in own}
+        others = set(chain.from_iterable(parameters.values()))
+        rest = [parameter for parameter in model.parameters() if parameter not in others]
+        return [(self.state, rest), *((own[name], of_component) for name, of_component in parameters.items())]
 
     def encoders(self, plan: StepPlan) -> tuple[EncoderWindows, ...]:
         """Return the windows of a step, for each component of ``main`` that is encoded outside of forwards."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.compile.blocks import compile_blocks
 from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, spread_experts, use_tp_dispatch
-from omnitrain.parallel.fsdp.broadcast_load import BroadcastLoader, ranks_without_weights
 from omnitrain.parallel.fsdp.load import (
     adapters_at,
     first_ranks,
@@ -35,6 +34,7 @@ from omnitrain.parallel.fsdp.load import (
 )
 from omnitrain.parallel.fsdp.shard import Sharding, device_of, shard
 from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, stays_fp32, unit_names
+from omnitrain.parallel.fsdp.weight_loader import WeightLoader, Where, where_weights_are
 from omnitrain.parallel.layout import ComponentLayout, ModelLayout, call_axes, is_separate, remember_layout
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
@@ -48,7 +48,7 @@ from omnitrain.parallel.sections.connect import connect_sections
 from omnitrain.parallel.sections.serve import feature_relay
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
-from omnitrain.parallel.state import ParallelState, get_parallel_state
+from omnitrain.parallel.state import ParallelState, get_parallel_state, states_with_own_tp
 from omnitrain.parallel.tensor.adapters import styles_with_adapters
 from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
@@ -119,8 +119,8 @@ def build_parallelize_model(
     flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
     path = None if weights_path is None else str(weights_path)
     prepared = _prepare(model, path, parallel_state or get_parallel_state(), parallel_plan or ParallelPlan(), flags)
-    broadcasts = _load(prepared, model, path, init_device)
-    _apply(prepared, broadcasts=broadcasts, full_shard=enable_full_shard)
+    loads = _load(prepared, model, path, init_device)
+    _apply(prepared, loads=loads, full_shard=enable_full_shard)
     return prepared.model
 
 
@@ -137,7 +137,8 @@ class _Prepared:
         tokens: whether Megatron's sequence parallelism applies; None: the plan does not ask for it.
         adapters: component -> LoRA adapters that its plan adds.
         stored: component -> LoRA adapters in the checkpoint.
-        lacks_weights: for each rank, whether its model is on the meta device.
+        where: for each rank, where its weights are.
+        own_states: component whose tensor parallel degree is not that of its section -> its state.
     """
 
     model: OmniModel
@@ -148,7 +149,8 @@ class _Prepared:
     tokens: TokenSharding | None
     adapters: Mapping[str, Adapters]
     stored: Mapping[str, Adapters]
-    lacks_weights: Sequence[bool]
+    where: Sequence[Where]
+    own_states: Mapping[str, ParallelState]
 
 
 def _prepare(
@@ -164,18 +166,39 @@ def _prepare(
     if state.num_ranks > 1:
         require_same_adapters(present)
     plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
-    lacks_weights = ranks_without_weights(omni)
-    require_one_source(omni, weights_path, is_bare=any(lacks_weights[rank] for rank in _sources(state)))
-    tokens = first_ranks(partial(_tried_on_tiny_model, omni, plans, tensors, state), state.of_section(MAIN).ranks)
-    return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, lacks_weights)
+    where = where_weights_are(omni)
+    require_one_source(omni, weights_path, is_bare=any(where[rank] == "meta" for rank in _sources(state)))
+    section_of = {name: plan.section_of(name) for name in tensors.degrees}
+    own_tp = {
+        (section, name): tensors.degrees[name]
+        for name, section in section_of.items()
+        if tensors.degrees[name] != state.of_section(section).size("tp")
+    }
+    own = states_with_own_tp(state, own_tp)
+    tokens = first_ranks(partial(_tried_on_tiny_model, omni, plans, tensors, state, own), state.of_section(MAIN).ranks)
+    return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, own)
 
 
 def _tried_on_tiny_model(
-    model: OmniModel, plans: Mapping[str, ComponentPlan], tensors: TensorPlan, state: ParallelState
+    model: OmniModel,
+    plans: Mapping[str, ComponentPlan],
+    tensors: TensorPlan,
+    state: ParallelState,
+    own_states: Mapping[str, ParallelState],
 ) -> TokenSharding | None:
     """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
-    require_same_math(model.foundation, tensors.styles, state)
+    of_main = {name: own for name, own in own_states.items() if own.section == MAIN}
+    for at, styles in _styles_by_state(tensors, tensors.degrees, state, of_main):
+        require_same_math(model.foundation, styles, at)
     return _token_sharding(model, plans[FOUNDATION], tensors, state)
+
+
+def _styles_by_state(
+    tensors: TensorPlan, components: Collection[str], state: ParallelState, own_states: Mapping[str, ParallelState]
+) -> Iterator[tuple[ParallelState, dict[str, str]]]:
+    """Yield each state whose ``tp`` ranks share matrices, and the styles: the section's, and those of components."""
+    for at in dict.fromkeys((state, *own_states.values())):
+        yield at, tensors.of_components([name for name in components if own_states.get(name, state) is at])
 
 
 def _sources(state: ParallelState) -> list[int]:
@@ -184,23 +207,24 @@ def _sources(state: ParallelState) -> list[int]:
 
 
 def _load(prepared: _Prepared, model: PreTrainedModel, weights_path: str | None, init_device: str | None) -> bool:
-    """Load the weights on the first rank of each section.
+    """Load the weights, with several ranks on the first rank of each section, which leaves them in their files.
 
     Returns:
-        Whether the other ranks get theirs from it while the model is sharded.
+        Whether all ranks get theirs while the model is sharded.
     """
-    omni = prepared.model
+    omni, is_spread_out = prepared.model, prepared.state.num_ranks > 1
     if weights_path is not None:
-        first_ranks(partial(load_weights, model, weights_path), _sources(prepared.state))
+        load = partial(load_weights, model, weights_path, in_files=is_spread_out)
+        first_ranks(load, _sources(prepared.state))
         add_lora(omni, prepared.stored)
     if init_device not in (None, "meta") and omni.device.type != "meta":
         omni.to(init_device)
-    broadcasts = prepared.state.num_ranks > 1 and (weights_path is not None or any(prepared.lacks_weights))
-    (require_same_parameters if broadcasts else require_equal_weights)(omni)
-    return broadcasts
+    loads = is_spread_out and (weights_path is not None or any(where != "memory" for where in prepared.where))
+    (require_same_parameters if loads else require_equal_weights)(omni)
+    return loads
 
 
-def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
+def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     """Apply each feature, in this order."""
     omni, state, tokens = prepared.model, prepared.state, prepared.tokens
     section_of = {name: prepared.plan.section_of(name) for name in prepared.plans}
@@ -213,8 +237,8 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
     elsewhere = frozenset(n for name, parameters in omni.components.items() if name not in plans for n in parameters)
-    loader = BroadcastLoader(omni, device, state.section_group, elsewhere) if broadcasts else None
-    _set_precision(omni, prepared.plans)  # the broadcast casts each tensor to the dtype set here
+    loader = WeightLoader(omni, device, state.section_group, elsewhere) if loads else None
+    _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
 
     # Sections and pipeline: which parameters this rank has
     if elsewhere:
@@ -229,15 +253,16 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
         drop_parameters(omni, absent)
 
     # Tensor parallelism, with Megatron's sequence parallelism
-    styles = prepared.tensors.of_components(plans)
-    ends = () if tokens is None else tokens.ends_in(styles)
-    shard_matrices(omni, styles_with_adapters(styles, omni.renamed), state.tp_mesh, ends)
+    own_states = {name: own for name, own in prepared.own_states.items() if name in plans}
+    ends = () if tokens is None else tokens.ends_in(prepared.tensors.of_components(plans))
+    for at, styles in _styles_by_state(prepared.tensors, plans, state, own_states):
+        shard_matrices(omni, styles_with_adapters(styles, omni.renamed), at.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
         last, spans = [omni.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
         apply_sequence_parallel(omni.foundation, last, state.tp_mesh.get_group(), spans)
 
     # Experts, async Ulysses, towers that ranks share
-    experts = _spread_experts(omni, plans, prepared.plan, state)
+    experts = _spread_experts(omni, plans, prepared.plan, state, own_states)
     is_async = FOUNDATION in plans and plans[FOUNDATION].async_ulysses
     async_ulysses = apply_async_ulysses(omni, state.size("sp")) if is_async else None
     towers = _share_towers(omni, plans, state)
@@ -247,8 +272,10 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     activations = _apply_recompute_and_offload(omni, plans, units, state)
     is_compiled = FOUNDATION in plans and plans[FOUNDATION].compile
     compiled = compile_blocks(omni.foundation, device) if is_compiled else None
-    sharding = _shardings(prepared.plans | plans, prepared.plan, state, full_shard)
+    sharding = _shardings(prepared.plans | plans, prepared.plan, state, prepared.own_states, full_shard)
     shard(omni, units, sharding, None if loader is None else loader.fill, absent, root)
+    if loader is not None:
+        loader.finish()
 
     # What was applied
     of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}
@@ -258,7 +285,10 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
         components = _with_units_of_all(components, plans)
     edges = connect_sections(omni, sections, state, device) if sections else {}
     remember_layout(
-        omni, ModelLayout(state, components, pipeline, section_of, sections.get(state.section), edges, sections)
+        omni,
+        ModelLayout(
+            state, components, pipeline, section_of, sections.get(state.section), edges, sections, prepared.own_states
+        ),
     )
     column = GlooGroup(main.groups("pp").tolist()) if main.size("pp") > 1 else None
     if pipeline is not None and column is not None:
@@ -309,7 +339,11 @@ def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None
 
 
 def _spread_experts(
-    model: OmniModel, plans: dict[str, ComponentPlan], plan: ParallelPlan, state: ParallelState
+    model: OmniModel,
+    plans: dict[str, ComponentPlan],
+    plan: ParallelPlan,
+    state: ParallelState,
+    own_states: Mapping[str, ParallelState],
 ) -> dict[str, tuple[str, ...]]:
     """Apply expert parallelism; return component -> names of its sharded experts. Updates the plans' dispatcher."""
     spread = {}
@@ -324,7 +358,8 @@ def _spread_experts(
             plans[name] = plans[name].model_copy(update={"expert_dispatcher": used})
             spread[name] = tuple(layer.name for layer in chosen)
         if "tp" in call_axes(plans[name]):
-            use_tp_dispatch(model, layers, state.tp_mesh)
+            calling = state if plans[name].place == "local" else own_states.get(name, state)
+            use_tp_dispatch(model, layers, calling.tp_mesh)
     return spread
 
 
@@ -360,20 +395,27 @@ def _apply_recompute_and_offload(
 
 
 def _shardings(
-    plans: Mapping[str, ComponentPlan], of_user: ParallelPlan, state: ParallelState, full_shard: bool
+    plans: Mapping[str, ComponentPlan],
+    of_user: ParallelPlan,
+    state: ParallelState,
+    own_states: Mapping[str, ParallelState],
+    full_shard: bool,
 ) -> dict[str, Sharding]:
     """Component of this rank's section -> its sharding. Components of a section with the same degrees share a mesh."""
-    meshes: dict[tuple[str, int, int], DeviceMesh | None] = {
-        (state.section, state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh
+    meshes: dict[tuple[str, int, int, int], DeviceMesh | None] = {
+        (at.section, at.size("tp"), at.shape.dp_replicate, at.size("fsdp")): at.fsdp_mesh
+        for at in (state, *own_states.values())
+        if at.section == state.section
     }
     shardings = {}
     for name, plan in plans.items():
-        section = state.of_section(of_user.section_of(name))
-        key = (section.section, *_copies(plan))
+        section = own_states.get(name, state.of_section(of_user.section_of(name)))
+        tp = section.size("tp")
+        key = (section.section, tp, *_copies(plan))
         if key not in meshes and _copies(plan) != (section.shape.dp_replicate, section.size("fsdp")):
-            shape = MeshShape(section.size("pp"), *_copies(plan), tp=section.size("tp"))
+            shape = MeshShape(section.size("pp"), *_copies(plan), tp=tp)
             meshes[key] = data_mesh(shape, section.device_type, section.first_rank)  # all ranks make its groups
-        if section is state and (mesh := meshes[key]) is not None:
+        if section.section == state.section and (mesh := meshes[key]) is not None:
             shardings[name] = _sharding(plan, mesh, state, full_shard)
     return shardings
 

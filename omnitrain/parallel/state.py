@@ -81,6 +81,15 @@ class ParallelState:
         """Return the state of a section; another one's has no process groups."""
         return self if section == self.section else self.sections[section]
 
+    def with_tp(self, tp: int) -> ParallelState:
+        """Return the state, without process groups, of a component whose matrices only ``tp`` of the tp ranks share.
+
+        Its copies hold the same samples, like ranks that share a sequence, and are ranks of ``sp``: groups of
+        ``sequence``, ``fsdp`` and ``loss`` have one rank of each copy.
+        """
+        copies = self.shape.tp // tp
+        return replace(self, shape=replace(self.shape, sp=self.shape.sp * copies, tp=tp, ep=1), _meshes={})
+
     def degrees(self, axis: str) -> dict[str, int]:
         """Return section -> number of its ranks along ``axis``."""
         return {name: state.size(axis) for name, state in (self.sections or {MAIN: self}).items()}
@@ -591,3 +600,23 @@ def _with_groups(states: dict[str, ParallelState]) -> ParallelState:
     own = next(state for state in states.values() if dist.get_rank() in state.ranks)
     of_sections = {name: device_meshes(s.shape, device_type, s.first_rank) for name, s in states.items()}
     return replace(own, rank=dist.get_rank(), _meshes=of_sections[own.section])
+
+
+def states_with_own_tp(state: ParallelState, degrees: Mapping[tuple[str, str], int]) -> dict[str, ParallelState]:
+    """Make the states of components whose tensor parallel degree is not that of their section (``with_tp``).
+
+    All ranks of the run must call it with the same degrees.
+
+    Args:
+        state: the state of this rank's section.
+        degrees: section, component -> number of ranks that share the component's matrices.
+
+    Returns:
+        Component -> its state, with process groups on the ranks of its section.
+    """
+    made: dict[tuple[str, int], ParallelState] = {}
+    for key in sorted({(section, tp) for (section, _), tp in degrees.items()}):
+        section, tp = key
+        own = state.of_section(section).with_tp(tp)
+        made[key] = replace(own, _meshes=device_meshes(own.shape, state.device_type, own.first_rank))
+    return {component: made[section, tp] for (section, component), tp in degrees.items()}

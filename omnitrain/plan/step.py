@@ -11,6 +11,7 @@ import numpy as np
 
 from omnitrain.plan.balance import assign_by_cost
 from omnitrain.plan.radix_sort import stable_order
+from omnitrain.plan.ragged import ranges
 from omnitrain.plan.show import ComponentLine, component_table
 from omnitrain.plan.tables import StepTables
 from omnitrain.plan.topology import PlannedComponent, Topology
@@ -267,8 +268,7 @@ class StepPlan:
         sizes = np.array([len(group) for group in groups])
         group = self.topology.group_of[self.owner[item]]
         copies = sizes[group]
-        nth = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
-        consumer = np.concatenate(groups)[np.repeat((np.cumsum(sizes) - sizes)[group], copies) + nth]
+        consumer = np.concatenate(groups)[ranges((np.cumsum(sizes) - sizes)[group], copies)]
         return np.repeat(item, copies), consumer
 
     def _items_by_call(self, producer: int, micro_batch: int, call_site: int, num_calls: int) -> list[tuple[int, ...]]:
@@ -412,12 +412,13 @@ def _work(
 
 def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:
     """Return ``calls_with_data`` of forwards and heads: 1 if the data group has samples or tokens to predict."""
-    group = topology.group_of
-    members = (group[:, None] == group).astype(np.int64)
+    group, num_groups = topology.group_of, len(topology.data_groups)
+    cell = (np.arange(len(tables.counts))[:, None] * num_groups + group).ravel()  # micro-batch * groups + group
     calls = []
     for call_site in topology.call_sites[len(topology.media) :]:
         is_head = call_site.kind == "head"
         drawn = tables.counts[:, topology.losses.index(call_site.name)] if is_head else tables.num_samples
-        calls.append((drawn @ members) > 0)
+        of_groups = np.bincount(cell, drawn.ravel(), len(tables.counts) * num_groups).reshape(-1, num_groups)
+        calls.append(of_groups[:, group] > 0)
     shape = (len(tables.counts), len(calls), topology.world_size)
     return np.stack(calls, axis=1).astype(np.int64) if calls else np.zeros(shape, dtype=np.int64)

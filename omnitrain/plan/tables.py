@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from omnitrain.plan.ragged import ranges
 from omnitrain.plan.topology import Topology
 
 _HEADER = 5  # words
@@ -136,12 +137,16 @@ def padded(table: np.ndarray, capacity: int) -> np.ndarray:
     return words
 
 
-def needed_capacity(gathered: Sequence[np.ndarray]) -> int:
-    """Return the words of the longest table. If they exceed the capacity, all ranks gather again with more."""
+def needed_capacity(gathered: Sequence[np.ndarray] | np.ndarray) -> int:
+    """Return the words of the longest table. If they exceed the capacity, all ranks gather again with more.
+
+    Args:
+        gathered: see :func:`decode_tables`.
+    """
     return max(int(words[0]) for words in gathered)
 
 
-def decode_tables(topology: Topology, gathered: Sequence[np.ndarray]) -> StepTables:
+def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarray) -> StepTables:
     """Decode the tables of all ranks.
 
     Args:
@@ -153,31 +158,50 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray]) -> StepTab
     """
     if len(gathered) != topology.world_size:
         raise ValueError(f"found tables of {len(gathered)} ranks; expected {topology.world_size}")
-    for rank, words in enumerate(gathered):
-        if words[0] > len(words):
-            raise ValueError(f"rank {rank}: found {len(words)} of {words[0]} words; gather again with that capacity")
-    headers = np.array([words[:_HEADER] for words in gathered])
-    num_losses, most = len(topology.losses), int(headers[:, 1].max())
-    counts = np.zeros((most, num_losses, topology.world_size), dtype=np.int64)
-    num_samples = np.zeros((most, topology.world_size), dtype=np.int64)
-    tokens = np.zeros((most, topology.world_size), dtype=np.int64)
-    shapes, items = [], []
-    for rank, (words, header) in enumerate(zip(gathered, headers.tolist(), strict=True)):
-        _, batches, samples, keys, num_items = header
-        per_batch, per_loss, lengths, rank_shapes, media = np.split(
-            words[_HEADER : words[0]], np.cumsum([batches, batches * num_losses, samples, keys])
-        )
-        num_samples[:batches, rank] = per_batch
-        counts[:batches, :, rank] = per_loss.reshape(batches, num_losses)
-        tokens[:batches, rank] = np.bincount(np.repeat(np.arange(batches), per_batch), lengths, batches)
-        shapes.append(rank_shapes)
-        items.append(media.reshape(num_items, _ITEM).T)
-    slot, item_tokens, cost, shape = np.concatenate(items, axis=1)
-    owner = np.repeat(np.arange(topology.world_size), headers[:, 4])
-    shape_index = np.unique(np.concatenate(shapes), return_inverse=True)[1]
-    first_shape = np.cumsum(headers[:, 3]) - headers[:, 3]
+    ranks, num_losses = topology.world_size, len(topology.losses)
+    header, (per_batch, per_loss, lengths, shapes, items) = _columns(gathered, num_losses)
+    _, batches, _, keys, num_items = header.T
+    most = int(batches.max())
+    rank_of_batch = np.repeat(np.arange(ranks), batches)
+    cell = ranges(np.zeros_like(batches), batches) * ranks + rank_of_batch  # micro-batch * ranks + rank
+    num_samples = np.zeros(most * ranks, dtype=np.int64)
+    num_samples[cell] = per_batch
+    counts = np.zeros((most * ranks, num_losses), dtype=np.int64)
+    counts[cell] = per_loss.reshape(len(cell), num_losses)
+    tokens = np.bincount(np.repeat(cell, per_batch), lengths, most * ranks).astype(np.int64)
+    slot, item_tokens, cost, shape = np.ascontiguousarray(items.reshape(-1, _ITEM).T)
+    owner = np.repeat(np.arange(ranks), num_items)
+    shape_index = np.unique(shapes, return_inverse=True)[1]
+    first_shape = np.cumsum(keys) - keys
     shape = shape_index[first_shape[owner] + shape] if len(shape_index) else shape
-    return StepTables(headers[:, 1], counts, num_samples, tokens, owner, slot, item_tokens, cost, shape)
+    return StepTables(
+        num_micro_batches=batches,
+        counts=np.ascontiguousarray(counts.reshape(most, ranks, num_losses).transpose(0, 2, 1)),
+        num_samples=num_samples.reshape(most, ranks),
+        tokens=tokens.reshape(most, ranks),
+        owner=owner,
+        slot=slot,
+        item_tokens=item_tokens,
+        cost=cost,
+        shape=shape,
+    )
+
+
+def _columns(gathered: Sequence[np.ndarray] | np.ndarray, num_losses: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the headers, ``[ranks, _HEADER]``, and the columns after them: of each, the parts of all ranks."""
+    found = np.fromiter(map(len, gathered), np.int64, len(gathered))
+    words = gathered.ravel() if isinstance(gathered, np.ndarray) else np.concatenate(gathered)
+    begins = np.cumsum(found) - found
+    header = words[begins[:, None] + np.arange(_HEADER)]
+    if (cut := np.flatnonzero(header[:, 0] > found)).size:
+        rank = cut[0]
+        raise ValueError(
+            f"rank {rank}: found {found[rank]} of {header[rank, 0]} words; gather again with that capacity"
+        )
+    _, batches, samples, keys, num_items = header.T
+    sizes = np.stack([batches, batches * num_losses, samples, keys, num_items * _ITEM])
+    first = begins + _HEADER + np.cumsum(sizes, axis=0) - sizes
+    return header, [words[ranges(*parts)] for parts in zip(first, sizes, strict=True)]
 
 
 def _check_names(topology: Topology, facts: RankFacts) -> None:

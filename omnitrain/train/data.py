@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omnitrain.data.loading.loader import StepLoader, build_dataloader, require_usable
 from omnitrain.data.loading.slots import LoaderState
 from omnitrain.data.render.processor import OmniProcessor
@@ -47,7 +49,7 @@ def open_data(
         recipe.data,
         processor,
         seed=recipe.train.seed,
-        state=state,
+        state=state if ranks.is_first else replace(state, rejected=()),  # one rank lists those from before
         alone=not contract.packs,
         without_tails=contract.without_tails,
         slots=recipe.train.micro_batches,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.models.hf.stored_tensor import weights_left_in_files
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks
 from omnitrain.ops.fused.install import FusedOp
@@ -18,6 +20,8 @@ from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
 from omnitrain.recipe.save import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops
+from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.weights import weights_shown
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.useless_keys import require_effect
@@ -54,24 +58,27 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
     Raises:
         UserError: recipe and weights do not fit together.
     """
-    # When the model is sharded, the other ranks get their shards of the weights from the first rank of their section.
-    device_of_weights = "cpu" if ranks.holds_source else "meta"
-    model, processor = ranks.rank_by_rank(lambda: _build(recipe, checkpoint, device_of_weights))
+    model, processor = ranks.rank_by_rank(lambda: _build(recipe, checkpoint, ranks))
     mixed = mixed_precision(recipe.train, device.type)
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     compiled = _compiled(model, recipe, device)
-    layout = _lay_out(model, recipe, ranks, device, mixed)
+    with weights_shown(console):
+        layout = _lay_out(model, recipe, ranks, device, mixed)
     if compiled is None and layout is not None:
         compiled = layout.components[FOUNDATION].compiled
     return PreparedModel(model, processor, ops, layout, compiled)
 
 
-def _build(recipe: Recipe, checkpoint: Path | None, init_device: str) -> tuple[OmniModel, OmniProcessor]:
-    if checkpoint is None:
-        model, processor = build_from_recipe(recipe, init_device)
-    else:
-        dtype = torch.float32  # as at the start of the run; the plan converts it
-        model, processor = load_checkpoint(checkpoint, recipe.model.freeze, init_device, None, dtype, checked=False)
+def _build(recipe: Recipe, checkpoint: Path | None, ranks: Ranks) -> tuple[OmniModel, OmniProcessor]:
+    """Build the model. With several ranks, each reads its weights from the files when the model is sharded."""
+    # The first rank of a section knows how weights are made of files, and has those that are in no file.
+    init_device = "cpu" if ranks.holds_source else "meta"
+    with weights_left_in_files() if ranks.peers.size > 1 else nullcontext():
+        if checkpoint is None:
+            model, processor = build_from_recipe(recipe, init_device)
+        else:
+            dtype = torch.float32  # as at the start of the run; the plan converts it
+            model, processor = load_checkpoint(checkpoint, recipe.model.freeze, init_device, None, dtype, checked=False)
     require_heads(recipe, model.decoders)
     require_effect(recipe, model, processor)  # also checks the contract
     return model.train(), processor

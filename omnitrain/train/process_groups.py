@@ -78,7 +78,7 @@ class Ranks:
 
     def of_first(self, value: T) -> T:
         """Return the value of the first rank on all ranks."""
-        return self.peers.gather(value)[0]
+        return self.peers.of_first(value)
 
     def rank_by_rank(self, make: Callable[[], T]) -> T:
         """Call ``make`` on the first rank, then on the others, which find its cached files. Return its result."""

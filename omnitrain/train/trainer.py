@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from omnitrain.checkpoint.disk import size_text
-from omnitrain.data.loading.slots import merge_states
+from omnitrain.data.loading.slots import merge_states, rejected_by_source
 from omnitrain.errors import LostRankError, TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.device import mixed_seed, seed_device
@@ -431,8 +431,8 @@ class Trainer:
             **({"learning_rates": own} if own else {}),
             **self.meter.read(self.ranks.meter_peers),
             **self.stopwatch.read(),
-            "memory_mb": max(self.ranks.peers.gather(peak_memory_mb(self.device))),
-            "rejected": len({row for rows in self.ranks.peers.gather(list(self.loader.rejected)) for row in rows}),
+            "memory_mb": self.ranks.peers.max(peak_memory_mb(self.device)),
+            "rejected": rejected_by_source(self.ranks.peers.gather(self.loader.num_rejected)),
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
             **self.experts.metrics(),
@@ -521,7 +521,7 @@ class Trainer:
         if scores is None:
             raise StoppedError
         scores |= {"seconds": time.perf_counter() - self._started}
-        skipped = merge_states(self.ranks.peers.gather(self.data_state)).rejected
+        skipped = merge_states(self.ranks.peers.gather_on_first(self.data_state)).rejected
 
         def write() -> None:
             assert result is not None
@@ -555,7 +555,7 @@ def _shown(line: dict[str, Any]) -> list[str]:
     if "heldout" in line:
         values += [f"held-out {head}" for head in _heads(line["heldout"])]
     if line["rejected"]:
-        values.append(f"rows skipped: {line['rejected']} (rejected.jsonl)")
+        values.append(f"rows skipped: {sum(line['rejected'].values())} (rejected.jsonl)")
     return values
 
 

@@ -15,7 +15,7 @@ from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.train.metrics.console import console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "expert_loopback"}
+SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "expert_loopback", "simulated_ranks"}
 SHARED |= {f"gpu_{part}" for part in ("harness", "sizes", "operations", "batches", "sides")}
 SIZES = {
     "pipeline": ["--rounds=1", "--ranks", "2", "--width=64", "--tokens=64"],
@@ -24,9 +24,11 @@ SIZES = {
     "published_gains": [],
     "overlap_tables": [],
     "wavefront": ["--seeds=1", "--small=2", "--large=2"],
+    "many_ranks": ["--rounds=1", "--worlds", "4", "8"],
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
+    "load": ["--rounds=1", "--width=64"],
     "loss": ["--rounds=1", "--tokens=512", "--classes=20000", "--hidden=32"],
     "layouts": ["--rounds=1", "--steps=1", "--tokens=64"],
     "gpu_train": ["--rounds=3", "--seconds=0", "--steps=1", "--tiny"],
@@ -52,7 +54,14 @@ SIZES = {
     "two_commits": [str(BENCHMARKS.parent), "--rounds=1", "--names=padding", "--arguments=--steps=1 --samples=200"],
 }
 SIMULATED = {"published_gains", "overlap_tables", "wavefront"}  # without rounds
-FAST = SIMULATED | {"step_plan", "step_overhead", "loss", "attention", "moe_dispatch"}  # CI runs most others, too
+FAST = SIMULATED | {
+    "step_plan",
+    "many_ranks",
+    "step_overhead",
+    "loss",
+    "attention",
+    "moe_dispatch",
+}  # CI runs most others, too
 
 
 def test_every_benchmark_is_tested():

@@ -1,3 +1,7 @@
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import islice
+
 import numpy as np
 import pytest
 
@@ -6,11 +10,13 @@ from omnitrain.plan import (
     MicroBatchFacts,
     PlannedComponent,
     RankFacts,
+    StepTables,
     Topology,
     decode_tables,
     encode_table,
     needed_capacity,
     padded,
+    plan_step,
     shape_key,
 )
 from tests.plan.random_steps import random_facts, random_topology
@@ -44,6 +50,56 @@ def test_the_tables_of_all_ranks_arrive_as_they_were_sent(seed: int) -> None:
             batch = own.micro_batches[m] if m < len(own.micro_batches) else MicroBatchFacts()
             assert tables.counts[m, :, rank].tolist() == [batch.counts.get(loss, 0) for loss in topology.losses]
             assert (tables.num_samples[m, rank], tables.tokens[m, rank]) == (len(batch.lengths), sum(batch.lengths))
+
+
+def decoded_rank_by_rank(topology: Topology, gathered: Sequence[np.ndarray]) -> StepTables:
+    """What :func:`decode_tables` returns, word by word, by the layout that the module of tables describes."""
+    most, media = max(int(words[1]) for words in gathered), []
+    counts = np.zeros((most, len(topology.losses), len(gathered)), dtype=np.int64)
+    num_samples, tokens = np.zeros((2, most, len(gathered)), dtype=np.int64)
+    for rank, words in enumerate(gathered):
+        rest = iter(words.tolist())
+        _, batches, _, num_shapes, num_items = islice(rest, 5)
+        num_samples[:batches, rank] = list(islice(rest, batches))
+        for batch in range(batches):
+            counts[batch, :, rank] = list(islice(rest, len(topology.losses)))
+        for batch in range(batches):
+            tokens[batch, rank] = sum(islice(rest, int(num_samples[batch, rank])))
+        shapes = list(islice(rest, num_shapes))
+        items = (list(islice(rest, 4)) for _ in range(num_items))
+        media += [(rank, slot, num_tokens, cost, shapes[shape]) for slot, num_tokens, cost, shape in items]
+    owner, slot, item_tokens, cost, key = np.array(media, dtype=np.int64).reshape(-1, 5).T
+    keys = {found: index for index, found in enumerate(sorted({key for *_, key in media}))}
+    shape = np.array([keys[found] for found in key.tolist()], dtype=np.int64)
+    drawn = np.array([words[1] for words in gathered])
+    return StepTables(drawn, counts, num_samples, tokens, owner, slot, item_tokens, cost, shape)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tables_decoded_together_are_those_decoded_rank_by_rank(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    topology = random_topology(rng)
+    sent = [encode_table(topology, own) for own in random_facts(rng, topology)]
+    expected = decoded_rank_by_rank(topology, sent)
+    for gathered in (sent, np.stack([padded(words, needed_capacity(sent) + seed) for words in sent])):
+        tables = decode_tables(topology, gathered)
+        for field in fields(StepTables):
+            found, other = getattr(tables, field.name), getattr(expected, field.name)
+            assert (found.dtype, found.shape) == (np.int64, other.shape) and (found == other).all(), field.name
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_data_group_calls_the_foundation_and_a_head_where_one_of_its_ranks_drew_something(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    topology = random_topology(rng)
+    tables = decode_tables(topology, [encode_table(topology, own) for own in random_facts(rng, topology)])
+    found = plan_step(topology, tables).calls_with_data
+    drawn = {"forward": tables.num_samples, "head": tables.counts[:, topology.losses.index("drawing")]}
+    for index, call_site in enumerate(topology.call_sites):
+        if call_site.kind != "encode":
+            for group in topology.data_groups:
+                expected = drawn[call_site.kind][:, list(group)].any(axis=1)
+                assert all((found[:, index, rank] == expected).all() for rank in group)
 
 
 def test_a_table_that_does_not_fit_is_known_by_all_and_refused() -> None:

@@ -54,6 +54,18 @@ def noted(trainer, batch):
 Trainer.train_step = noted
 """
 
+SGD_WITH_MOMENTUM = """
+import torch
+from omnitrain.train import trainer as of_runs
+
+def with_momentum(model, settings, *_):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    group = {"params": trained, "peak": settings.learning_rate}
+    return torch.optim.SGD([group], settings.learning_rate, momentum=0.9, foreach=False)
+
+of_runs.build_optimizer = with_momentum
+"""
+
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     told, _ = process.communicate(timeout=120)
@@ -129,8 +141,9 @@ def test_a_run_that_is_killed_at_any_moment_of_its_saves_goes_on_from_a_whole_ch
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_a_rank_goes_on_by_itself_with_the_others(tmp_path: Path) -> None:
-    (tmp_path / "plugin.py").write_text(DIES_AND_NOTES_SAMPLES)
+@pytest.mark.parametrize("optimizer", ["", SGD_WITH_MOMENTUM], ids=["adamw", "sgd"])
+def test_a_run_that_loses_a_rank_goes_on_by_itself_with_the_others(tmp_path: Path, optimizer: str) -> None:
+    (tmp_path / "plugin.py").write_text(DIES_AND_NOTES_SAMPLES + optimizer)
     recipe = tiny_recipe(tmp_path, text_only=True, steps=6, save_every=2, micro_batches=4)
     plugin = f"plugins=[{tmp_path / 'plugin.py'}]"
     whole, run = tmp_path / "whole", tmp_path / "run"

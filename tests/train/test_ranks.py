@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.errors import RankError
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import leave_process_groups
-from omnitrain.recipe import Recipe
+from omnitrain.recipe import Optimizer, Recipe
 from omnitrain.train.nonfinite import NonFiniteError
 from omnitrain.train.run_state import save_times
 from omnitrain.train.trainer import RunSummary, Trainer
@@ -224,6 +225,75 @@ def test_weights_of_a_run_that_leaves_its_pipeline_are_those_of_one_process(
             assert moved > 0 and error <= 1e-5 * expected[key].abs().max() + 1e-3 * moved, (name, key, moved, error)
 
 
+def with_momentum(model: OmniModel, settings: Optimizer, *_: object) -> torch.optim.SGD:
+    """In place of AdamW: its update is linear in the gradients, so that weights show every difference."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.SGD(
+        [{"params": trained, "peak": settings.learning_rate}], settings.learning_rate, momentum=0.9, foreach=False
+    )
+
+
+def fit_with_momentum(
+    recipe: Path, overrides: Sequence[str], resume: bool = False, interrupted_at: int | None = None
+) -> None:
+    with patch("omnitrain.train.trainer.build_optimizer", with_momentum):
+        fit(recipe, overrides, resume, interrupted_at)
+
+
+@pytest.fixture(scope="module")
+def momentum_runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[str]]]:
+    """Kind of model -> its recipe, with settings; beside it ``whole``, a run of four ranks, and ``begun``, its half."""
+
+    @cache
+    def make(kind: str) -> tuple[Path, list[str]]:
+        folder = tmp_path_factory.mktemp(kind)
+        path = tiny_moe_recipe(folder) if kind == "moe" else tiny_recipe(folder, text_only=True)
+        settings = ["train.micro_batches=4", "data.pack_tokens=96", "train.optimizer.learning_rate=0.1"]
+        for name, stop in (("whole", None), ("begun", 2)):
+            run = [f"output_dir={folder / name}", *settings]
+            ranks.run(fit_with_momentum, path, run, False, stop, timeout_s=120, world=4)
+        return path, settings
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (1, []),
+        (3, []),
+        pytest.param(2, [], marks=pytest.mark.slow),
+        pytest.param(4, ["parallel.default.ulysses=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["parallel.components.foundation.ep=2"], marks=pytest.mark.slow),
+        pytest.param(4, ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2"], marks=pytest.mark.slow),
+    ],
+    ids=["one", "dp3", "dp2", "dp2.sp2", "tp2", "ep2", "hsdp2x2"],
+)
+def test_a_run_of_sgd_with_momentum_that_began_on_four_ranks_goes_on_in_any_layout(
+    ranks: RankPool,
+    momentum_runs: Callable[[str], tuple[Path, list[str]]],
+    tmp_path: Path,
+    world: int,
+    overrides: list[str],
+) -> None:
+    recipe, settings = momentum_runs("moe" if "parallel.components.foundation.ep=2" in overrides else "text")
+    shutil.copytree(recipe.parent / "begun", tmp_path / "run")
+    arguments = [f"output_dir={tmp_path / 'run'}", *settings, *overrides]
+    ranks.run(fit_with_momentum, recipe, arguments, True, timeout_s=120, world=world)
+    found, expected = metrics(tmp_path / "run"), metrics(recipe.parent / "whole")
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    for line, other in zip(found, expected, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    last = [run / "checkpoints" / "step-00000004" for run in (tmp_path / "run", recipe.parent / "whole")]
+    begun = OmniModel.from_pretrained(recipe.parent / "begun" / "checkpoints" / "step-00000002").state_dict()
+    one, other = (OmniModel.from_pretrained(checkpoint).state_dict() for checkpoint in last)
+    assert max(float((weight - other[name]).abs().max()) for name, weight in one.items()) <= 1e-6
+    assert min(float((weight - begun[name]).abs().max()) for name, weight in one.items()) > 1e-6
+    states = [torch.load(checkpoint / "trainer.pt")["state"]["data"] for checkpoint in last]
+    assert states[0] == states[1]  # the same samples were drawn
+
+
 def test_a_trainer_goes_on_where_ctrl_c_ended_it(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     summaries = ranks.run(
         fit, recipe, [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS], False, 2, 2, timeout_s=60, world=2
@@ -383,6 +453,26 @@ def test_a_row_that_fails_on_some_ranks_ends_all_of_them(
         ranks.run(fit, recipe, [*arguments, f"data.workers={workers}", "train.steps=40"], timeout_s=60, world=4)
     assert "a pack holds at most 96" in str(failure.value)
     assert "TrainingError: the data failed on another rank" in str(failure.value)
+
+
+def test_ranks_count_and_list_the_rows_that_they_reject_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None:
+    """Two ranks begin the run, and three go on."""
+    recipe, rows = tiny_recipe(tmp_path, text_only=True, steps=8), [tiny_row("text", seed) for seed in range(48)]
+    bad = (3, 12, 20, 31, 40)
+    for seed in bad:
+        rows[seed].messages[0]["content"][0]["text"] = "long " * 500
+    rows[20] = replace(rows[20], source="books")
+    write_parquet(tmp_path / "train.parquet", rows)
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    fit(recipe, [f"output_dir={whole}", *TWO_SLOTS])
+    leave_process_groups()
+    ranks.run(fit, recipe, [f"output_dir={run}", *TWO_SLOTS], False, 2, timeout_s=60, world=2)
+    ranks.run(fit, recipe, [f"output_dir={run}", *TWO_SLOTS], True, timeout_s=60, world=3)
+    counts = [line["rejected"] for line in metrics(whole)]
+    assert [line["rejected"] for line in metrics(run)] == counts
+    assert sum(counts[1].values()) < 5 and counts[-1] == {"books": 1, "text": 4}
+    listed = [[json.loads(line) for line in (of / "rejected.jsonl").read_text().splitlines()] for of in (whole, run)]
+    assert [sorted(row["id"] for row in of_run) for of_run in listed] == [sorted(rows[i].id for i in bad)] * 2
 
 
 def compiled_blocks(recipe: Path, overrides: Sequence[str]) -> list[str] | None:

@@ -372,6 +372,8 @@ def test_a_run_says_how_many_rows_it_skips_and_where_it_is_saved(tmp_path: Path)
     assert f"rowsskipped:1(rejected.jsonl)saved{checkpoint}" in said
     (skipped,) = (json.loads(line) for line in (tmp_path / "run" / "rejected.jsonl").read_text().splitlines())
     assert skipped["id"] == damaged.id and "unreadable image" in skipped["reason"]
+    last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["rejected"] == {"image_to_text": 1}
 
 
 def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(

@@ -98,7 +98,7 @@ class StepLoader:
         sources: the open data sets.
         order: order of their rows.
         rows: prepares the rows.
-        rejected: id -> row skipped so far.
+        rejected: id -> row that this rank has skipped so far, after those of the state from which it continues.
     """
 
     def __init__(
@@ -125,12 +125,18 @@ class StepLoader:
         self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed, slots)
         self.rows = PreparedRows(sources, processor, data.pack_tokens, data.cached_samples, without_tails)
         self.rejected = {row.id: row for row in start.rejected}
+        self._listed = tuple(self.rejected.values())
         slot_states = {slot: start.of_slot(slot) for slot in share.slots}
         self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, idle, then)
 
     def state(self) -> LoaderState:
         """Return the states of this rank's slots after the last step; see ``slots.merge_states``."""
-        return LoaderState(self._steps.slots, tuple(self.rejected.values()))
+        return LoaderState(self._steps.slots, self._listed)
+
+    @property
+    def num_rejected(self) -> dict[int, Mapping[str, int]]:
+        """Slot -> source -> rows that were skipped in the slot so far; only slots and sources with any."""
+        return {slot: state.rejected for slot, state in self._steps.slots.items() if state.rejected}
 
     def __iter__(self) -> Generator[Any, None, None]:
         make, depth = self._steps.make, -(-_PACKS_AHEAD // max(1, len(self._steps.slots)))
@@ -138,7 +144,9 @@ class StepLoader:
         with contextlib.closing(run_ahead(make, depth) if self._steps.data.workers else make()) as stream:
             for loaded in stream:
                 self._steps = replace(self._steps, slots=loaded.slots)
-                self.rejected.update({row.id: row for row in loaded.rejected})
+                if loaded.rejected:
+                    self.rejected.update({row.id: row for row in loaded.rejected})
+                    self._listed = tuple(self.rejected.values())
                 yield loaded.step
 
 

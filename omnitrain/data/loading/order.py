@@ -49,10 +49,20 @@ class SampleOrder:
 
     def draws(self, start: int = 0) -> Iterator[Draw]:
         """Yield ``(index, source, row)`` for index ``start``, ``start + slots``, ...: the next draws of a slot."""
+        for index, source, count in self._counted(start):
+            yield index, source, self._row(source, count)
+
+    def is_first(self, index: int) -> bool:
+        """Return whether the row of a global index was in no draw before it: its source is in its first epoch."""
+        _, source, count = next(self._counted(index))
+        return count < self.lengths[source]
+
+    def _counted(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the draws of a slot as ``(index, source, draw of that source)``, from index ``start`` on."""
         index, position = start, self._position_in_time(start)
         for drawn, source, count in self._by_time_from(position):
             if drawn == position:
-                yield index, source, self._row(source, count)
+                yield index, source, count
                 index += self.slots
                 position = self._position_in_time(index)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from omnitrain.data.loading.order import SampleOrder
@@ -41,11 +42,13 @@ class SlotPacker:
         self._failures = 0  # rows rejected since the last good one
         self._failed: set[tuple[int, int]] = set()  # source and row of each of them
         self._rejected: list[Rejected] = []  # since the last take_rejected()
+        self._num_rejected = Counter(state.rejected)  # by source, each row once
 
     @property
     def state(self) -> SlotState:
         """The state after the last chosen pack."""
-        return SlotState(self._next_index, tuple(sample.index for sample in self._held))
+        held = tuple(sample.index for sample in self._held)
+        return SlotState(self._next_index, held, dict(sorted(self._num_rejected.items())))
 
     def choose(self) -> list[Sample]:
         """Return the samples of the next pack.
@@ -81,6 +84,8 @@ class SlotPacker:
         if self._data.overlong == "error" and drawn.is_overlong:
             raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")
         self._rejected.append(drawn)
+        if self._order.is_first(drawn.index):
+            self._num_rejected[drawn.source] += 1
         self._failures += 1
         self._failed.add(self._order[drawn.index][1:])
         if self._failures >= _MAX_FAILURES or len(self._failed) == sum(self._order.lengths):

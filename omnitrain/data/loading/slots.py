@@ -6,7 +6,8 @@ step follow from the recipe alone, and the ranks only divide the packs among the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from omnitrain.data.packing.sample import Rejected
@@ -50,10 +51,12 @@ class SlotState:
     Attributes:
         next_index: global index of its first sample that was not drawn yet.
         held: indices of samples that were drawn but not packed yet, oldest first.
+        rejected: source -> rows that were skipped; not counted again in later epochs.
     """
 
     next_index: int
     held: tuple[int, ...] = ()
+    rejected: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class LoaderState:
     Attributes:
         slots: slot -> its state. The state of one loader has the slots of its rank; :func:`merge_states` merges those
             of all ranks. Empty: the beginning of a run.
-        rejected: rows skipped so far, each once.
+        rejected: rows skipped so far, each once. The state of one loader has those that its rank met, after those of
+            the state from which it continues.
     """
 
     slots: Mapping[int, SlotState] = field(default_factory=dict)
@@ -100,3 +104,16 @@ def merge_states(states: Sequence[LoaderState]) -> LoaderState:
                 )
     rejected = {row.id: row for state in states for row in state.rejected}
     return LoaderState(dict(sorted(slots.items())), tuple(rejected.values()))
+
+
+def rejected_by_source(of_ranks: Iterable[Mapping[int, Mapping[str, int]]]) -> dict[str, int]:
+    """Add up how many rows all ranks have skipped, by source.
+
+    Args:
+        of_ranks: of each rank: slot -> source -> rows. Ranks that share a slot skip the same ones, which count once.
+    """
+    of_slots = {slot: counts for of_rank in of_ranks for slot, counts in of_rank.items()}
+    total: Counter[str] = Counter()
+    for counts in of_slots.values():
+        total.update(counts)
+    return dict(sorted(total.items()))

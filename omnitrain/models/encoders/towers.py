@@ -7,15 +7,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import Source, model_class, resolve
+from omnitrain.models.hf.stored_tensor import read_weights, weights_left_in_files
 
 
 def tower_from_source(source: Source, modality: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model and return its tower for ``modality``; ``source`` as in :func:`omnitrain.models.hf.load.resolve`.
+    """Load the tower of a model for ``modality``; ``source`` as in :func:`omnitrain.models.hf.load.resolve`.
+
+    Weights of other parts of the model are not read.
 
     Raises:
         UserError: the model has no encoder for the modality.
     """
-    return _tower_of(resolve(source, dtype=dtype), modality)
+    with weights_left_in_files():
+        tower = _tower_of(resolve(source, dtype=dtype), modality)
+    read_weights(tower)
+    return tower
 
 
 def tower_from_config(config: PreTrainedConfig, modality: str) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from transformers.utils import logging as hf_logging
 
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.discovery.model_errors import refusing
+from omnitrain.models.hf.stored_tensor import StoredTensor
 from omnitrain.models.hf.unused_weights import counted, names_not_in_model
 from omnitrain.recipe.suggest import nearest
 
@@ -343,6 +344,8 @@ def _forget_quantization(model: PreTrainedModel, dtype: torch.dtype | None) -> N
 def _align(model: PreTrainedModel) -> None:
     """Copy unaligned tensors of memory-mapped files: kernels round differently on them."""
     for parameter in model.parameters():
+        if isinstance(parameter, StoredTensor):
+            continue
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import nullcontext
 from typing import TypeVar, cast
 
 import torch
@@ -15,6 +17,7 @@ from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.adapters.files import load_adapters, stored_adapters
 from omnitrain.models.adapters.lora import Adapters, adapters_of, add_lora
 from omnitrain.models.hf.load import load_strictly
+from omnitrain.models.hf.stored_tensor import weights_left_in_files
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 
@@ -23,7 +26,7 @@ T = TypeVar("T")
 _SHOWN = 3
 
 
-def load_weights(model: PreTrainedModel, path: str) -> None:
+def load_weights(model: PreTrainedModel, path: str, *, in_files: bool = False) -> None:
     """Load all tensors of a checkpoint into ``model``, in place.
 
     This loads a second model and takes its tensors, so buffers that are in no checkpoint get the values of a normal
@@ -33,6 +36,7 @@ def load_weights(model: PreTrainedModel, path: str) -> None:
     Args:
         model: on any device, also ``meta``.
         path: folder or Hub id.
+        in_files: leave parameters that are in safetensors files there, as ``StoredTensor``.
 
     Raises:
         UserError: the folder does not exist, has no weights, or has other adapters than the model.
@@ -40,7 +44,8 @@ def load_weights(model: PreTrainedModel, path: str) -> None:
     """
     config = copy.deepcopy(model.config)
     config._attn_implementation = None  # the model has chosen its attention already
-    loaded = load_strictly(type(model), path, config=config)
+    with weights_left_in_files() if in_files else nullcontext():
+        loaded = load_strictly(type(model), path, config=config)
     if isinstance(model, OmniModel):
         load_adapters(cast(OmniModel, loaded), path)
         add_lora(model, adapters_at(path, model))
@@ -147,7 +152,13 @@ def require_same_parameters(model: nn.Module) -> None:
 
 
 def _require_equal(parameters: dict[str, Hashable], problem: str, advice: str) -> None:
-    """Compare name -> description between ranks; all ranks must call this."""
+    """Compare name -> description between ranks; all ranks must call this.
+
+    Ranks hold each other's digests; only if these differ, they hold names and descriptions.
+    """
+    digest = hashlib.blake2b(repr(sorted(parameters.items())).encode(), digest_size=16).digest()
+    if len(set(gathered_objects(digest))) == 1:
+        return
     by_rank = gathered_objects(parameters)
     if different := sorted({name for of_rank in by_rank for name, _ in of_rank.items() ^ by_rank[0].items()}):
         raise UserError(f"{len(different)} parameters {problem}, such as {', '.join(different[:_SHOWN])}; {advice}")

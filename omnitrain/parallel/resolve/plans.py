@@ -66,7 +66,9 @@ def resolve_plans(
     plans = {}
     for name in components:
         own = state.of_section(plan.section_of(name))
-        tp = own.size("tp") if name == FOUNDATION or name in tensors.components else 1
+        tp = own.size("tp") if name == FOUNDATION else tensors.degrees.get(name, 1)
+        if 1 < tp < own.size("tp"):
+            own = own.with_tp(tp)
         sharded = chosen_layers(model, layers[name], plan.ep_plan)
         request = Request(
             name=name,

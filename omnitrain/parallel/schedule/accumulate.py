@@ -78,7 +78,8 @@ def accumulate_gradients(
     total = executor.run(schedule)
     layout = layout_of(model)
     if layout is not None:
-        add_up_over_tp(model.parameters(), layout.state)
+        for state, parameters in layout.by_tp_ranks(model):
+            add_up_over_tp(parameters, state)
         if layout.pipeline is not None:
             add_up_over_stages(model, layout.pipeline, _active(model, batch))
     return total

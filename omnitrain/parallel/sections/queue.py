@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from omnitrain.errors import LostRankError
 from omnitrain.parallel.sections.carriers.carrier import Arrival, Carrier, Departure
 from omnitrain.parallel.sections.message import Edge, Message, Part
-
-
-class Waiting(NamedTuple):
-    """What a rank is about to wait for.
-
-    Attributes:
-        edge: the edge.
-        number: number of the message among those of its receiver, from 0.
-        ranks: the global ranks at the other end.
-    """
-
-    edge: Edge
-    number: int
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"message {self.number} of {self.edge}"
 
 
 @dataclass(frozen=True)
@@ -42,7 +24,6 @@ class EdgeEnd:
         rank: global rank of this process.
         slots: number of messages, at least 1, for which a receiver has room; equal at both ends.
         timeout_s: seconds that a wait may last; None: as long as the carrier allows.
-        on_wait: called before each wait, for the report of a stalled run.
     """
 
     edge: Edge
@@ -50,7 +31,6 @@ class EdgeEnd:
     rank: int
     slots: int
     timeout_s: float | None = None
-    on_wait: Callable[[Waiting], None] | None = None
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -65,11 +45,6 @@ class EdgeEnd:
             verb = "take" if section == self.edge.source else "send"
             needs = f"rank {self.rank} cannot {verb} message {number} of {self.edge}"
             raise LostRankError(f"section {section}: {error}; {needs}", error.rank) from error
-
-    def announce(self, number: int, ranks: Sequence[int]) -> None:
-        """Say that this rank is about to wait for ``ranks``."""
-        if self.on_wait is not None:
-            self.on_wait(Waiting(self.edge, number, tuple(ranks)))
 
 
 @dataclass(frozen=True)
@@ -120,8 +95,7 @@ class Inbox:
         end, number = self._end, self._num_taken
         if not self._posted:
             raise ValueError(f"rank {end.rank} expects {number} messages of {end.edge}, and takes one more")
-        message, arrival = self._posted[0]
-        end.announce(number, sorted({part.sender for part in message.parts}))
+        _, arrival = self._posted[0]
         with end.naming(end.edge.source, number):
             tensors = arrival.wait(end.timeout_s)
         self._posted.popleft()
@@ -211,7 +185,6 @@ class Outbox:
         sent = self._sent[receiver]
         while sent and sent[0][0] <= last:
             number, departure = sent[0]
-            self._end.announce(number, [receiver])
             with self._end.naming(self._end.edge.target, number):
                 departure.wait(self._end.timeout_s)
             sent.popleft()

@@ -9,6 +9,7 @@ import numpy as np
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.plan import PlannedComponent, RowRoutes
+from omnitrain.plan.ragged import ranges
 from omnitrain.plan.sequence import SequenceSplit
 
 
@@ -140,9 +141,9 @@ class _Table:
         sent = self._only(_sorted(self.producer == group_rank, self.consumer))
         received = self._only(_sorted(self.consumer == group_rank, self.producer))
         return RowSplits(
-            made=_ranges(sent.at_producer, sent.rows),
+            made=ranges(sent.at_producer, sent.rows),
             sent=_sums(sent.consumer, sent.rows, num_ranks),
-            needed=_ranges(received.at_consumer, received.rows),
+            needed=ranges(received.at_consumer, received.rows),
             received=_sums(received.producer, received.rows, num_ranks),
         )
 
@@ -204,12 +205,6 @@ def _starts(group: np.ndarray, rows: np.ndarray) -> np.ndarray:
     starts = np.empty_like(before)
     starts[order] = before - before[first_of_group]
     return starts
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The concatenated ranges ``start .. start + length - 1``."""
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(lengths.sum())
 
 
 def _sums(group: np.ndarray, rows: np.ndarray, num_groups: int) -> list[int]:

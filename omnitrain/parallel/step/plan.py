@@ -88,7 +88,11 @@ def topology_of(model: OmniModel) -> Topology:
         copies = {n: len(ranks[n]) // (layout.components[n].num_shards * (p.tp or 1)) for n, p in plans.items()}
         places = {name: plan.place or "local" for name, plan in plans.items()}
         call_groups = {
-            name: tuple(group for group in _groups(states[name], planned, *call_axes(plan)) if group[0] in ranks[name])
+            name: tuple(
+                group
+                for group in _groups(layout.calling_state_of(name), planned, *call_axes(plan))
+                if group[0] in ranks[name]
+            )
             for name, plan in plans.items()
         }
         shared = {name for name, plan in plans.items() if (plan.ulysses or 1) > 1 or (plan.tp or 1) > 1}
@@ -265,7 +269,7 @@ class StepPlanner:
         quadratic = {name: costs.get(c.name, 0.0) for c in self.topology.components for name in c.media}
         facts = RankFacts(tuple(facts_of(pack, self.apart, quadratic) for pack in drawn))
         tables = self.peers.tables(encode_table(self.topology, facts))
-        return decode_tables(self.topology, [tables[other] for other in self.ranks])
+        return decode_tables(self.topology, tables[list(self.ranks)])
 
     def __enter__(self) -> StepPlanner:
         """Connect before data is read; otherwise the other ranks would wait for one that fails earlier."""

@@ -20,7 +20,7 @@ from omnitrain.plan import needed_capacity, padded
 _PATIENCE = timedelta(days=7)
 _TO_COME = timedelta(minutes=2)  # between the first and the last data process to connect; they start together
 _FAILED_ELSEWHERE = "the data failed on another rank"
-_FIRST_CAPACITY = 1024  # words
+_FIRST_CAPACITY = 128  # words; more once a table needs them
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,20 @@ class DataProcessGroup:
         self.rendezvous = rendezvous
         self._capacity = _FIRST_CAPACITY
 
-    def tables(self, table: np.ndarray) -> list[np.ndarray]:
+    def tables(self, table: np.ndarray) -> np.ndarray:
         """Gather the tables of all ranks, in order of ranks.
 
         Args:
             table: ``[words]`` int64 of this rank; the first word is its length.
 
+        Returns:
+            ``[ranks, words]`` int64, each padded to the same length.
+
         Raises:
             TrainingError: another data process has ended.
         """
         if self.rendezvous.world_size == 1:
-            return [table]
+            return table[None]
         gathered = self._gathered(table)
         if (needed := needed_capacity(gathered)) > self._capacity:  # the same on all ranks
             self._capacity = 2 * needed
@@ -102,11 +105,11 @@ class DataProcessGroup:
         self._swapped(out, content, received, sent)
         return [parcel.numpy().tobytes() for parcel in out.split(received)]
 
-    def _gathered(self, table: np.ndarray) -> list[np.ndarray]:
+    def _gathered(self, table: np.ndarray) -> np.ndarray:
         local = torch.from_numpy(padded(table, self._capacity))
-        tables = [torch.empty_like(local) for _ in range(self.rendezvous.world_size)]
-        self._finish(self._group.allgather([tables], [local]))
-        return [words.numpy() for words in tables]
+        tables = local.new_empty(self.rendezvous.world_size, self._capacity)
+        self._finish(self._group.allgather([list(tables)], [local]))
+        return tables.numpy()
 
     def _swapped(self, out: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]) -> None:
         self._finish(self._group.alltoall_base(out, sent, received_sizes, sent_sizes, dist.AllToAllOptions()))

@@ -99,7 +99,7 @@ def _group_of(layout: ModelLayout | None, component: PlannedComponent) -> dist.P
     if layout is None:
         return None
     plan = layout.components[component.name].plan
-    state, together = layout.state, call_axes(plan)
+    state, together = layout.calling_state_of(component.name), call_axes(plan)
     if is_separate(plan) and component.place == "world":
         return state.pp_loss_group if "tp" in together else state.section_group
     if "sequence" in together:

@@ -25,17 +25,14 @@ class TensorPlan:
     Attributes:
         styles: name of a module or parameter in the model without adapters -> style.
         owners: the same names -> the component of each.
+        degrees: component with at least one style -> number of ranks that share its matrices.
         problems: why it cannot be applied, one line each.
     """
 
     styles: Mapping[str, str] = field(default_factory=dict)
     owners: Mapping[str, str] = field(default_factory=dict)
+    degrees: Mapping[str, int] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
-
-    @property
-    def components(self) -> frozenset[str]:
-        """The components with at least one style."""
-        return frozenset(self.owners.values())
 
     def of_components(self, names: Collection[str]) -> dict[str, str]:
         """Return the styles of some components."""
@@ -59,17 +56,26 @@ def tensor_plan(model: OmniModel, plan: ParallelPlan, degrees: Mapping[str, int]
         problems.append("tp_plan: found with tp 1, where it does nothing; set tp above 1, or remove it")
     styles: dict[str, str] = {}
     owners: dict[str, str] = {}
+    cut: dict[str, int] = {}
     for section, tp in degrees.items():
+        own = {name: _degree(name, plan, tp) for name in model.components if plan.section_of(name) == section}
         if tp > 1:
-            planning = _Planning(model, tp)
+            planning = _Planning(model, tp, own)
             found = _styles_of(planning, plan, section)
             problems += planning.problems
             styles |= found
             owners |= {name: planning.component_of(name) for name in found}
+            cut |= {owners[name]: own[owners[name]] for name in found}
         if not problems:
-            own = [name for name in model.components if plan.section_of(name) == section]
-            problems += [one for name in own for one in _component_problems(name, plan, tp, name in owners.values())]
-    return TensorPlan(problems=tuple(dict.fromkeys(problems))) if problems else TensorPlan(styles, owners)
+            problems += [one for name in own for one in _component_problems(name, plan, tp, name in cut)]
+    return TensorPlan(problems=tuple(dict.fromkeys(problems))) if problems else TensorPlan(styles, owners, cut)
+
+
+def _degree(name: str, plan: ParallelPlan, tp: int) -> int:
+    """The number of ranks that share a component's matrices if it has styles: its own, or all of its section."""
+    component = plan.components.get(name)
+    own = None if component is None or name == FOUNDATION else component.tp
+    return own if own is not None and 1 < own < tp and tp % own == 0 else tp
 
 
 def _styles_of(planning: _Planning, plan: ParallelPlan, section: str) -> dict[str, str]:
@@ -87,23 +93,31 @@ def _component_problems(name: str, plan: ParallelPlan, tp: int, is_named: bool) 
     if name == FOUNDATION or component is None or component.tp in (None, 1):
         return
     section = plan.section_of(name)
-    if component.tp != tp:
-        fitting = " or ".join(map(str, sorted({tp, 1})))
+    if tp % component.tp:
+        fitting = ", ".join(str(degree) for degree in range(1, tp + 1) if tp % degree == 0)
         whose = "the foundation" if section == MAIN else plan.sections[section].components[0]
-        yield f"components.{name}.tp: found {component.tp}, but {whose} has {tp}; use {fitting}"
+        yield f"components.{name}.tp: found {component.tp}, but {whose} has {tp}; use one that divides it: {fitting}"
     elif not is_named:
         yield (
-            f"components.{name}.tp: found {tp}, but transformers has no tensor parallel plan for this component; list "
-            "its modules in tp_plan, or use 1"
+            f"components.{name}.tp: found {component.tp}, but transformers has no tensor parallel plan for this "
+            "component; list its modules in tp_plan, or use 1"
         )
+    elif component.tp < tp:
+        for axis in ("ulysses", "ep"):
+            if (degree := getattr(component, axis) or 1) > 1:
+                yield (
+                    f"components.{name}.tp: found {component.tp} with {axis} {degree}, which needs all {tp} tensor "
+                    f"parallel ranks, or none; use {tp} or 1, or {axis} 1"
+                )
 
 
 class _Planning:
     """Resolves the styles of a model, and collects problems."""
 
-    def __init__(self, model: OmniModel, tp: int) -> None:
+    def __init__(self, model: OmniModel, tp: int, degrees: Mapping[str, int]) -> None:
+        """``tp``: of the section; ``degrees``: component -> the number of ranks that share its matrices."""
         self.problems: list[str] = []
-        self._tp = tp
+        self._tp, self._degrees = tp, degrees
         self._model = model
         self._modules, self._parameters = without_adapters(model)
         owner = {p: name for name, parameters in model.components.items() for p in parameters.values()}
@@ -120,6 +134,9 @@ class _Planning:
     def component_of(self, name: str) -> str:
         """The component of a module or parameter, by its first parameter."""
         return self._component.get(name, FOUNDATION)
+
+    def _tp_of(self, name: str) -> int:
+        return self._degrees.get(self.component_of(name), self._tp)
 
     def of_foundation(self) -> dict[str, str]:
         """The styles of the foundation's HF plan."""
@@ -210,7 +227,7 @@ class _Planning:
         for path in self._inside.get(name, ()):
             parameter = self._parameters[path]
             dim = STYLES[style].dim(path.rpartition(".")[2], parameter)
-            if dim is not None and parameter.size(dim) % self._tp:
+            if dim is not None and parameter.size(dim) % self._tp_of(name):
                 return parameter.size(dim)
         return 0
 
@@ -228,12 +245,14 @@ class _Planning:
         for name in dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"):
             heads = _heads(self._modules[name])
             for what, number in heads.items():
-                if number % self._tp:
+                if number % self._tp_of(name):
                     yield self._indivisible(number, what, name, math.gcd(*heads.values()))
 
     def _indivisible(self, number: int, what: str, name: str, common: int) -> str:
         fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        return f"tp: found {self._tp}, which does not divide the {number} {what} of {_shown(name)}; use {fitting}"
+        return (
+            f"tp: found {self._tp_of(name)}, which does not divide the {number} {what} of {_shown(name)}; use {fitting}"
+        )
 
 
 _OF_PARAMETERS = tuple(STYLES[style].forward for style in ("colwise", "rowwise"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -26,12 +27,13 @@ def deal(work: Sequence[float], load: Sequence[float], num_lanes: int, *, couple
         room = [len(work) // num_lanes + (k < len(work) % num_lanes) for k in range(num_lanes)]
     for number, batch in enumerate(batches):
         is_fed = coupled or number == 0
-        taken = set()
+        free = [((sums[k] if is_fed else sums[k][::-1]), k) for k in range(num_lanes) if room[k]]
+        heapq.heapify(free)
         for sample in sorted(batch, key=lambda s: -load[s]):
-            free = [k for k in range(num_lanes) if room[k] and not (coupled and k in taken)]
-            chosen = min(free, key=lambda k: (sums[k] if is_fed else sums[k][::-1], k))
+            _, chosen = heapq.heappop(free)
             lane[sample] = chosen
             room[chosen] -= 1
-            taken.add(chosen)
             sums[chosen] = (sums[chosen][0] + load[sample], sums[chosen][1] + work[sample])
+            if room[chosen] and not coupled:  # a round has one sample of each lane
+                heapq.heappush(free, ((sums[chosen] if is_fed else sums[chosen][::-1]), chosen))
     return lane

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,7 +75,8 @@ class Wavefront:
                 raise ValueError(f"slots {feeder.slots}, in_flight {feeder.in_flight}: expected at least 1")
             if self.coupled and any(feeder.backwards) and feeder.keeps < len(feeder.lanes):
                 raise ValueError(f"in_flight {feeder.in_flight}: expected at least {len(feeder.lanes)}, one per lane")
-        numbers = {list(self.lane).count(lane) for lane in range(self.num_lanes)}
+        of_lane = Counter(self.lane)
+        numbers = {of_lane[lane] for lane in range(self.num_lanes)}
         if self.coupled and len(numbers) > 1:
             raise ValueError(f"coupled lanes have {sorted(numbers)} samples; expected equal numbers")
 
@@ -86,8 +88,9 @@ class Wavefront:
     @cached_property
     def needs(self) -> list[list[int]]:
         """``[samples]`` indices of the feeders that encode something of each sample."""
+        fed = [set(feeder.lanes) for feeder in self.feeders]
         return [
-            [g for g, feeder in enumerate(self.feeders) if feeder.forward[s] > 0 and lane in feeder.lanes]
+            [g for g, feeder in enumerate(self.feeders) if feeder.forward[s] > 0 and lane in fed[g]]
             for s, lane in enumerate(self.lane)
         ]
 

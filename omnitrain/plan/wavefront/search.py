@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from random import Random
@@ -84,10 +85,10 @@ def _level(wave: Wavefront, lanes: Lanes, load: Sequence[float]) -> Lanes:
     fed = [[s for s in lane if load[s] > 0] for lane in lanes]
     plain = [[s for s in lane if load[s] <= 0] for lane in lanes]
     orders: Lanes = [[] for _ in lanes]
-    times, surplus = [0.0] * len(lanes), 0.0
-    share = sum(load) / (sum(wave.work) or 1.0)
-    for _ in range(wave.num_samples):
-        lane = min((k for k in range(len(lanes)) if fed[k] or plain[k]), key=times.__getitem__)
+    upcoming = [(0.0, k) for k, lane in enumerate(lanes) if lane]  # seconds of the samples so far, lane
+    surplus, share = 0.0, sum(load) / (sum(wave.work) or 1.0)
+    while upcoming:
+        seconds, lane = heapq.heappop(upcoming)
         if plain[lane] and (surplus > 0 or not fed[lane] or not orders[lane]):
             sample = plain[lane].pop(0)
         else:
@@ -96,7 +97,8 @@ def _level(wave: Wavefront, lanes: Lanes, load: Sequence[float]) -> Lanes:
             fed[lane].remove(sample)
         orders[lane].append(sample)
         surplus += load[sample] - share * wave.work[sample]
-        times[lane] += wave.work[sample]
+        if fed[lane] or plain[lane]:
+            heapq.heappush(upcoming, (seconds + wave.work[sample], lane))
     return orders
 
 

@@ -132,7 +132,7 @@ class Evaluator:
         answered = all_or_raise(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
         scores = all_or_raise(peers, lambda: score(answered) if peers.rank == 0 else {})
         rejected = {index: row for rows in peers.gather(self._share.rejected) for index, row in rows.items()}
-        return Evaluation(losses, answered, peers.gather(scores)[0], [rejected[index] for index in sorted(rejected)])
+        return Evaluation(losses, answered, peers.of_first(scores), [rejected[index] for index in sorted(rejected)])
 
     def _losses(self, notify: Progress) -> dict[str, Any]:
         found = heldout_loss(self._model, self._packs, self._peers, notify)

@@ -181,7 +181,7 @@ class RunFolder:
         Raises:
             UserError: some ranks have another folder.
         """
-        mark = self.path / f".seen-by-{peers.gather(uuid.uuid4().hex)[0]}"
+        mark = self.path / f".seen-by-{peers.of_first(uuid.uuid4().hex)}"
         all_or_raise(peers, lambda: mark.touch() if peers.rank == 0 else None)
         try:
             require_seen(mark, self.path, peers)

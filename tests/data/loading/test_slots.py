@@ -16,7 +16,14 @@ import pytest
 from omnitrain.data.loading.loader import Packs, StepLoader
 from omnitrain.data.loading.order import SampleOrder
 from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
-from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, merge_states, share_of_rank
+from omnitrain.data.loading.slots import (
+    LoaderState,
+    RankShare,
+    SlotState,
+    merge_states,
+    rejected_by_source,
+    share_of_rank,
+)
 from omnitrain.data.packing.fill_pack import balanced_shares
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.errors import DataError, TrainingError, UserError
@@ -163,6 +170,40 @@ def test_rejected_rows_of_one_slot_leave_the_others_as_they_are() -> None:
         assert [before[slot] == after[slot] for slot in range(SLOTS)] == [True, True, False, True]
     assert max(slot.next_index for slot in dirty.state().slots.values()) < len(many)
     assert set(dirty.rejected) == bad and clean.rejected == {}
+
+
+def rejected_of(loaders: list[StepLoader]) -> tuple[dict[str, int], list[str]]:
+    """The counts of all ranks by source, and the ids that they list together."""
+    listed = [row.id for rank in loaders for row in rank.state().rejected]
+    return rejected_by_source(rank.num_rejected for rank in loaders), sorted(set(listed))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_any_number_of_ranks_counts_and_lists_each_rejected_row_once(ranks: int) -> None:
+    """Over several epochs, in which every row comes to several slots, and where ranks share a slot."""
+    rows = texts()
+    for index in range(0, len(rows), 2):
+        rows[index] = dataclasses.replace(rows[index], source="speech")
+    bad = {f"row {row}" for row in (0, 4, 10, 11)}
+    whole = world(ranks, rows=rows, bad=bad)
+    content(whole, 40)
+    assert max(slot.next_index for rank in whole for slot in rank.state().slots.values()) > 3 * len(rows)
+    assert rejected_of(whole) == ({"speech": 3, "text": 1}, sorted(bad))
+
+
+def test_a_run_that_goes_on_counts_and_lists_on() -> None:
+    rows, bad = texts(400), {f"row {row}" for row in range(0, 400, 7)}
+    uncut, first = world(1, rows=rows, bad=bad), world(2, rows=rows, bad=bad)
+    content(uncut, 9)
+    content(first, 5)
+    state = merge_states([rank.state() for rank in first])
+    begun = {row.id for row in state.rejected}
+    rest = world(3, rows=rows, bad=bad, state=dataclasses.replace(state, rejected=()))
+    content(rest, 4)
+    counts, listed = rejected_of(rest)
+    assert begun and listed and (counts, sorted(begun.union(listed))) == rejected_of(uncut)
+    resumed = loader(rows=rows, bad=bad, state=state)
+    assert resumed.state() == state
 
 
 @pytest.mark.parametrize("rank", range(4))

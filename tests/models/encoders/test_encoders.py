@@ -1,12 +1,18 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import to_tensors
 from omnitrain.models.encoders.projector import merge_frames, merge_grid
+from omnitrain.models.encoders.towers import tower_from_source
+from omnitrain.models.hf.load import resolve
+from omnitrain.models.hf.stored_values import FILES
 from omnitrain.models.omni.build import build_omni_model
 from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER
 
@@ -127,3 +133,15 @@ def test_towers_that_do_not_fit_are_refused_with_the_way_out() -> None:
     deep = encoder({**TOWERS["qwen3_vl"], "deepstack_visual_indexes": [0]}, processor=GRID_PROCESSOR)
     with pytest.raises(UserError, match="set `deepstack_visual_indexes"):
         deep.lm_encode(*deep.minimal_input())
+
+
+def test_of_a_model_around_a_tower_nothing_is_read(tmp_path: Path) -> None:
+    text = {name: size for name, size in VIT.items() if name != "image_size"} | {"vocab_size": 64}
+    whole = resolve(TOWERS["whole clip"] | {"text_config": text})
+    whole.save_pretrained(tmp_path)
+    before = FILES.num_bytes
+    tower = tower_from_source(str(tmp_path), "image", torch.float32)
+    assert FILES.num_bytes - before == sum(parameter.nbytes for parameter in tower.parameters())
+    expected = dict(whole.get_encoder("image").named_parameters())
+    for name, parameter in tower.named_parameters():
+        assert type(parameter) is nn.Parameter and torch.equal(parameter, expected[name])

@@ -24,7 +24,7 @@ from omnitrain.parallel.state import init_parallel_state
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup
 from tests.families import FAMILIES
 from tests.parallel.factories import any_to_any
-from tests.parallel.fsdp.test_broadcast_load import deep
+from tests.parallel.fsdp.test_weight_loader import deep
 from tests.peaks import peak_bytes
 
 A_BLOCK_EACH = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -92,14 +93,19 @@ def test_pairs_of_micro_batches_change_no_bit(ranks: RankPool, case: Case) -> No
         assert [name for name, gradient in expected.items() if not found[name].equal(gradient)] == []
 
 
-def four_heads() -> OmniModel:
+def with_heads(heads: int) -> OmniModel:
     """InternVL whose heads divide by four tensor parallel ranks."""
     config = with_layers(FAMILIES["internvl"](), 2)
     text = config.get_text_config(decoder=True)
-    text.num_attention_heads = text.num_key_value_heads = 4
+    text.num_attention_heads = text.num_key_value_heads = heads
     foundation = foundation_class(config)(config)
     init_peaked_(foundation)
     return build_omni_model(foundation=foundation)
+
+
+OF_TEXT = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {"layers.*.self_attn.o_proj": "rowwise"}
+OF_TEXT |= {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+OF_TOWER = {"layer.*.mlp.fc1": "colwise", "layer.*.mlp.fc2": "rowwise"}  # its attention fixes the number of heads
 
 
 @dataclass(frozen=True)
@@ -108,10 +114,12 @@ class WithTower(Layout):
 
     tower: int = 1
     place: str = "group"
+    globs: bool = True
 
     def plan(self) -> ParallelPlan:
         encoder = ComponentPlan(tp=self.tower, place=self.place)
-        return super().plan().model_copy(update={"components": {"image_encoder": encoder}})
+        tp_plan = OF_TEXT | OF_TOWER if self.globs and self.tower > 1 else None
+        return super().plan().model_copy(update={"components": {"image_encoder": encoder}, "tp_plan": tp_plan})
 
     def __str__(self) -> str:
         return f"{super().__str__()} tower {self.tower} {self.place}"
@@ -119,11 +127,31 @@ class WithTower(Layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tower", "place", "status"), [(1, "local", "equal"), (1, "group", "equal"), (2, "group", "refused")]
+    ("layout", "tower", "place"),
+    [("tp4", 1, "local"), ("tp4", 1, "group"), ("tp4", 2, "local"), ("tp4", 2, "group"), ("tp4", 2, "world")],
 )
-def test_a_tower_is_whole_under_a_foundation_with_tp4_or_is_refused(
-    ranks: RankPool, tower: int, place: str, status: str
+def test_a_tower_has_a_part_of_the_ranks_of_the_foundations_tp4_or_none(
+    ranks: RankPool, layout: str, tower: int, place: str
 ) -> None:
-    layout = WithTower(**vars(parse_layout("tp4")), tower=tower, place=place)
-    report = verify(four_heads, samples_of("internvl"), [layout], timeout_s=60, pool=ranks)
-    assert [row.status for row in report.rows] == [status], str(report)
+    layouts = [WithTower(**vars(parse_layout(layout)), tower=tower, place=place)]
+    report = verify(partial(with_heads, 4), samples_of("internvl"), layouts, timeout_s=60, pool=ranks)
+    assert [row.status for row in report.rows] == ["equal"], str(report)
+
+
+@pytest.mark.slow
+def test_a_tower_on_two_of_four_tensor_parallel_ranks_trains_beside_every_other_parallelism() -> None:
+    words = {"dp2.tp4.recompute.accum2": "group world local", "sp2.tp4": "group world", "cp2.tp4": "group world local"}
+    words |= {"pp2.tp4.accum2": "group world"}
+    layouts = [
+        WithTower(**vars(parse_layout(word)), tower=2, place=place) for word in words for place in words[word].split()
+    ]
+    with RankPool(8, preload=("omnitrain.parallel.verify.verify",)) as eight:
+        report = verify(partial(with_heads, 8), samples_of("internvl"), layouts, nproc=8, timeout_s=120, pool=eight)
+    assert {row.layout: row.status for row in report.rows} == dict.fromkeys(map(str, layouts), "equal"), str(report)
+
+
+@pytest.mark.slow
+def test_a_tower_without_a_plan_of_its_matrices_is_refused_with_what_to_do(ranks: RankPool) -> None:
+    layout = WithTower(**vars(parse_layout("tp4")), tower=2, globs=False)
+    report = verify(partial(with_heads, 4), samples_of("internvl"), [layout], timeout_s=60, pool=ranks)
+    assert [row.status for row in report.rows] == ["refused"], str(report)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from omnitrain.errors import LostRankError
 from omnitrain.parallel.sections.carriers.carrier import Arrival, Carrier, Departure
-from omnitrain.parallel.sections.carriers.nixl import nixl_carrier
+from omnitrain.parallel.sections.carriers.nixl import GrowingNixlCarrier
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
 from omnitrain.parallel.sections.message import Edge, Message, Part, Rows, parts_at
-from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox, Waiting
+from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox
 
 SLOTS, HOLD = 3, 4
 EDGE = Edge("vision", "main")
@@ -34,8 +34,9 @@ def by_torch(senders: Sequence[int], receivers: Sequence[int]) -> Carrier:
 
 
 def by_nixl(senders: Sequence[int], receivers: Sequence[int]) -> Carrier:
-    carrier = nixl_carrier(senders, receivers, slots=SLOTS, slot_bytes=32_768)
-    assert carrier is not None
+    carrier = GrowingNixlCarrier(senders, receivers, SLOTS)
+    if dist.get_rank() in (*senders, *receivers):
+        carrier.prepare([Message(receivers[0], (Rows((4096,), torch.float32),), (Part(senders[0], 0, 1),))])
     assert carrier.memory_bytes <= 64 + SLOTS * 32_768 * (len(receivers) if dist.get_rank() in senders else 1)
     return carrier
 
@@ -222,6 +223,33 @@ def paced(make: MakeCarrier, count: int, before_push: float, before_take: float)
     return times
 
 
+@dataclass(frozen=True)
+class Unhurried:
+    """A carrier that begins no wait before a file exists: the limit is for a rank that stopped, not for a slow one."""
+
+    carrier: Carrier
+    ended: Path
+
+    def post(self, message: Message, number: int) -> Arrival:
+        return Deferred(self.carrier.post(message, number), self.ended)
+
+    def send(self, tensors: Sequence[Tensor], message: Message, part: Part, number: int) -> Departure:
+        return Deferred(self.carrier.send(tensors, message, part, number), self.ended)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A wait of :class:`Unhurried`."""
+
+    wait_of: Arrival | Departure
+    ended: Path
+
+    def wait(self, timeout_s: float | None) -> object:
+        while not self.ended.exists():
+            time.sleep(0.001)
+        return self.wait_of.wait(timeout_s)
+
+
 def num_moved_by_victim(timeout_s: float | None) -> int:
     """The number of messages that the victim of :func:`lost` pushes or takes. A silent one: as many as need no wait."""
     return 5 if timeout_s is None else SLOTS
@@ -230,16 +258,12 @@ def num_moved_by_victim(timeout_s: float | None) -> int:
 def lost(make: MakeCarrier, folder: str, victim: int, timeout_s: float | None) -> None:
     """The victim ends (or stops, with a limit) after a few messages; the other rank writes its error."""
     rank, ended = dist.get_rank(), Path(folder, "ended")
-    waits: list[Waiting] = []
-
-    def on_wait(waiting: Waiting) -> None:
-        waits.append(waiting)
-        while timeout_s is not None and rank != victim and not ended.exists():
-            time.sleep(0.001)  # the limit is for a rank that stopped, however slow this machine is
-
     messages = [Message(1, (Rows((4,), torch.float32),), (Part(0, 0, 2),))] * 40
     limit = None if rank == victim else timeout_s
-    end = EdgeEnd(EDGE, make([0], [1]), rank, SLOTS, timeout_s=limit, on_wait=on_wait)
+    carrier = make([0], [1])
+    if limit is not None:
+        carrier = Unhurried(carrier, ended)
+    end = EdgeEnd(EDGE, carrier, rank, SLOTS, timeout_s=limit)
     box = (Outbox, Inbox)[rank](end)
     box.expect(messages)
     dist.barrier()
@@ -255,5 +279,5 @@ def lost(make: MakeCarrier, folder: str, victim: int, timeout_s: float | None) -
                 time.sleep(0.01)
                 box.push(1, [torch.full((2, 4), float(number))])
     except LostRankError as error:
-        Path(folder, "error").write_text(f"{time.monotonic()}\n{error.rank}\n{number}\n{waits[-1]}\n{error}")
+        Path(folder, "error").write_text(f"{time.monotonic()}\n{error.rank}\n{number}\n{error}")
         raise

@@ -60,7 +60,7 @@ def test_ten_thousand_ragged_messages_arrive_in_order_and_within_the_slots(
         assert found.get("alive", 1) <= SLOTS + 1  # and the one that was taken
 
 
-@pytest.mark.parametrize("make", CARRIERS)
+@pytest.mark.parametrize("make", [by_torch, pytest.param(by_nixl, marks=pytest.mark.slow)])
 def test_shards_of_tp2_x_cp2_are_gathered_at_tp4_and_gradients_come_back(sections: RankPool, make: MakeCarrier) -> None:
     assert sections.run(gathered_shards, make, timeout_s=60, world=8) == [0.0] * 8
 
@@ -108,7 +108,7 @@ def test_a_lost_rank_is_named_with_section_and_message_within_5_s(
     with pytest.raises(RankError):
         sections.run(lost, make, str(tmp_path), victim, timeout_s, timeout_s=30, world=2)
     ended = float((tmp_path / "ended").read_text())
-    at, rank, done, waited_for, error = (tmp_path / "error").read_text().split("\n", 4)
+    at, rank, done, error = (tmp_path / "error").read_text().split("\n", 3)
     assert float(at) - ended < 5
     assert int(rank) == victim
     match = re.fullmatch(rf"section {verb} message (\d+) of vision -> main", error)
@@ -117,11 +117,9 @@ def test_a_lost_rank_is_named_with_section_and_message_within_5_s(
     of_victim = num_moved_by_victim(timeout_s)
     if victim == 0:  # what it pushed may be lost with it
         assert named == moved <= of_victim
-        assert waited_for == f"message {named} of vision -> main"
     else:  # it has posted the next SLOTS messages; the one after these cannot leave
         assert of_victim <= moved <= of_victim + 2 * SLOTS
         assert named in (moved, moved - SLOTS) and named < of_victim + 2 * SLOTS
-        assert re.fullmatch(r"message \d+ of vision -> main", waited_for)
 
 
 class EndsEarly:

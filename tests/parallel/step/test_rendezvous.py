@@ -56,6 +56,16 @@ def test_a_data_process_that_never_comes_is_not_waited_for(ranks: RankPool) -> N
     assert message.startswith("the data processes of 2 ranks did not connect within 1 s")
 
 
+def long_tables() -> list[list[int]]:
+    """The sums of all tables; that of rank 1 is longer than ranks send at first, then shorter again."""
+    rank, peers = dist.get_rank(), DataProcessGroup(open_rendezvous())
+    return [peers.tables(np.full(size, size)).sum(axis=1).tolist() for size in (3 + 300 * rank, 2 + rank)]
+
+
+def test_a_long_table_arrives_whole_on_all_ranks(ranks: RankPool) -> None:
+    assert ranks.run(long_tables, timeout_s=60, world=2) == [[[9, 303**2], [4, 9]]] * 2
+
+
 def meet_late() -> int:
     """Rank 1 comes in time, and then takes longer for its table than it had to come."""
     peers = DataProcessGroup(open_rendezvous())

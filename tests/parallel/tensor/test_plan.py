@@ -121,10 +121,10 @@ def test_a_tower_is_cut_only_if_something_says_how(qwen3_vl: ot.OmniModel) -> No
     globs = {"layers.*.mlp.down_proj": "rowwise_split_input"}
     found = tensor_plan(qwen3_vl, ot.ParallelPlan(components=asked, tp_plan=globs), {"main": 2})
     assert "components.image_encoder.tp: found 2, but transformers has no tensor parallel plan" in found.problems[0]
-    assert tensor_plan(qwen3_vl, ot.ParallelPlan(tp_plan=globs), {"main": 2}).components == {"foundation"}
+    assert tensor_plan(qwen3_vl, ot.ParallelPlan(tp_plan=globs), {"main": 2}).degrees == {"foundation": 2}
     globs |= {"blocks.*.mlp.linear_fc1": "colwise", "blocks.*.mlp.linear_fc2": "rowwise"}
     both = tensor_plan(qwen3_vl, ot.ParallelPlan(components=asked, tp_plan=globs), {"main": 2})
-    assert not both.problems and both.components == {"foundation", "image_encoder"}
+    assert not both.problems and both.degrees == {"foundation": 2, "image_encoder": 2}
 
 
 def test_the_page_lists_every_style_and_its_recipe_cuts_the_model_that_it_is_for(qwen3_vl: ot.OmniModel) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import omnitrain as ot
@@ -49,12 +50,14 @@ def test_a_section_waits_for_gradients_of_the_rank_that_sleeps(ranks: RankPool, 
     assert f"  waiting: rank 1 in {waits}\n" in text
 
 
+@pytest.mark.slow
 def test_a_section_waits_until_the_rank_that_sleeps_has_room(ranks: RankPool, tmp_path: Path) -> None:
     text = reported(ranks, tmp_path, frozen, ("forward of stage 0", 0), sleep)  # it has window 0, and room for window 1
     waits = "section vision: send of the features of image_encoder from micro-batch 3, step 2, for rank 0"
     assert f"  waiting: rank 1 in {waits}\n" in text
 
 
+@pytest.mark.slow
 def test_main_waits_for_a_section_that_sleeps_while_it_encodes_ahead(ranks: RankPool, tmp_path: Path) -> None:
     at = ("section vision: encoding of image_encoder from micro-batch 1 of the next step", None)
     text = reported(ranks, tmp_path, partial(frozen, ahead=1), at, sleep)

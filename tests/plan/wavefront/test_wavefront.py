@@ -226,3 +226,36 @@ def test_limits_below_one_and_coupled_lanes_of_unequal_numbers_are_refused():
         Wavefront([1.0] * 3, [0, 0, 1], 2, (), coupled=True)
     with pytest.raises(ValueError, match="in_flight 1: expected at least 2, one per lane"):
         Wavefront([1.0] * 2, [0, 1], 2, (Feeder([1.0] * 2, [1.0] * 2, (0, 1), in_flight=1),), coupled=True)
+
+
+def dealt_by_comparing_all_lanes(work, load, num_lanes, coupled):
+    """What ``deal`` returns: each sample goes to the lane with the least so far, found by looking at all of them."""
+    lane, sums = [0] * len(work), [(0.0, 0.0)] * num_lanes
+    longest_first = sorted(range(len(work)), key=lambda s: (-work[s], s))
+    rounds = [longest_first[i : i + num_lanes] for i in range(0, len(work), num_lanes)]
+    batches = rounds if coupled else [[s for s in longest_first if (load[s] > 0) == is_fed] for is_fed in (True, False)]
+    room = [len(range(k, len(work), num_lanes)) for k in range(num_lanes)]
+    if coupled:
+        room = [len(rounds)] * num_lanes
+    for number, batch in enumerate(batches):
+        taken = set()
+        for sample in sorted(batch, key=lambda s: -load[s]):
+            free = [k for k in range(num_lanes) if room[k] and not (coupled and k in taken)]
+            chosen = min(free, key=lambda k: (sums[k] if coupled or number == 0 else sums[k][::-1], k))
+            taken.add(chosen)
+            lane[sample], room[chosen] = chosen, room[chosen] - 1
+            sums[chosen] = (sums[chosen][0] + load[sample], sums[chosen][1] + work[sample])
+    return lane
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_samples_are_dealt_to_the_lane_with_the_least(coupled):
+    for seed in range(60):
+        random = Random(seed)
+        num_lanes = random.randint(1, 9)
+        work = [
+            float(random.randint(1, 5)) for _ in range(num_lanes * random.randint(0, 5) + random.randrange(num_lanes))
+        ]
+        load = [max(0.0, random.randint(-3, 5) / 2) for _ in work]
+        expected = dealt_by_comparing_all_lanes(work, load, num_lanes, coupled)
+        assert deal(work, load, num_lanes, coupled=coupled) == expected

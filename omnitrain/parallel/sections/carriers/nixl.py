@@ -300,6 +300,11 @@ class GrowingNixlCarrier:
             self._slot_bytes = 2 * largest
             self._carrier = _connected(self._senders, self._receivers, self._slots, self._slot_bytes, self._group)
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the slots take on this rank."""
+        return 0 if self._carrier is None else self._carrier.memory_bytes
+
     def post(self, message: Message, number: int) -> _Landing:
         """See :meth:`NixlCarrier.post`."""
         assert self._carrier is not None
@@ -309,32 +314,6 @@ class GrowingNixlCarrier:
         """See :meth:`NixlCarrier.send`."""
         assert self._carrier is not None
         return self._carrier.send(tensors, message, part, number)
-
-
-def nixl_carrier(
-    senders: Sequence[int], receivers: Sequence[int], *, slots: int, slot_bytes: int
-) -> NixlCarrier | None:
-    """Make the carrier of an edge between hosts' memories. All ranks of the world call it, in the same order.
-
-    Args:
-        senders: global ranks of the section that sends.
-        receivers: global ranks of the section that receives.
-        slots: number of messages for which a receiver has room.
-        slot_bytes: bytes of the largest message; each tensor is rounded up to 64 bytes.
-
-    Returns:
-        The carrier; None on ranks of other sections.
-
-    Raises:
-        UserError: NIXL is not installed.
-    """
-    rank, members = dist.get_rank(), sorted({*senders, *receivers})
-    group = dist.new_group(members, backend="gloo", group_desc="section_edge")
-    if rank not in members:
-        return None
-    carrier = _connected(senders, receivers, slots, slot_bytes, group)
-    dist.destroy_process_group(group)
-    return carrier
 
 
 def _connected(

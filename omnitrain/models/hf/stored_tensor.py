@@ -1,0 +1,354 @@
+"""``StoredTensor``: a tensor whose elements still lie in files, in the place of a model's parameter.
+
+transformers loads a model with such tensors as with others: it renames them, stacks experts, splits, transposes and
+casts. These operations are recorded (:mod:`.stored_values`). FSDP and tensor parallelism slice them; what they copy to
+memory is read then, and nothing else.
+
+    operation                                    result
+    slices, stack, cat, transposes, casts, ...   a ``StoredTensor``; nothing is read
+    others while transformers loads              a ``StoredTensor`` that computes whole tensors when it is read
+    others afterwards                            a plain tensor, of inputs that are read whole
+    writing to a ``StoredTensor``                it keeps the result in memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils._pytree import tree_any, tree_map_only
+from transformers import PreTrainedModel
+
+from omnitrain.models.hf.stored_values import (
+    FILES,
+    Computed,
+    Concatenated,
+    InFile,
+    InMemory,
+    Narrowed,
+    Permuted,
+    Reshaped,
+    Selected,
+    StoredValue,
+    Unsqueezed,
+    cast,
+    read,
+    whole_of,
+)
+
+aten = torch.ops.aten
+_DATA: Any = torch.Tensor.data
+_SET_DATA = _DATA.__set__
+_records_all: ContextVar[bool] = ContextVar("_records_all", default=False)
+_leaves_in_files: ContextVar[bool] = ContextVar("_leaves_in_files", default=False)
+
+
+class StoredTensor(Tensor):
+    """A tensor whose elements lie in files.
+
+    Attributes:
+        value: how it is made of them.
+    """
+
+    value: StoredValue
+
+    @staticmethod
+    def __new__(cls, value: StoredValue, device: torch.device | str = "cpu") -> StoredTensor:
+        """Make a tensor of ``value`` that says it is on ``device``, where a copy of it will be."""
+        return torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=torch.device(device))
+
+    def __init__(self, value: StoredValue, device: torch.device | str = "cpu") -> None:
+        self.value = value
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensor:
+        copied = StoredTensor(self.value, self.device).requires_grad_(self.requires_grad)
+        vars(copied).update({name: kept for name, kept in vars(self).items() if name != "value"})
+        return memo.setdefault(id(self), copied)
+
+    @property
+    def is_in_files(self) -> bool:
+        """Whether no part of it is in memory, so that it can be read on another rank."""
+        return is_in_files(self.value)
+
+    def read(self) -> Tensor:
+        """Return all of it in memory, on its device."""
+        return read(self.value).to(self.device)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == _SET_DATA:
+                return _set_data(*args)
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func in _RECORDED:
+            recorded = _RECORDED[func](*args, **kwargs)
+            if recorded is not NotImplemented:
+                return recorded
+        if func in _WITHOUT_VALUES:
+            return func(*tree_map_only(StoredTensor, _unwritten, args), **kwargs)
+        if _records_all.get():
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                return _computed(func, args, kwargs)
+        return _compute(func, args, kwargs)
+
+
+def is_in_files(value: StoredValue) -> bool:
+    """Whether no leaf of a value is in memory."""
+    return not isinstance(value, InMemory) and all(is_in_files(part) for part in value.parts)
+
+
+def stored_tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
+    """Return name -> tensor, for all tensors of some files; their values are not read."""
+    tensors = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in list(opened.keys()):
+                found = opened.get_slice(name)[...]  # of mapped memory, of which nothing is read
+                tensors[name] = StoredTensor(InFile(file, name, tuple(found.shape), found.dtype))
+    return tensors
+
+
+@contextmanager
+def weights_left_in_files() -> Iterator[None]:
+    """Within this context, transformers loads safetensors files into parameters that are ``StoredTensor``."""
+    load = PreTrainedModel._load_pretrained_model
+
+    def load_stored(
+        model: PreTrainedModel, state_dict: dict[str, Tensor] | None, files: list[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if state_dict is not None or not files or not all(file.endswith(".safetensors") for file in files):
+            return load(model, state_dict, files, *args, **kwargs)
+        recording = _records_all.set(True)
+        try:
+            loaded = load(model, stored_tensors(files), files, *args, **kwargs)
+        finally:
+            _records_all.reset(recording)
+        _read_buffers(model)
+        return loaded
+
+    token = _leaves_in_files.set(True)
+    PreTrainedModel._load_pretrained_model = staticmethod(load_stored)
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = staticmethod(load)
+        _leaves_in_files.reset(token)
+
+
+def read_weights(module: nn.Module) -> None:
+    """Read the parameters that are left in files, such as those of the part of a model that is used.
+
+    Inside :func:`weights_left_in_files` they stay there.
+    """
+    if _leaves_in_files.get():
+        return
+    for parameter in module.parameters():
+        if isinstance(parameter, StoredTensor):
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.read(), parameter.requires_grad))
+    FILES.close()
+
+
+def _read_buffers(model: nn.Module) -> None:
+    """Read the buffers: all ranks keep them whole."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, StoredTensor):
+                module._buffers[name] = buffer.read()
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    """``tensor.data = data``, of which one is a ``StoredTensor``."""
+    if isinstance(tensor, StoredTensor) and isinstance(data, StoredTensor):
+        _SET_DATA(tensor, data)
+        tensor.value = data.value
+    else:
+        torch.utils.swap_tensors(tensor, nn.Parameter(data, tensor.requires_grad))
+
+
+def _unwritten(tensor: StoredTensor) -> Tensor:
+    """A tensor like it; its memory is not written, and so not used."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Record any operation, whose results get their shapes from the meta device.
+
+    Raises:
+        NotImplementedError: it writes to a tensor, or has results other than tensors.
+    """
+    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments):
+        raise NotImplementedError
+    if tree_any(lambda arg: isinstance(arg, Tensor) and not isinstance(arg, StoredTensor), (args, kwargs)):
+        args, kwargs = tree_map_only(
+            Tensor, lambda t: t if isinstance(t, StoredTensor) else StoredTensor(InMemory(t)), (args, kwargs)
+        )
+    device = next(t.device for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, StoredTensor))
+    shapes = tree_map_only(StoredTensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs))
+    shaped = func(*shapes[0], **shapes[1])
+    of_args = tree_map_only(StoredTensor, lambda t: t.value, (args, kwargs))
+
+    def result(like: Any, index: int | None) -> StoredTensor:
+        if not isinstance(like, Tensor):
+            raise NotImplementedError
+        return StoredTensor(Computed(str(func), of_args, index, tuple(like.shape), like.dtype), device)
+
+    if isinstance(shaped, (tuple, list)):
+        return type(shaped)(result(like, index) for index, like in enumerate(shaped))
+    return result(shaped, None)
+
+
+def _compute(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on inputs that are read whole; what it writes to keeps the result."""
+    written = [
+        given
+        for argument, given in [
+            *zip(func._schema.arguments, args, strict=False),
+            *((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs),
+        ]
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, StoredTensor)
+    ]
+    plain: dict[StoredTensor, Tensor] = {}
+
+    def plain_of(tensor: StoredTensor) -> Tensor:
+        return plain.setdefault(tensor, tensor.read()) if tensor not in plain else plain[tensor]
+
+    plain_args, plain_kwargs = tree_map_only(StoredTensor, plain_of, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    for tensor in written:
+        tensor.value = InMemory(plain[tensor])
+    return next((tensor for tensor in written if plain[tensor] is result), result)
+
+
+def _like(tensor: StoredTensor, value: StoredValue) -> StoredTensor:
+    return StoredTensor(value, tensor.device)
+
+
+def _same(tensor: StoredTensor, **kwargs: Any) -> StoredTensor:
+    return _like(tensor, tensor.value)
+
+
+def _copied_to(
+    tensor: StoredTensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **kwargs: Any
+) -> Any:
+    if device is not None and torch.device(device).type == "meta":
+        return NotImplemented
+    return StoredTensor(cast(tensor.value, dtype or tensor.dtype), device or tensor.device)
+
+
+def _sliced(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    if step != 1:
+        return NotImplemented
+    first, last, _ = slice(start, end).indices(tensor.size(dim))
+    return _like(tensor, Narrowed(tensor.value, dim % tensor.ndim, first, max(last - first, 0)))
+
+
+def _split(tensor: StoredTensor, sizes: int | Sequence[int], dim: int = 0) -> list[StoredTensor]:
+    size = tensor.size(dim)
+    if isinstance(sizes, int):
+        sizes = [min(sizes, size - start) for start in range(0, size, sizes)] if size else [0]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [_sliced(tensor, dim, start, start + length) for start, length in zip(starts, sizes, strict=True)]
+
+
+def _selected(tensor: StoredTensor, dim: int, index: int) -> StoredTensor:
+    dim %= tensor.ndim
+    return _like(tensor, Selected(tensor.value, dim, index % tensor.size(dim)))
+
+
+def _unbound(tensor: StoredTensor, dim: int = 0) -> tuple[StoredTensor, ...]:
+    return tuple(_selected(tensor, dim, index) for index in range(tensor.size(dim)))
+
+
+def _unsqueezed(tensor: StoredTensor, dim: int) -> StoredTensor:
+    return _like(tensor, Unsqueezed(tensor.value, dim % (tensor.ndim + 1)))
+
+
+def _squeezed(tensor: StoredTensor, dim: int) -> StoredTensor:
+    return _selected(tensor, dim, 0) if tensor.ndim and tensor.size(dim) == 1 else _same(tensor)
+
+
+def _permuted(tensor: StoredTensor, dims: Sequence[int]) -> StoredTensor:
+    return _like(tensor, Permuted(tensor.value, tuple(dim % tensor.ndim for dim in dims)))
+
+
+def _transposed(tensor: StoredTensor, first: int = 0, second: int = 1) -> StoredTensor:
+    dims = list(range(tensor.ndim))
+    dims[first], dims[second] = dims[second], dims[first]
+    return _permuted(tensor, dims)
+
+
+def _reshaped(tensor: StoredTensor, shape: Sequence[int]) -> StoredTensor:
+    found = torch.empty(tensor.shape, device="meta").view(shape).shape
+    return _like(tensor, Reshaped(tensor.value, tuple(found)))
+
+
+def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    values = [tensor.value for tensor in tensors if isinstance(tensor, StoredTensor)]
+    first = tensors[0]
+    if len(values) < len(tensors) or any((t.dtype, t.ndim) != (first.dtype, first.ndim) for t in tensors):
+        return NotImplemented
+    assert isinstance(first, StoredTensor)
+    return _like(first, Concatenated(tuple(values), dim % first.ndim))
+
+
+def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    if not all(isinstance(tensor, StoredTensor) for tensor in tensors):
+        return NotImplemented
+    dim %= tensors[0].ndim + 1
+    return _concatenated([aten.unsqueeze.default(tensor, dim) for tensor in tensors], dim)
+
+
+def _copied_from(target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    if isinstance(target, StoredTensor) or not isinstance(source, StoredTensor) or target.shape != source.shape:
+        return NotImplemented
+    source.value.write_to(target, whole_of(source.value.shape))
+    return target
+
+
+_RECORDED: dict[Any, Callable[..., Any]] = {
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.clone.default: _same,
+    aten.contiguous.default: _same,
+    aten._to_copy.default: _copied_to,
+    aten.slice.Tensor: _sliced,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.select.int: _selected,
+    aten.unbind.int: _unbound,
+    aten.unsqueeze.default: _unsqueezed,
+    aten.squeeze.dim: _squeezed,
+    aten.permute.default: _permuted,
+    aten.transpose.int: _transposed,
+    aten.t.default: _transposed,
+    aten.view.default: _reshaped,
+    aten._unsafe_view.default: _reshaped,
+    aten.cat.default: _concatenated,
+    aten.stack.default: _stacked,
+    aten.copy_.default: _copied_from,
+}
+# Their results depend on shapes alone.
+_WITHOUT_VALUES = {
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty_strided.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+}

@@ -1,0 +1,54 @@
+"""What ranks send and hold grows with their number, and not faster."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def figures() -> Iterator[dict[str, float]]:
+    """Of 16 and 64 ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        patch.chdir(BENCHMARKS.parent)
+        many_ranks: ModuleType = importlib.import_module("many_ranks")
+        yield many_ranks.measure([16, 64], rounds=1).figures
+
+
+@pytest.mark.parametrize("part", ["step", "start", "line"])
+def test_nothing_that_a_rank_sends_or_holds_grows_faster_than_the_number_of_ranks(
+    figures: dict[str, float], part: str
+) -> None:
+    growth = {name: value for name, value in figures.items() if name.startswith(part) and name.endswith("bytes_growth")}
+    assert len(growth) >= 3 and {name: value for name, value in growth.items() if value > 4} == {}
+
+
+def test_a_line_of_metrics_carries_no_rejected_row(figures: dict[str, float]) -> None:
+    """The run had a rejected row per rank when it was resumed, and each rank has met some more."""
+    assert figures["line_sent_bytes_64"] == pytest.approx(figures["line_sent_bytes_16"], rel=0.01)
+    assert figures["line_json_bytes_64"] - figures["line_json_bytes_16"] < 10  # digits
+
+
+def test_ranks_compare_the_parameters_of_a_model_by_a_digest(figures: dict[str, float]) -> None:
+    assert figures["start_sent_bytes_64"] == figures["start_sent_bytes_16"] < 64
+
+
+def test_the_figures_of_the_page_about_launching_are_those_of_the_last_run() -> None:
+    found = json.loads((BENCHMARKS / "results" / "many_ranks.json").read_text())["figures"]
+    page = (BENCHMARKS.parent / "docs" / "launch.md").read_text().split("## A thousand ranks")[1].split("\n## ")[0]
+    shown = [f"{found[f'{part}_held_bytes_1024'] / 1e6:.2f} MB" for part in ("step", "line", "start")]
+    shown.append(f"{1000 * (found['step_decode_seconds_1024'] + found['step_plan_seconds_1024']):.1f} ms")
+    shown.append(f"{1000 * found['order_seconds_1024']:.0f} ms")
+    assert [figure for figure in shown if f"| {figure}" not in page] == []
+
+
+def test_a_save_makes_no_process_group(figures: dict[str, float]) -> None:
+    assert figures["groups_of_all_ranks_per_save"] == 0
