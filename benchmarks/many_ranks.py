@@ -327,7 +327,7 @@ def save_of(world: int) -> Values:
 
         def on_rank(rank: int) -> None:
             peers, own = GlooGroup(), meter()
-            merge_states(peers.gather(loaders[rank].state()))
+            merge_states(peers.gather_on_first(loaders[rank].state()))
             own.totals(peers)
 
             def write(checkpoint: Path) -> None:

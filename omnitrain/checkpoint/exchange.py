@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class PieceExchange:
             for tag, place in enumerate(places):
                 self._parts[place.name].append((sender, tag, place))
         self._sends = [
-            self._started(lambda group, t=as_bytes(piece.tensor), w=writer, n=tag: group.send([t], w, n))
+            self._started(partial(_send, as_bytes(piece.tensor), writer, tag))
             for writer, offer in enumerate(offers)
             if writer != rank
             for tag, piece in enumerate(offer)
@@ -115,6 +116,10 @@ class PieceExchange:
             return start(self._group)
         except RuntimeError as error:  # gloo raises it for a closed connection
             raise _left() from error
+
+
+def _send(content: Tensor, receiver: int, tag: int, group: Any) -> Any:
+    return group.send([content], receiver, tag)
 
 
 def _finish(work: Any) -> None:

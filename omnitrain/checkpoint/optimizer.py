@@ -118,9 +118,12 @@ def write_optimizer(state: OptimizerState, folder: str | Path, peers: Peers) -> 
     writer.set_up_storage_writer(peers.rank == 0)
     planner = _Planner(state)
     local = _together(peers, lambda: writer.prepare_local_plan(planner.create_local_plan()))
-    plans = swap([local] + [None] * (peers.size - 1), peers)  # the first rank makes the index
-    plans, metadata = create_default_global_save_plan(plans) if peers.rank == 0 else ([None] * peers.size, None)
-    plan = swap(writer.prepare_global_plan(plans) if peers.rank == 0 else plans, peers)[0]
+    plans: list[Any] = swap([local] + [None] * (peers.size - 1), peers)  # the first rank makes the index
+    metadata: Metadata | None = None
+    if peers.rank == 0:
+        plans, metadata = create_default_global_save_plan(plans)
+        plans = writer.prepare_global_plan(plans)
+    plan = swap(plans, peers)[0]
     written = _together(peers, lambda: writer.write_data(plan, planner).value())
     results = swap([written] + [None] * (peers.size - 1), peers)
     _together(peers, lambda: writer.finish(metadata, results) if metadata is not None else None)
@@ -176,9 +179,10 @@ def _together(peers: Peers, work: Callable[[], T]) -> T:
         results.append(work())
     except Exception as error:  # raised below
         failure = error
-    if failures := [error for error in peers.gather(failure) if error is not None]:
-        raise failure or failures[0]
-    return results[0]
+    if not peers.any(failure is not None):
+        return results[0]
+    failures = [error for error in peers.gather(failure) if error is not None]
+    raise failure or failures[0]
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:

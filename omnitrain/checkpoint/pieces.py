@@ -82,8 +82,9 @@ class Holders:
     def piece(self, name: str, value: Tensor, number: int, like: Tensor | None = None, owner: str = "") -> Piece | None:
         """Return the piece of a tensor that this rank writes. None: it writes none of it.
 
-        A sharded tensor is written by the ranks of the mesh of its first holder; of the replicas in this mesh, ``number``
-        chooses one, so that replicas share the work. A tensor that is not sharded is written by its first holder.
+        A sharded tensor is written by the ranks of the mesh of its first holder; of the replicas in this mesh,
+        ``number`` chooses one, so that replicas share the work. A tensor that is not sharded is written by its first
+        holder.
 
         Args:
             name: of the tensor.
@@ -102,7 +103,7 @@ class Holders:
         sizes, offsets = _part(value.shape, value.device_mesh, value.placements, holder, number)
         if 0 in sizes:
             return None
-        return Piece(Place(name, value.dtype, whole, offsets, sizes), value.detach().to_local())
+        return Piece(Place(name, value.dtype, whole, offsets, sizes), value.to_local().detach())
 
     def writes(self, name: str, value: Tensor) -> bool:
         """Whether this rank writes what is equal on all ranks that hold ``value``, such as a number that belongs to it.

@@ -1,8 +1,8 @@
 """Write a safetensors file tensor by tensor. Only what is written at the moment is in memory.
 
 The format: the length of the header (8 bytes, little-endian), the header (JSON), then the tensors as raw bytes. The
-header needs names, dtypes and shapes only, so it is written first. The bytes are those of ``safetensors.torch.save_file``
-with ``metadata={"format": "pt"}``.
+header needs names, dtypes and shapes only, so it is written first. The bytes are those of
+``safetensors.torch.save_file`` with ``metadata={"format": "pt"}``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SafetensorsFile:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor, which must be on the CPU and have the dtype and the shape of its entry."""
         if tensor.numel():
-            self._write_at(memoryview(as_bytes(tensor.contiguous()).numpy()), self._begins[name])
+            self._write_at(as_bytes(tensor.contiguous()).numpy().data, self._begins[name])
 
     def _write_at(self, content: bytes | memoryview, begin: int) -> None:
         left = memoryview(content)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,10 +73,10 @@ class CheckpointStore:
         try:
             on_all(lambda: _make_empty(temporary) if is_first else None)
             self._with_disk_errors(lambda: write(temporary), final)
-            # Ranks on a network file system may not list all files yet, so all their listings are merged.
-            names = set().union(*peers.gather(on_all(lambda: _files_in(temporary))))
-            own = _names_of_rank(sorted(names), peers)
-            checksums = peers.gather(on_all(lambda: _synced_checksums(own, temporary, self.saved)))
+            on_all(lambda: None)  # all have written what they list
+            names = _merged(on_all(lambda: _files_in(temporary)), peers)
+            own = _names_of_rank(names, peers)
+            checksums = peers.gather_on_first(on_all(lambda: _synced_checksums(own, temporary, self.saved)))
             on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
         except Exception:
             if is_first:
@@ -137,8 +138,8 @@ class CheckpointStore:
             DamagedCheckpointError: one of its files is damaged.
             UserError: no checkpoint exists, or the ranks do not share the folder.
         """
-        names = peers.gather(all_or_raise(peers, lambda: self.newest().name if peers.rank == 0 else ""))
-        return self._verified(names[0], peers)
+        name = peers.of_first(all_or_raise(peers, lambda: self.newest().name if peers.rank == 0 else ""))
+        return self._verified(name, peers)
 
     def latest_intact(self, peers: Peers = SINGLE_PROCESS) -> Path | None:
         """Return the newest checkpoint that rank 0 sees and that is not damaged. All ``peers`` call this.
@@ -152,7 +153,7 @@ class CheckpointStore:
             DamagedCheckpointError: all checkpoints are damaged.
             UserError: the ranks do not share the folder.
         """
-        names = peers.gather([checkpoint.name for checkpoint in self._steps()] if peers.rank == 0 else [])[0]
+        names = peers.of_first([checkpoint.name for checkpoint in self._steps()] if peers.rank == 0 else [])
         for name in reversed(names):
             try:
                 return self._verified(name, peers)
@@ -310,6 +311,15 @@ def _make_empty(folder: Path) -> None:
 
 def _files_in(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+def _merged(names: Sequence[str], peers: Peers) -> list[str]:
+    """Return the files that any rank lists: on a network file system, the first one may not see all of them yet.
+
+    Ranks tell only what the first one lacks: the listings of all ranks together grow with the square of their number.
+    """
+    of_first = peers.of_first(names)
+    return sorted({*of_first, *chain.from_iterable(peers.gather(sorted(set(names).difference(of_first))))})
 
 
 def _names_of_rank(names: Sequence[str], peers: Peers) -> Sequence[str]:

@@ -489,7 +489,7 @@ class Trainer:
                 self.step,
                 time.perf_counter() - self._started,
                 self.steps_without_targets,
-                merge_states(self.ranks.peers.gather(self.data_state)),
+                merge_states(self.ranks.peers.gather_on_first(self.data_state)),
                 self.loader.order.lengths,
                 self.experts.routers.expert_shares(),
                 self.experts.chunks.settled,

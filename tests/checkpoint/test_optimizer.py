@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
-from omnitrain.checkpoint.whole import whole_tensors
 from omnitrain.errors import UserError
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.tensor.apply import shard_matrices
 from tests.stored import stored
+from tests.whole import whole_tensors
 
 
 class Tied(nn.Module):

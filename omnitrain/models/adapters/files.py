@@ -78,7 +78,7 @@ def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Ten
 
 
 def adapter_tensors(model: ComponentModel) -> dict[str, dict[str, tuple[str, Conversion]]]:
-    """Return what :func:`save_adapters` writes: file -> key in it -> name in ``model``, and how the tensor is stored."""
+    """Return what :func:`save_adapters` writes: file -> key in it -> name in ``model``, and how it is stored."""
     return {
         f"{FOLDER}/{root}/{_WEIGHTS}": {
             key: (name, entry.to_peft) for key, (name, entry) in _entries(model, root, adapters)

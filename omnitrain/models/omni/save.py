@@ -7,7 +7,7 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -90,7 +90,9 @@ def files_of(model: ComponentModel, peers: Peers, file_bytes: int = FILE_BYTES) 
     small = all_or_raise(peers, lambda: small_files(lambda into: _save_configs(model, into)) if peers.rank == 0 else {})
     values = model.state_dict(keep_vars=True)
     adapters = [
-        WeightFile(file, tuple(_adapter_group(key, values[name], name, store) for key, (name, store) in tensors.items()))
+        WeightFile(
+            file, tuple(_adapter_group(key, values[name], name, store) for key, (name, store) in tensors.items())
+        )
         for file, tensors in adapter_tensors(model).items()
     ]
     base = {name: value for name, value in values.items() if name not in model.adapter_names}
@@ -109,9 +111,7 @@ def files_of(model: ComponentModel, peers: Peers, file_bytes: int = FILE_BYTES) 
 def model_pieces(model: ComponentModel, holders: Holders) -> list[Piece]:
     """Return the pieces of the weights that this rank writes; tied weights once."""
     values = model.state_dict(keep_vars=True)
-    pieces = [
-        holders.piece(name, values[name], number) for number, name in enumerate(_names_once(values).values())
-    ]
+    pieces = [holders.piece(name, values[name], number) for number, name in enumerate(_names_once(values).values())]
     return [piece for piece in pieces if piece is not None]
 
 
@@ -136,12 +136,12 @@ def _write_weights(
 ) -> None:
     linked: set[str] = set()
     if previous is not None:
-        linked = peers.gather(_linked(files, previous, folder) if peers.rank == 0 else linked)[0]
+        linked = peers.of_first(_linked(files, previous, folder) if peers.rank == 0 else linked)
     write_files([file for file in files if file.name not in linked], pieces, folder, peers)
     all_or_raise(peers, lambda: _write_index(folder, files) if peers.rank == 0 else None)
 
 
-def small_files(save: Any) -> dict[str, bytes]:
+def small_files(save: Callable[[Path], None]) -> dict[str, bytes]:
     """Return path -> content of the files that ``save`` writes to the folder that it gets."""
     with tempfile.TemporaryDirectory(prefix="omnitrain-") as into:
         save(Path(into))
@@ -252,7 +252,8 @@ def _groups(model: ComponentModel, values: Mapping[str, Tensor]) -> list[Group]:
     names = dict(zip(base, values, strict=True))  # original name -> name in the model
     kept = {base_name: names[base_name] for base_name in remove_tied_weights_from_state_dict(base, model)}
     conversions = _conversions_of(model)
-    converters = [c.reverse_transform() for c in reversed(conversions._weight_conversions) if isinstance(c, WeightConverter)]
+    forth = [one for one in reversed(conversions._weight_conversions) if isinstance(one, WeightConverter)]
+    converters = [one.reverse_transform() for one in forth]
     together: defaultdict[str, list[str]] = defaultdict(list)
     alone: list[str] = []
     for base_name in kept:
@@ -263,14 +264,18 @@ def _groups(model: ComponentModel, values: Mapping[str, Tensor]) -> list[Group]:
         value = values[kept[base_name]]
         return Entry(first[id(value)], value.dtype, tuple(value.shape))
 
-    blank = {base_name: torch.empty(source(base_name).shape, dtype=source(base_name).dtype, device="meta") for base_name in alone}
-    renamed = {id(tensor): name for name, tensor in _AsInCheckpoint(conversions, tuple(blank))(list(blank.values())).items()}
+    entries = {base_name: source(base_name) for base_name in alone}
+    blank = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in entries.items()}
+    stored = _AsInCheckpoint(conversions, tuple(blank))(list(blank.values()))
+    renamed = {id(tensor): name for name, tensor in stored.items()}
     groups = [
-        Group((source(name),), (Entry(renamed[id(tensor)], tensor.dtype, tuple(tensor.shape)),))
+        Group((entries[name],), (Entry(renamed[id(tensor)], tensor.dtype, tuple(tensor.shape)),))
         for name, tensor in blank.items()
     ]
-    for base_names in together.values():
-        groups.append(stored_as([source(name) for name in base_names], _AsInCheckpoint(conversions, tuple(base_names))))
+    groups += [
+        stored_as([source(name) for name in base_names], _AsInCheckpoint(conversions, tuple(base_names)))
+        for base_names in together.values()
+    ]
     return groups
 
 

@@ -35,7 +35,7 @@ def save_checkpoint(
         model: the model, sharded or not; adapters are written to separate files.
         processor: processor of the model.
         optimizer: optimizer of its trained parameters.
-        state: state of the run, the same on all ranks.
+        state: state of the run. Only the first rank, which writes it, needs its data.
         line: the line of ``metrics.jsonl`` of that step. None: there is none.
     """
 

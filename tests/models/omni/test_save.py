@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.checkpoint.optimizer import save_optimizer
-from omnitrain.checkpoint.whole import whole_tensors
+from omnitrain.checkpoint.safetensors_file import SafetensorsFile
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
@@ -67,13 +65,13 @@ def saved_by_ranks(folder: Path) -> int:
     """Bytes of weights that this rank had whole, all files together."""
     had = 0
 
-    def counted(values: Mapping[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
+    def counted(file: SafetensorsFile, name: str, tensor: torch.Tensor) -> None:
         nonlocal had
-        whole = whole_tensors(values, **options)
-        had += sum(tensor.nbytes for tensor in set(whole.values()))
-        return whole
+        had += tensor.nbytes
+        write(file, name, tensor)
 
-    with patch("omnitrain.models.omni.save.whole_tensors", counted):
+    write = SafetensorsFile.write
+    with patch.object(SafetensorsFile, "write", counted):
         save_whole(spread_model(), folder, GlooGroup(), A_BLOCK_EACH)
     return had
 
@@ -136,12 +134,11 @@ def refused(folder: Path) -> str:
     """What this rank is told, where rank 1 cannot write."""
     model, peers = spread_model(), GlooGroup()
 
-    def written(_: object, file: Path, **__: object) -> None:
+    def write(*_: object) -> None:
         if peers.rank == 1:
             raise OSError(28, "No space left on device")
-        file.touch()
 
-    with patch("omnitrain.models.omni.save.save_file", written), pytest.raises(Exception) as caught:
+    with patch.object(SafetensorsFile, "write", write), pytest.raises(Exception) as caught:
         save_whole(model, folder, peers, A_BLOCK_EACH)
     return str(caught.value)
 

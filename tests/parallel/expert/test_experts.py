@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 import omnitrain as ot
 from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
-from omnitrain.checkpoint.whole import whole_tensors
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.discovery import discover
@@ -24,6 +23,7 @@ from tests.parallel import factories
 from tests.parallel.laid_out import counted, full, laid_out, total
 from tests.parallel.verify.test_verify import check, hf_samples
 from tests.stored import stored
+from tests.whole import whole_tensors
 
 LAYOUTS = ["dp4.ep4.accum2.recompute", "dp4.ep2.recompute", "dp4.ep2.accum2", "hsdp2x2.ep2.recompute", "dp2.ep2"]
 BESIDE = ["dp2.sp2.ep4.recompute", "dp2.sp2.ep2.accum2"]
