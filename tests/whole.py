@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 def whole_tensors(values: Mapping[str, Tensor], *, keep: bool = True) -> dict[str, Tensor]:
     """Return name -> whole tensor on the CPU; nothing without ``keep``. Every rank with a shard must call this."""
     whole = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
-        for name, value in values.items()
+        value: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
+        for value in dict.fromkeys(values.values())  # tied names share one tensor
     }
-    return whole if keep else {}
+    return {name: whole[value] for name, value in values.items()} if keep else {}

@@ -77,10 +77,11 @@ def build_parallelize_model(
 
     Args:
         model: an :class:`OmniModel`, or a HF model, which becomes the foundation of a new one.
-        weights_path: folder or Hub id of a complete checkpoint of ``model`` and its LoRA adapters. Only rank 0 reads
-            it. None: the model has its weights already, at least on rank 0. Ranks that hold the model on the meta
-            device receive the weights from rank 0, one FSDP unit at a time. With sections, the first rank of each takes
-            the place of rank 0.
+        weights_path: folder or Hub id of a complete checkpoint of ``model`` and its LoRA adapters. Each rank reads its
+            shards of safetensors files; where some rank lacks the files, rank 0 reads and broadcasts them. None: the
+            model has its weights already, at least on rank 0. Ranks that hold the model on the meta device receive the
+            weights from rank 0, one FSDP unit at a time. With sections, the first rank of each takes the place of rank
+            0.
         parallel_state: None: the state of the last :func:`init_parallel_state`.
         parallel_plan: None: every component follows the parallel state.
         enable_full_shard: reshard the parameters after the forward. False: keep them unsharded until the backward,
