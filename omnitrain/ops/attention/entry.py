@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +28,19 @@ from omnitrain.ops.cpu.unread_rows import rows_read_of
 _read_before = WeakTensorKeyDictionary()
 # cu_seqlens tensor -> the specs of the layers that got it.
 _specs_of = WeakTensorKeyDictionary()
+
+Attend = Callable[[Call], torch.Tensor]
+_stand_in: ContextVar[Attend | None] = ContextVar("attention_stand_in", default=None)
+
+
+@contextmanager
+def attending_by(attend: Attend) -> Iterator[None]:
+    """Let ``attend`` compute packed attention inside, in place of any backend; see :class:`Backend`."""
+    token = _stand_in.set(attend)
+    try:
+        yield
+    finally:
+        _stand_in.reset(token)
 
 
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
@@ -122,7 +138,8 @@ def omnitrain_attention(
     )
 
     def compute(whole: Call) -> torch.Tensor:
-        return choose(module, whole, backend).attend(whole)
+        attend = _stand_in.get() or choose(module, whole, backend).attend
+        return attend(whole)
 
     return (compute(call) if spec.shard is None else spec.shard.attend(call, compute)), None
 
