@@ -28,9 +28,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from omnitrain.ops.attention import Call, attending_by
+from omnitrain.ops.attention import Call, MaskSpec, attending_by
+from omnitrain.ops.attention.spec import FULL, GENERAL
 
 M = TypeVar("M", bound=nn.Module)
+
+_ATEN = torch.ops.aten
+# Torch counts neither these forms of its products, nor grouped products.
+_FORMS = {_ATEN.addmm_: _ATEN.addmm, _ATEN.baddbmm_: _ATEN.baddbmm}
 
 
 @dataclass(frozen=True)
@@ -236,11 +241,9 @@ class FlopCounter:
             self.counted.again += flops
 
     def _packed_attention(self, call: Call) -> Tensor:
-        mask = call.mask
-        lengths = [stop - start for start, stop in pairwise(mask.offsets)]
-        is_causal = mask.kind in ("causal", "window")
-        out = self.attend(call.query, call.key, call.value, lengths, is_causal, mask.window)
-        return out.transpose(1, 2)
+        lengths = [stop - start for start, stop in pairwise(call.mask.offsets)]
+        is_causal, window = _pattern_of(call.mask, call.query.device)
+        return self.attend(call.query, call.key, call.value, lengths, is_causal, window).transpose(1, 2)
 
     def attend(
         self,
@@ -294,12 +297,13 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, op = kwargs or {}, func._overloadpacket
-        if op is torch.ops.aten._grouped_mm:  # torch's shapes of it are for bf16 on CUDA alone
+        if op is _ATEN._grouped_mm:  # torch's shapes of it are for bf16 on CUDA alone
             self._counter.add_products(op, grouped_product_flops(args[0].shape, args[1].shape))
             return args[0].new_empty(grouped_shape(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs")))
         out = func(*args, **kwargs)
-        if op in flop_registry and any(isinstance(value, FakeTensor) for value in args):
-            self._counter.add_products(op, int(flop_registry[op](*args, **kwargs, out_val=out)))
+        formula = flop_registry.get(_FORMS.get(op, op))
+        if formula is not None and any(isinstance(value, FakeTensor) for value in args):
+            self._counter.add_products(op, int(formula(*args, **kwargs, out_val=out)))
         return out
 
 
@@ -329,20 +333,35 @@ class _TorchAttention(TorchFunctionMode):
         queries, keys, batch = query.size(-2), key.size(-2), prod(query.shape[:-3])
         if queries != keys:  # over other states: all pairs count
             return self._cross(query, key, value)
-        is_causal = is_causal or _keeps_lower_half(attn_mask)
-        return self._counter.attend(query, key, value, [queries] * batch, is_causal)
+        if attn_mask is None:
+            return self._counter.attend(query, key, value, [queries] * batch, is_causal)
+        return self._counter.attend(query, key, value, [queries] * batch, *_pattern(attn_mask))
 
     def _cross(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores = query @ key.repeat_interleave(query.size(-3) // key.size(-3), -3).mT
         return scores @ value.repeat_interleave(query.size(-3) // value.size(-3), -3)
 
 
-def _keeps_lower_half(mask: Tensor | None) -> bool:
-    """Whether a mask with content keeps as many pairs as a causal one."""
-    if mask is None or isinstance(mask, FakeTensor) or mask.dtype != torch.bool:
-        return False
-    length = mask.size(-1)
-    return bool((mask.sum((-1, -2)) == length * (length + 1) // 2).all())
+def _pattern_of(mask: MaskSpec, device: torch.device) -> tuple[bool, int | None]:
+    """Whether a packed mask is causal, and its window."""
+    if mask.kind != GENERAL:
+        return mask.kind != FULL, mask.window
+    longest = max(pairwise(mask.offsets), key=lambda span: span[1] - span[0])
+    return _pattern(mask.block_mask(longest, longest, device))
+
+
+def _pattern(mask: Tensor) -> tuple[bool, int | None]:
+    """Whether a mask ``[..., l, l]`` keeps the pairs of a causal one, with or without a window. Else it counts as full.
+
+    A mask that depends on tensors without content, or that is added to scores, counts as full, too.
+    """
+    if isinstance(mask, FakeTensor) or mask.dtype != torch.bool:
+        return False, None
+    length, kept = mask.size(-1), mask.sum((-1, -2))
+    seen = int(mask[..., -1, :].sum(-1).flatten()[0])  # by the last token
+    window = seen if seen < length else None
+    is_causal = bool((kept == Attention(0, 0, True, window).pairs(length)).all())
+    return is_causal, window if is_causal else None
 
 
 def grouped_product_flops(left: Sequence[int], right: Sequence[int]) -> int:
@@ -366,7 +385,8 @@ def grouped_shape(left: Tensor, right: Tensor, offsets: Tensor | None) -> list[i
 def without_content(model: M) -> M:
     """Copy a model with parameters that have a shape but no content, and take no memory.
 
-    Its buffers, and integers that a forward computes from its inputs, have content, so that a forward may read them.
+    Its buffers, and integers that a forward computes from its inputs, have content, so that a forward may read them;
+    buffers on ``meta`` become zeros.
 
     Args:
         model: on any device, not sharded.
@@ -377,12 +397,13 @@ def without_content(model: M) -> M:
         with mode:
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
         shapes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        if buffer.is_meta:
+            shapes[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
     return copy.deepcopy(model, shapes)
 
 
-def count(
-    run: Callable[[], Sequence[Tensor]], model: nn.Module, recomputed: Iterable[Recomputed] = ()
-) -> Counted:
+def count(run: Callable[[], Sequence[Tensor]], model: nn.Module, recomputed: Iterable[Recomputed] = ()) -> Counted:
     """Count a forward, and the backward from those of its results that have a graph.
 
     Args:

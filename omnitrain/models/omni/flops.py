@@ -8,12 +8,9 @@ shapes of each item, once per shape. Nothing is fitted, and nothing is computed:
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -71,6 +68,11 @@ class PackFlops:
         """Add FLOPs of a component."""
         self.components[name] = self.components.get(name, Passes()) + passes
 
+    def add_all(self, other: PackFlops) -> None:
+        """Add those of ``other``."""
+        for name, passes in other.components.items():
+            self.add(name, passes)
+
     @property
     def passes(self) -> Passes:
         """The sum over components."""
@@ -82,11 +84,15 @@ class ModelFlops:
 
     Args:
         model: complete, not sharded, on any device; it is copied without its weights and does not change.
+
+    Attributes:
+        model: the copy.
     """
 
     def __init__(self, model: OmniModel) -> None:
-        self._model = without_content(model)
-        for part in (self._model.foundation, *self._model.encoders.values()):
+        assert model.runner is not None  # checks and probes that run the model, which the copy takes over
+        self.model = without_content(model)
+        for part in (self.model.foundation, *self.model.encoders.values()):
             use_omnitrain_experts(part, "torch")
         self._recomputed: dict[str, Recomputed] = {}
         self._sequences: dict[bool, SequenceFlops] = {}
@@ -101,9 +107,11 @@ class ModelFlops:
             recomputed: component -> what its backward computes again.
         """
         trains = set(trained)
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in trains)
         self._recomputed = dict(recomputed)
+        for counted in (self._sequences, self._items, self._heads):
+            counted.clear()
 
     def of_samples(self, lengths: Sequence[int], predicted: int, *, reads_trained: bool = False) -> Passes:
         """Return the FLOPs of the foundation over samples of text and media.
@@ -120,10 +128,10 @@ class ModelFlops:
     def of_pack(self, pack: Pack) -> PackFlops:
         """Return the FLOPs of the foundation and of all heads over a pack; those of its media calls are apart."""
         found = PackFlops()
-        components = self._model.components
+        components = self.model.components
         reads_trained = any(
             parameter.requires_grad
-            for component, names in self._model.media_names.items()
+            for component, names in self.model.media_names.items()
             if any(name in pack.inputs for name in names)
             for parameter in components[component].values()
         )
@@ -139,7 +147,7 @@ class ModelFlops:
             name: their name in packs.
             group: the items.
         """
-        component = next(component for component, names in self._model.media_names.items() if name in names)
+        component = next(component for component, names in self.model.media_names.items() if name in names)
         found = PackFlops()
         for item in group.split([1] * len(group.num_tokens)):
             key = (name, *_shapes(item))
@@ -150,18 +158,16 @@ class ModelFlops:
 
     def _of_item(self, component: str, name: str, item: MediaGroup) -> Passes:
         def run() -> list[Tensor]:
-            made = call_component(self._model, component, MicroBatchWork(media_calls={name: [item]})).made[name]
+            made = call_component(self.model, component, MicroBatchWork(media_calls={name: [item]})).made[name]
             return [tensor for features in made for tensor in features.tensors()]
 
-        return count(run, self._model, self._again(component)).passes
+        return count(run, self.model, self._again(component)).passes
 
     def _of_head(self, name: str) -> Passes:
         """The loss of a decoder for one token of a medium."""
         if name not in self._heads:
-            decoder, hidden = self._model.decoders[name], self._model.foundation.get_input_embeddings().weight.size(1)
-            self._heads[name] = count(
-                lambda: [idle_head(decoder, torch.empty(1, 1, hidden))], self._model
-            ).passes
+            decoder, hidden = self.model.decoders[name], self.model.foundation.get_input_embeddings().weight.size(1)
+            self._heads[name] = count(lambda: [idle_head(decoder, torch.empty(1, 1, hidden))], self.model).passes
         return self._heads[name]
 
     def _sequence(self, reads_trained: bool) -> SequenceFlops:
@@ -177,15 +183,15 @@ class ModelFlops:
         return SequenceFlops(per_token, per_prediction, by_layer(counted[short, one].attention))
 
     def _of_text(self, length: int, predicted: int, reads_trained: bool) -> Any:
-        pack = Pack.from_samples([idle_prompt(self._model, length)])
+        pack = Pack.from_samples([idle_prompt(self.model, length)])
         rows = torch.arange(length - predicted, length)
         pack = replace(pack, text_rows=rows, text_labels=torch.zeros(predicted, dtype=torch.long))
 
         def run() -> list[Tensor]:
             with self._trained_embeddings() if reads_trained else nullcontext():
-                return [term.sum for term in self._model(pack).losses.values()]
+                return [term.sum for term in self.model(pack).losses.values()]
 
-        return count(run, self._model, self._again(FOUNDATION))
+        return count(run, self.model, self._again(FOUNDATION))
 
     def _again(self, component: str) -> list[Recomputed]:
         return [self._recomputed[component]] if component in self._recomputed else []
@@ -193,7 +199,7 @@ class ModelFlops:
     @contextmanager
     def _trained_embeddings(self) -> Iterator[None]:
         """Let the foundation's input need a gradient, as it does where it has features of an encoder that trains."""
-        embedding: Any = self._model.foundation.get_input_embeddings()
+        embedding: Any = self.model.foundation.get_input_embeddings()
         hook = embedding.register_forward_hook(
             lambda _, __, out: out if out.requires_grad else out.detach().requires_grad_()
         )
