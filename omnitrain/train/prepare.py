@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.models.omni.flops import ModelFlops
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks
 from omnitrain.ops.fused.install import FusedOp
@@ -18,6 +19,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
 from omnitrain.recipe.save import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops
+from omnitrain.train.metrics.flops import counts_flops
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.useless_keys import require_effect
@@ -33,6 +35,7 @@ class PreparedModel:
         ops: component name -> the backends of its operations.
         layout: how the model is sharded. None: one process without a plan.
         compiled: the compiled blocks. None: no block is compiled.
+        flops: counts FLOPs of the model. None: the recipe does not ask for it.
     """
 
     model: OmniModel
@@ -40,6 +43,7 @@ class PreparedModel:
     ops: Mapping[str, Mapping[str, FusedOp]]
     layout: ModelLayout | None
     compiled: CompiledBlocks | None
+    flops: ModelFlops | None = None
 
 
 def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> PreparedModel:
@@ -57,13 +61,14 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
     # When the model is sharded, the other ranks get their shards of the weights from the first rank of their section.
     device_of_weights = "cpu" if ranks.holds_source else "meta"
     model, processor = ranks.rank_by_rank(lambda: _build(recipe, checkpoint, device_of_weights))
+    flops = ModelFlops(model) if counts_flops(recipe.train.flops, device) else None
     mixed = mixed_precision(recipe.train, device.type)
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     compiled = _compiled(model, recipe, device)
     layout = _lay_out(model, recipe, ranks, device, mixed)
     if compiled is None and layout is not None:
         compiled = layout.components[FOUNDATION].compiled
-    return PreparedModel(model, processor, ops, layout, compiled)
+    return PreparedModel(model, processor, ops, layout, compiled, flops)
 
 
 def _build(recipe: Recipe, checkpoint: Path | None, init_device: str) -> tuple[OmniModel, OmniProcessor]:

@@ -1,8 +1,8 @@
 """``ModelFlops``: the FLOPs of an omni model over the samples and media of a step, counted on the model itself.
 
-The foundation is counted over text of two lengths and two numbers of predicted tokens, which give its products per token
-and per predicted token; its attention follows from the lengths of the samples. Encoders and decoders are counted on the
-shapes of each item, once per shape. Nothing is fitted, and nothing is computed: tensors have no content.
+The foundation is counted over text of two lengths and two numbers of predicted tokens, which give its products per
+token and per predicted token; its attention follows from the lengths of the samples. Encoders and decoders are counted
+on the shapes of each item, once per shape. Nothing is fitted, and nothing is computed: tensors have no content.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,17 +129,29 @@ class ModelFlops:
     def of_pack(self, pack: Pack) -> PackFlops:
         """Return the FLOPs of the foundation and of all heads over a pack; those of its media calls are apart."""
         found = PackFlops()
-        components = self.model.components
-        reads_trained = any(
-            parameter.requires_grad
-            for component, names in self.model.media_names.items()
-            if any(name in pack.inputs for name in names)
-            for parameter in components[component].values()
-        )
-        found.add(FOUNDATION, self.of_samples(pack.info.lengths, len(pack.text_labels), reads_trained=reads_trained))
+        ends = np.cumsum(pack.info.lengths)
+        predicted = np.bincount(np.searchsorted(ends, pack.text_rows.numpy(), side="right"), minlength=len(ends))
+        after = self._samples_with_trained_media(pack)
+        for reads_trained in (False, True):
+            chosen = [index for index in range(len(ends)) if (index in after) == reads_trained]
+            if chosen:
+                lengths = [pack.info.lengths[index] for index in chosen]
+                passes = self.of_samples(lengths, int(predicted[chosen].sum()), reads_trained=reads_trained)
+                found.add(FOUNDATION, passes)
         for name, batch in pack.targets.items():
             found.add(name, self._of_head(name) * sum(batch.num_tokens))
         return found
+
+    def _samples_with_trained_media(self, pack: Pack) -> set[int]:
+        """The samples of a pack that have features of a component that trains."""
+        trains = {
+            name
+            for component, names in self.model.media_names.items()
+            if any(parameter.requires_grad for parameter in self.model.components[component].values())
+            for name in names
+        }
+        media = {**pack.inputs, **pack.targets}
+        return {sample for name in trains & media.keys() for sample in media[name].samples}
 
     def of_media(self, name: str, group: MediaGroup) -> PackFlops:
         """Return the FLOPs of encoding items, each by itself.

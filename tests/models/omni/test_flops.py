@@ -21,13 +21,13 @@ from omnitrain.recipe.lora import Lora
 from tests.families import FAMILIES
 from tests.tiny import EXPERTS, FOUNDATION, SIGLIP, tiny_model, tiny_processor, tiny_samples
 
-H, A, K, D, I, V = 32, 4, 2, 8, 48, 264  # hidden, heads, key heads, head width, MLP width, vocabulary
+H, A, K, D, M, V = 32, 4, 2, 8, 48, 264  # hidden, heads, key heads, head width, MLP width, vocabulary
 ONE_LAYER = FOUNDATION | {"num_hidden_layers": 1}
 LENGTHS = (5, 1, 9)
 TOKENS, PAIRS, SQUARES = 15, 15 + 1 + 45, 25 + 1 + 81  # of these lengths: tokens, causal pairs, all pairs
 
 PROJECTIONS = 2 * H * (A * D + 2 * K * D) + 2 * A * D * H  # q, k, v and o, of a token
-SWIGLU = 3 * 2 * H * I
+SWIGLU = 3 * 2 * H * M
 PAIR = A * 2 * (D + D)  # a score and a value, over all heads
 
 
