@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from omnitrain.ops.attention import Call, MaskSpec, attending_by
+from omnitrain.ops.attention import Attend, Call, MaskSpec, attending_through
 from omnitrain.ops.attention.spec import FULL, GENERAL
 
 M = TypeVar("M", bound=nn.Module)
@@ -198,7 +198,7 @@ class FlopCounter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the operations inside; packed attention and torch's own are not computed."""
-        with _Operations(self), _TorchAttention(self), attending_by(self._packed_attention):
+        with _Operations(self), _TorchAttention(self), attending_through(self._packed_attention):
             yield
 
     @contextmanager
@@ -240,7 +240,7 @@ class FlopCounter:
         if self._again and str(op) not in self._again[-1].saved_ops:
             self.counted.again += flops
 
-    def _packed_attention(self, call: Call) -> Tensor:
+    def _packed_attention(self, call: Call, _: Attend) -> Tensor:
         lengths = [stop - start for start, stop in pairwise(call.mask.offsets)]
         is_causal, window = _pattern_of(call.mask, call.query.device)
         return self.attend(call.query, call.key, call.value, lengths, is_causal, window).transpose(1, 2)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from omnitrain.checkpoint.disk import size_text
 from omnitrain.data.loading.slots import merge_states
@@ -36,6 +37,7 @@ from omnitrain.train.experts import ExpertsOfRun
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.lr_groups import peaks_of
 from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.costs import WAIT_FOR_DATA
 from omnitrain.train.metrics.display import (
     quiet_libraries,
     show_components,
@@ -229,6 +231,22 @@ class Trainer:
                     return RunSummary(self.step, False, checkpoint, scores)
         console.print(f"interrupted at step {self.step} of {train.steps}; saved {checkpoint}", soft_wrap=True)
         return RunSummary(self.step, True, checkpoint, {}, self.ranks.peers.any(interrupt.is_terminated))
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[Callable[[], None]]:
+        """Train without a run: each call of what is yielded is one step, and nothing is written. All ranks call it."""
+        with contextlib.closing(iter(self.loader)) as steps, self.watch:
+            self.watch.follow(self.model)
+
+            def step() -> None:
+                with record_function(WAIT_FOR_DATA):
+                    batch = self._next_batch(steps)
+                    self._upcoming = self._fetched(steps) if self._looks_ahead() else None
+                self.train_step(batch)
+                self.flops.add(batch)
+                self.encoder_metrics = encoder_metrics(self.model, batch.plan, {})
+
+            yield step
 
     def _open_folder(self) -> MetricsFile:
         self._checkpoint_bytes = checkpoint_bytes(self.model)

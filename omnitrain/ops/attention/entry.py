@@ -30,17 +30,17 @@ _read_before = WeakTensorKeyDictionary()
 _specs_of = WeakTensorKeyDictionary()
 
 Attend = Callable[[Call], torch.Tensor]
-_stand_in: ContextVar[Attend | None] = ContextVar("attention_stand_in", default=None)
+_through: ContextVar[Callable[[Call, Attend], torch.Tensor] | None] = ContextVar("attention_through", default=None)
 
 
 @contextmanager
-def attending_by(attend: Attend) -> Iterator[None]:
-    """Let ``attend`` compute packed attention inside, in place of any backend; see :class:`Backend`."""
-    token = _stand_in.set(attend)
+def attending_through(around: Callable[[Call, Attend], torch.Tensor]) -> Iterator[None]:
+    """Let ``around(call, attend)`` compute packed attention inside, by the backend's ``attend`` or in another way."""
+    token = _through.set(around)
     try:
         yield
     finally:
-        _stand_in.reset(token)
+        _through.reset(token)
 
 
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
@@ -138,8 +138,9 @@ def omnitrain_attention(
     )
 
     def compute(whole: Call) -> torch.Tensor:
-        attend = _stand_in.get() or choose(module, whole, backend).attend
-        return attend(whole)
+        if (around := _through.get()) is not None:
+            return around(whole, lambda own: choose(module, own, backend).attend(own))
+        return choose(module, whole, backend).attend(whole)
 
     return (compute(call) if spec.shard is None else spec.shard.attend(call, compute)), None
 
