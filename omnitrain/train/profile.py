@@ -19,7 +19,7 @@ from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention import Attend, Call, attending_through
 from omnitrain.ops.experts import experts_in
-from omnitrain.ops.timing import What
+from omnitrain.ops.timing import SpanRecorder, What
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.train import Trace, Track
 from omnitrain.train.metrics.console import console
@@ -59,10 +59,6 @@ def profile_recipe(recipe: Recipe, folder: Path, steps: int) -> Costs:
         UserError: the recipe cannot be trained, or ``folder`` cannot be written.
     """
     trainer = Trainer(_without_run(recipe, folder, _WARM_UP + 2 * steps))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output: {folder} cannot be made: {error.strerror}") from None
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if trainer.device.type == "cuda" else [])]
     with trainer.rehearsal() as step:
         for _ in range(_WARM_UP):
@@ -74,6 +70,10 @@ def profile_recipe(recipe: Recipe, folder: Path, steps: int) -> Costs:
                     step()
                     _wait_for(trainer.device)
         trainer.ranks.peers.gather(None)  # all ranks have finished, before any leaves
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output: {folder} cannot be made: {error.strerror}") from None
     profiled.export_chrome_trace(str(folder / f"trace-rank-{trainer.ranks.peers.rank}.json.gz"))
     costs = costs_of(profiled.events())
     _tell(trainer, costs, line, steps, folder)
@@ -116,11 +116,14 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Parts:
-    """Records the calls of components for the profiler, in place of a :class:`SpanRecorder`."""
+class _Parts(SpanRecorder):
+    """Records the calls of components for the profiler."""
 
-    def span(self, what: What) -> record_function:
-        return record_function(f"{LABEL}{'encoder' if what.name == 'encode' else 'wait for features of'} {what.layer}")
+    @contextmanager
+    def span(self, what: What) -> Iterator[None]:
+        """Record a call of a component, or the wait for its features."""
+        with record_function(f"{LABEL}{'media of' if what.name == 'encode' else 'wait for features of'} {what.layer}"):
+            yield
 
 
 @contextmanager
@@ -156,8 +159,14 @@ def _label(module: nn.Module, words: str) -> Callable[[], None]:
     def leave(*_: Any) -> None:
         running.pop().__exit__(None, None, None)
 
-    handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    return lambda: [handle.remove() for handle in handles] and None
+    # A forward that computes again ends with an exception as soon as it has what the backward needs.
+    handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
 
 
 def _attend(call: Call, attend: Attend) -> Tensor:

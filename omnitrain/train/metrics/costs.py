@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rich.table import Table
 
@@ -118,7 +118,7 @@ PYTHON = "Python between operations"
 class _Labels:
     """Tells the part of the model and the pass to which a record belongs.
 
-    The records of a backward have the number of the record in the forward whose gradient they compute.
+    The node of a backward has the number of the record in the forward whose gradient it computes.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -128,26 +128,32 @@ class _Labels:
                 self._of_number[event.sequence_nr] = self._above(event)[0]
 
     def of(self, event: Event) -> tuple[str, str]:
-        part, backward = self._above(event)
-        if backward is None:
+        part, node, numbers = self._above(event)
+        if node is None:
             return part, FORWARD
-        return (part, AGAIN) if part else (self._of_number.get(backward, ""), BACKWARD)
+        # Only a forward numbers its operations: this one computes again what its node needs.
+        is_again = bool(part) or any(number != node for number in numbers)
+        return part or self._of_number.get(node, ""), AGAIN if is_again else BACKWARD
 
-    def _above(self, event: Event) -> tuple[str, int | None]:
-        """The innermost label around a record, within the node of a backward if it is in one, whose number is second.
+    def _above(self, event: Event) -> tuple[str, int | None, set[int]]:
+        """Say where a record is.
 
-        Empty: there is none.
+        Returns:
+            The innermost label around it, or nothing; the number of the node of a backward that it is in, in which case
+            labels around the node do not count; and the numbers of records between.
         """
-        part, at = "", event
+        part, numbers, at = "", set[int](), cast(Any, event)
         while at is not None:
             if at.name.startswith(_BACKWARD):
-                return part, at.sequence_nr
+                return part, at.sequence_nr, numbers
             if not part and at.name.startswith(LABEL) and at.name != STEP:
                 part = at.name.removeprefix(LABEL)
             if not part and at.name.startswith("Optimizer."):
                 part = OPTIMIZER
+            if at.sequence_nr >= 0:
+                numbers.add(at.sequence_nr)
             at = at.cpu_parent
-        return part, None
+        return part, None, numbers
 
 
 def _in_backward(event: Event) -> bool:
@@ -168,7 +174,7 @@ def _in_words(name: str, part: str) -> str:
     for words, signs in _COMMUNICATION.items():
         if any(sign in name for sign in signs):
             return f"{words} of FSDP" if "FSDP" in name else words
-    if part in _AS_THEY_ARE or part.startswith(("encoder ", "wait for ")):
+    if part in _AS_THEY_ARE or part.startswith(("media of ", "wait for ")):
         return part
     op = name.removeprefix("aten::")
     if "_norm" in op and not part:
@@ -239,7 +245,7 @@ def advice(costs: Costs, facts: Facts) -> list[str]:
         )
     for name, imbalance in facts.imbalance.items():
         place = facts.settings.get(name, {}).get("place", "local")
-        if imbalance >= 1.1 and place != "world" and costs.share(f"encoder {name}", f"features of {name}") >= 0.1:
+        if imbalance >= 1.1 and place != "world" and costs.share(f"of {name}") >= 0.1:
             found.append(
                 f"the busiest rank encodes {imbalance:.2f} times the mean with {name}: "
                 f"parallel.components.{name}.place=world divides its items among all ranks"
