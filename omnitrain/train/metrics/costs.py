@@ -150,7 +150,7 @@ class _Labels:
                 part = at.name.removeprefix(LABEL)
             if not part and at.name.startswith("Optimizer."):
                 part = OPTIMIZER
-            if at.sequence_nr >= 0:
+            if at.sequence_nr >= 0 and "Backward" not in at.name:  # a node's own record may have another number
                 numbers.add(at.sequence_nr)
             at = at.cpu_parent
         return part, None, numbers

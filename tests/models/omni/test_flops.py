@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.flops import Flops, Passes, Recomputed, count
 from omnitrain.parallel.adapter_plan import adapters_for
-from omnitrain.recipe import ComponentPlan, ParallelPlan
+from omnitrain.recipe import ComponentPlan, ParallelPlan, Recipe
 from omnitrain.recipe.lora import Lora
 from tests.families import FAMILIES
 from tests.tiny import EXPERTS, FOUNDATION, SIGLIP, tiny_model, tiny_processor, tiny_samples
@@ -210,3 +211,18 @@ def test_the_widths_of_a_model_of_thirty_billion_parameters_need_no_memory_for_w
     active = hidden * head * (2 * heads + 2 * 4) + hidden * experts + k * 3 * hidden * width
     assert passes.model.products == 4096 * layers * (6 * active + k * 2 * hidden) + 100 * 6 * hidden * vocabulary
     assert passes.model.kept == 3 * layers * heads * 4 * head * (4096 * 4097 // 2)
+
+
+def test_the_example_of_the_docs_is_what_is_counted() -> None:
+    example = (Path(__file__).parents[3] / "docs" / "performance.md").read_text().split("### An example")[1]
+    config = Recipe.load("quickstart").model.foundation.config
+    passes = ModelFlops(foundation_of(config)).of_samples([100], predicted=60)
+    parts = [
+        (cells[2].replace(" x ", "*"), int(cells[3].replace(",", "")))
+        for line in example.splitlines()
+        if len(cells := line.split("|")) == 5 and "x" in cells[2]
+    ]
+    assert [eval(formula) for formula, _ in parts] == [figure for _, figure in parts] and len(parts) == 4
+    assert passes.model.total == 3 * sum(figure for _, figure in parts)
+    assert f"{passes.model.total:,} FLOPs" in example.replace("\n", " ")
+    assert f"{passes.model.total_full:,}." in example
