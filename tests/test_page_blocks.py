@@ -235,6 +235,7 @@ COMMANDS_ELSEWHERE = {
     "run quickstart output_dir=runs/mine train.micro_batches=6 --nproc 4": "tests/train/test_killed_runs.py",
     "verify quickstart": "tests/train/verbs/test_verify.py",
     "schedule quickstart": "tests/train/verbs/test_schedule.py",
+    "profile quickstart": "tests/train/test_profile.py",
     "check finetune_vlm": "tests/test_recipes.py",
 }
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
     from omnitrain.train.run_state.run_folder import Resume
 
-_WITH_RECIPE = ("check", "run", "resume", "verify", "schedule")  # the verbs that take overrides
+_WITH_RECIPE = ("check", "run", "resume", "profile", "verify", "schedule")  # the verbs that take overrides
 
 
 class _Verbs(TyperGroup):
@@ -99,6 +99,7 @@ _MODEL_VERBS = (
     "check",
     "run",
     "resume",
+    "profile",
     "verify",
     "schedule",
     "generate",
@@ -400,6 +401,38 @@ def verify(
         for row in report.refused:
             typer.echo(f"omnitrain: {row.layout} was not verified: {row.reason}", err=True)
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def profile(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    steps: Annotated[int, typer.Option(help="Number of steps to time, and then to profile.", min=1)] = 3,
+    output: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Folder for the traces.")] = Path(
+        "profile"
+    ),
+    nproc: RanksOption = 1,
+) -> None:
+    """Run a few steps under torch's profiler: what costs most, FLOPs and MFU, and what to try. Saves no run."""
+    from omnitrain.recipe import Recipe
+    from omnitrain.train.launch.environment import end_with_launcher, world_size
+
+    end_with_launcher()
+    resolved = Recipe.load(recipe, overrides)
+    if nproc > 1:
+        from omnitrain.train.launch.launch import launch
+
+        with _all_problems(resolved, recipe, nproc):
+            require_ranks(resolved, nproc)
+        words = ["profile", recipe, *(overrides or []), f"--steps={steps}", f"--output={output}"]
+        raise typer.Exit(launch(["-m", "omnitrain", *words], nproc, stop_seconds=resolved.train.stop_seconds))
+
+    from omnitrain.parallel.state import leave_process_groups
+    from omnitrain.train.profile import profile_recipe
+
+    with _all_problems(resolved, recipe, world_size()):
+        profile_recipe(resolved, output, steps)
+    leave_process_groups()
 
 
 @app.command()

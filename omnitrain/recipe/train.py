@@ -183,6 +183,11 @@ class Train(Strict):
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
     experts: ExpertsBalance = Field(default_factory=ExpertsBalance, description="Routers of mixture-of-experts models.")
     track: Track = Field(default_factory=Track, description="Experiment trackers that receive the metrics.")
+    flops: bool | Literal["auto"] = Field(
+        "auto",
+        description="Count the FLOPs of each step, and write them and their share of the device's peak (MFU) to "
+        "metrics.jsonl. `auto`: on CUDA.",
+    )
     trace: Trace = Field(default_factory=Trace, description="Steps to trace in detail.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False),

@@ -11,6 +11,7 @@ import torch
 
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.models.hf.stored_tensor import weights_left_in_files
+from omnitrain.models.omni.flops import ModelFlops
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks
 from omnitrain.ops.fused.install import FusedOp
@@ -21,6 +22,7 @@ from omnitrain.recipe.parallel import FOUNDATION, PlanError
 from omnitrain.recipe.save import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops
 from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.flops import counts_flops
 from omnitrain.train.metrics.weights import weights_shown
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.process_groups import Ranks
@@ -37,6 +39,7 @@ class PreparedModel:
         ops: component name -> the backends of its operations.
         layout: how the model is sharded. None: one process without a plan.
         compiled: the compiled blocks. None: no block is compiled.
+        flops: counts FLOPs of the model. None: the recipe does not ask for it.
     """
 
     model: OmniModel
@@ -44,6 +47,7 @@ class PreparedModel:
     ops: Mapping[str, Mapping[str, FusedOp]]
     layout: ModelLayout | None
     compiled: CompiledBlocks | None
+    flops: ModelFlops | None = None
 
 
 def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> PreparedModel:
@@ -59,6 +63,7 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
         UserError: recipe and weights do not fit together.
     """
     model, processor = ranks.rank_by_rank(lambda: _build(recipe, checkpoint, ranks))
+    flops = ModelFlops(model) if counts_flops(recipe.train.flops, device) else None
     mixed = mixed_precision(recipe.train, device.type)
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     compiled = _compiled(model, recipe, device)
@@ -66,7 +71,7 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
         layout = _lay_out(model, recipe, ranks, device, mixed)
     if compiled is None and layout is not None:
         compiled = layout.components[FOUNDATION].compiled
-    return PreparedModel(model, processor, ops, layout, compiled)
+    return PreparedModel(model, processor, ops, layout, compiled, flops)
 
 
 def _build(recipe: Recipe, checkpoint: Path | None, ranks: Ranks) -> tuple[OmniModel, OmniProcessor]:

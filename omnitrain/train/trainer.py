@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from omnitrain.checkpoint.disk import size_text
 from omnitrain.data.loading.slots import merge_states, rejected_by_source
@@ -36,6 +37,7 @@ from omnitrain.train.experts import ExpertsOfRun
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.lr_groups import peaks_of
 from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.costs import WAIT_FOR_DATA
 from omnitrain.train.metrics.display import (
     quiet_libraries,
     show_components,
@@ -44,14 +46,16 @@ from omnitrain.train.metrics.display import (
     show_unused,
 )
 from omnitrain.train.metrics.encoders import encoder_metrics
+from omnitrain.train.metrics.flops import run_flops
 from omnitrain.train.metrics.memory_estimate import kept_by_source
-from omnitrain.train.metrics.meter import LossMeter, MeanLoss, MetricsFile, PackLosses, Stopwatch, peak_memory_mb
+from omnitrain.train.metrics.meter import LossMeter, MeanLoss, MetricsFile, PackLosses, memory_metrics
 from omnitrain.train.metrics.progress import Activity, StepProgress
 from omnitrain.train.metrics.step_timing import StepSpans
+from omnitrain.train.metrics.throughput import Stopwatch
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
 from omnitrain.train.nonfinite import NonFiniteError, Origin, OriginFinder, not_finite_error, unsound_parameters
-from omnitrain.train.precision import mixed_precision
+from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import join_ranks
 from omnitrain.train.run_state.resume import require_same_rows
@@ -125,6 +129,8 @@ class Trainer:
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
         self.model, self.processor, self.ops = prepared.model, prepared.processor, prepared.ops
         self.layout, self.compiled = prepared.layout, prepared.compiled
+        dtype = compute_dtype(recipe.parallel, mixed_precision(recipe.train, self.device.type))
+        self.flops = run_flops(prepared.flops, self.layout, self.device, dtype)
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         settings = recipe.train.optimizer
         self.optimizer = build_optimizer(self.model, settings, offloaded, peaks_of(self.model, settings))
@@ -226,6 +232,22 @@ class Trainer:
         console.print(f"interrupted at step {self.step} of {train.steps}; saved {checkpoint}", soft_wrap=True)
         return RunSummary(self.step, True, checkpoint, {}, self.ranks.peers.any(interrupt.is_terminated))
 
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[Callable[[], None]]:
+        """Train without a run: each call of what is yielded is one step, and nothing is written. All ranks call it."""
+        with contextlib.closing(iter(self.loader)) as steps, self.watch:
+            self.watch.follow(self.model)
+
+            def step() -> None:
+                with record_function(WAIT_FOR_DATA):
+                    batch = self._next_batch(steps)
+                    self._upcoming = self._fetched(steps) if self._looks_ahead() else None
+                self.train_step(batch)
+                self.flops.add(batch)
+                self.encoder_metrics = encoder_metrics(self.model, batch.plan, {})
+
+            yield step
+
     def _open_folder(self) -> MetricsFile:
         self._checkpoint_bytes = checkpoint_bytes(self.model)
         self.folder.open(self._continues or self.last_checkpoint is not None, self._checkpoint_bytes)
@@ -269,7 +291,7 @@ class Trainer:
                 raise TrainingError(f"step {self.step + 1}: the data failed on another rank")
             raise batch
         assert isinstance(batch, StepBatch)
-        self.stopwatch.add(int(batch.plan.tokens.sum()), time.perf_counter() - waiting)
+        self.stopwatch.add(batch.plan, time.perf_counter() - waiting)
         return batch
 
     def _fetched(self, steps: Iterator[StepBatch]) -> StepBatch | UserError | TrainingError:
@@ -294,6 +316,7 @@ class Trainer:
                 loss, norm = self.train_step(batch)
         except NonFiniteError as error:
             raise NonFiniteError(f"{error}\n  {self._save_before_failure()}") from None
+        self.flops.add(batch)
         if self.recipe.writes_metrics(self.step):
             self.encoder_metrics = encoder_metrics(self.model, batch.plan, self.spans.of_encoders(self.ranks.peers))
         if is_measured:
@@ -430,8 +453,9 @@ class Trainer:
             "learning_rate": rate(settings.learning_rate),
             **({"learning_rates": own} if own else {}),
             **self.meter.read(self.ranks.meter_peers),
-            **self.stopwatch.read(),
-            "memory_mb": self.ranks.peers.max(peak_memory_mb(self.device)),
+            **self.flops.read(self.ranks.peers, self.stopwatch.seconds),
+            **self.stopwatch.read(self.recipe.train.micro_batches * self.recipe.data.pack_tokens),
+            **memory_metrics(self.device, self.ranks.peers),
             "rejected": rejected_by_source(self.ranks.peers.gather(self.loader.num_rejected)),
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,

@@ -138,6 +138,7 @@ STANDS: dict[str, Always | Idle] = {
     "Train.steps": SIZE,
     "Train.micro_batches": SIZE,
     "Train.seed": SIZE,
+    "Train.flops": Always("every model has products to count"),
     "Train.device": DEVICE,
     "Train.precision": idle(
         "sets it for all components", "parallel.default.precision.compute=float32", "train.precision=bf16"

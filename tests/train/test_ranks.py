@@ -27,6 +27,7 @@ from omnitrain.train.trainer import RunSummary, Trainer
 from tests.tiny import TASKS, tiny_moe_recipe, tiny_recipe, tiny_row, write_parquet
 
 EVALUATED = ["evaluation.max_new_tokens=6", "evaluation.loss_every=3", "evaluation.batch_size=5", "data.workers=1"]
+COUNTED = ["train.flops=true"]
 TWO_SLOTS = ["train.micro_batches=2", "data.pack_tokens=96"]
 
 
@@ -59,6 +60,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert line["sources"].keys() == other["sources"].keys()
+        assert "flops" not in line or line["flops"]["components"] == other["flops"]["components"]
         for name, head in other["heads"].items():
             assert line["heads"][name] == pytest.approx(head, rel=1e-5)
     assert [line["heldout"]["heads"]["text"] for line in lines if "heldout" in line] == [
@@ -74,7 +76,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its reference run of one process is beside it, in ``one``."""
     path = tiny_recipe(tmp_path_factory.mktemp("ranks"), rows=2 * len(TASKS), evaluated=True)
-    fit(path, [f"output_dir={path.parent / 'one'}", *TWO_SLOTS, *EVALUATED])
+    fit(path, [f"output_dir={path.parent / 'one'}", *TWO_SLOTS, *EVALUATED, *COUNTED])
     return path
 
 
@@ -103,8 +105,11 @@ def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_on_ranks_is_the_run_of_one_process(
     ranks: RankPool, recipe: Path, tmp_path: Path, world: int, overrides: list[str]
 ) -> None:
-    """Four ranks share two packs. Evaluation gives the same scores; one checkpoint, one line per step."""
-    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED, *overrides]
+    """Four ranks share two packs. Evaluation gives the same scores; one checkpoint, one line per step.
+
+    Each step has the same FLOPs of each component, whoever encodes and whoever has a part of the sequence.
+    """
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED, *COUNTED, *overrides]
     first, *others = ranks.run(fit, recipe, arguments, timeout_s=120, world=world)
     assert_same_run(tmp_path / "run", recipe.parent / "one")
     scores = json.loads((recipe.parent / "one" / "eval.json").read_text())
@@ -112,7 +117,11 @@ def test_a_run_on_ranks_is_the_run_of_one_process(
     assert got.keys() == scores.keys()
     assert got["losses"]["heads"]["text"] == pytest.approx(scores["losses"]["heads"]["text"], rel=1e-4)
     assert all(other.scores.keys() == first.scores.keys() and other.step == 4 for other in others)
-    encoders = [row for line in metrics(tmp_path / "run") for row in line.get("encoders", {}).values()]
+    lines = metrics(tmp_path / "run")
+    assert all(set(line["flops"]["components"]) > {"foundation", "image_encoder"} for line in lines)
+    hardware = [line["flops"]["per_step_hardware"] / line["flops"]["per_step"] for line in lines]
+    assert all((ratio > 1.1) if "parallel.default.recompute=full" in overrides else ratio == 1 for ratio in hardware)
+    encoders = [row for line in lines for row in line.get("encoders", {}).values()]
     assert encoders and all(1 <= row["imbalance"] <= row["imbalance_drawn"] for row in encoders)
     costs = [row["cost"] for row in encoders]
     encoding = world // (2 if "parallel.components.foundation.pp=2" in overrides else 1)  # ranks of the first stage
@@ -401,6 +410,7 @@ def test_any_number_of_ranks_runs_any_number_of_packs(
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-6)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
         assert line["sources"].keys() == other["sources"].keys()
+        assert "flops" not in line or line["flops"]["components"] == other["flops"]["components"]
     states = [torch.load(of / "checkpoints" / "step-00000004" / "trainer.pt") for of in (run, recipe.parent / "one")]
     assert states[0]["state"]["data"] == states[1]["state"]["data"]
 

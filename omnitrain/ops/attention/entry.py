@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +28,19 @@ from omnitrain.ops.cpu.unread_rows import rows_read_of
 _read_before = WeakTensorKeyDictionary()
 # cu_seqlens tensor -> the specs of the layers that got it.
 _specs_of = WeakTensorKeyDictionary()
+
+Attend = Callable[[Call], torch.Tensor]
+_through: ContextVar[Callable[[Call, Attend], torch.Tensor] | None] = ContextVar("attention_through", default=None)
+
+
+@contextmanager
+def attending_through(around: Callable[[Call, Attend], torch.Tensor]) -> Iterator[None]:
+    """Let ``around(call, attend)`` compute packed attention inside, by the backend's ``attend`` or in another way."""
+    token = _through.set(around)
+    try:
+        yield
+    finally:
+        _through.reset(token)
 
 
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
@@ -122,6 +138,8 @@ def omnitrain_attention(
     )
 
     def compute(whole: Call) -> torch.Tensor:
+        if (around := _through.get()) is not None:
+            return around(whole, lambda own: choose(module, own, backend).attend(own))
         return choose(module, whole, backend).attend(whole)
 
     return (compute(call) if spec.shard is None else spec.shard.attend(call, compute)), None

@@ -1,4 +1,4 @@
-"""Measurements of a run: losses per head and source, tokens, speed, memory, time spent waiting for data."""
+"""Measurements of a run: losses and tokens per head and source, memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import os
 import resource
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -153,34 +152,18 @@ def _mean(rows: list[list[float]]) -> dict[str, float | int | None]:
     return {"loss": total / count if count else None, "tokens": count}
 
 
-class Stopwatch:
-    """Seconds and tokens since the last reading, and the time spent waiting for data."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._tokens = 0
-        self._waited = 0.0
-
-    def add(self, tokens: int, waited: float) -> None:
-        """Count the tokens of a step and the seconds it waited for its packs."""
-        self._tokens += tokens
-        self._waited += waited
-
-    def read(self) -> dict[str, float]:
-        """Return ``tokens_per_second`` and ``data_wait`` (share of the time), and reset."""
-        now = time.perf_counter()
-        seconds = max(now - self._start, 1e-9)
-        reading = {"tokens_per_second": self._tokens / seconds, "data_wait": self._waited / seconds}
-        self._start, self._tokens, self._waited = now, 0, 0.0
-        return reading
-
-
 def peak_memory_mb(device: torch.device) -> float:
     """Peak memory of this process in MiB: allocated on the GPU, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def memory_metrics(device: torch.device, peers: Peers) -> dict[str, float]:
+    """Return the largest peak memory of a rank, and the mean of all, in MiB. Every rank calls this."""
+    peak = peak_memory_mb(device)
+    return {"memory_mb": peers.max(peak), "memory_mb_mean": peers.sum(peak) / peers.size}
 
 
 class MetricsFile:

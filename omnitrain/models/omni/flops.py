@@ -1,0 +1,243 @@
+"""``ModelFlops``: the FLOPs of an omni model over the samples and media of a step, counted on the model itself.
+
+The foundation is counted over text of two lengths and two numbers of predicted tokens, which give its products per
+token and per predicted token; its attention follows from the lengths of the samples. Encoders and decoders are counted
+on the shapes of each item, once per shape. Nothing is fitted, and nothing is computed: tensors have no content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omnitrain.data.packing.pack import MediaGroup, Pack
+from omnitrain.models.omni.encode import MicroBatchWork, call_component, idle_head
+from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.ops.flops import Attention, Flops, Passes, Recomputed, by_layer, count, without_content
+
+_LENGTHS = (128, 256)  # tokens; multiples of the chunks in which linear attention computes
+_PREDICTED = (1, 2)
+FOUNDATION = "foundation"
+
+
+@dataclass(frozen=True)
+class SequenceFlops:
+    """The FLOPs of a foundation.
+
+    Attributes:
+        per_token: of all products in it.
+        per_prediction: of its head, for each predicted text token.
+        layers: attention -> number of layers that have it.
+    """
+
+    per_token: Passes
+    per_prediction: Passes
+    layers: Mapping[Attention, int]
+
+    def of(self, lengths: Iterable[int], predicted: int) -> Passes:
+        """Return the FLOPs over samples.
+
+        Args:
+            lengths: of the samples, in tokens.
+            predicted: number of predicted text tokens.
+        """
+        lengths = tuple(lengths)
+        attention = sum((layer.of(lengths) * times for layer, times in self.layers.items()), Passes())
+        return self.per_token * sum(lengths) + self.per_prediction * predicted + attention
+
+
+@dataclass
+class PackFlops:
+    """FLOPs of packs and media calls.
+
+    Attributes:
+        components: component -> its FLOPs; the loss of a head belongs to the foundation, or to its decoder.
+    """
+
+    components: dict[str, Passes] = field(default_factory=dict)
+
+    def add(self, name: str, passes: Passes) -> None:
+        """Add FLOPs of a component."""
+        self.components[name] = self.components.get(name, Passes()) + passes
+
+    def add_all(self, other: PackFlops) -> None:
+        """Add those of ``other``."""
+        for name, passes in other.components.items():
+            self.add(name, passes)
+
+    @property
+    def passes(self) -> Passes:
+        """The sum over components."""
+        return sum(self.components.values(), Passes())
+
+
+class ModelFlops:
+    """Counts FLOPs of a model's packs.
+
+    Args:
+        model: complete, not sharded, on any device; it is copied without its weights and does not change.
+
+    Attributes:
+        model: the copy.
+    """
+
+    def __init__(self, model: OmniModel) -> None:
+        assert model.runner is not None  # checks and probes that run the model, which the copy takes over
+        self.model = without_content(model)
+        for part in (self.model.foundation, *self.model.encoders.values()):
+            use_omnitrain_experts(part, "torch")
+        self._recomputed: dict[str, Recomputed] = {}
+        self._sequences: dict[bool, SequenceFlops] = {}
+        self._items: dict[tuple[Any, ...], Passes] = {}
+        self._heads: dict[str, Passes] = {}
+
+    def follow(self, trained: Iterable[str], recomputed: Mapping[str, Recomputed]) -> None:
+        """Say what trains, and what is computed again; both are known once the plan of a run is resolved.
+
+        Args:
+            trained: names of the parameters that train.
+            recomputed: component -> what its backward computes again.
+        """
+        trains = set(trained)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in trains)
+        self._recomputed = dict(recomputed)
+        for counted in (self._sequences, self._items, self._heads):
+            counted.clear()
+
+    def of_samples(self, lengths: Sequence[int], predicted: int, *, reads_trained: bool = False) -> Passes:
+        """Return the FLOPs of the foundation over samples of text and media.
+
+        Args:
+            lengths: of the samples, in tokens.
+            predicted: number of predicted text tokens.
+            reads_trained: whether they have media of encoders that train, so that a frozen foundation has a backward.
+        """
+        if reads_trained not in self._sequences:
+            self._sequences[reads_trained] = self._sequence(reads_trained)
+        return self._sequences[reads_trained].of(lengths, predicted)
+
+    def of_pack(self, pack: Pack) -> PackFlops:
+        """Return the FLOPs of the foundation and of all heads over a pack; those of its media calls are apart."""
+        found = PackFlops()
+        ends = np.cumsum(pack.info.lengths)
+        predicted = np.bincount(np.searchsorted(ends, pack.text_rows.numpy(), side="right"), minlength=len(ends))
+        after = self._samples_with_trained_media(pack)
+        for reads_trained in (False, True):
+            chosen = [index for index in range(len(ends)) if (index in after) == reads_trained]
+            if chosen:
+                lengths = [pack.info.lengths[index] for index in chosen]
+                passes = self.of_samples(lengths, int(predicted[chosen].sum()), reads_trained=reads_trained)
+                found.add(FOUNDATION, passes)
+        for name, batch in pack.targets.items():
+            found.add(name, self._of_head(name) * sum(batch.num_tokens))
+        return found
+
+    def _samples_with_trained_media(self, pack: Pack) -> set[int]:
+        """The samples of a pack that have features of a component that trains."""
+        trains = {
+            name
+            for component, names in self.model.media_names.items()
+            if any(parameter.requires_grad for parameter in self.model.components[component].values())
+            for name in names
+        }
+        media = {**pack.inputs, **pack.targets}
+        return {sample for name in trains & media.keys() for sample in media[name].samples}
+
+    def of_media(self, name: str, group: MediaGroup) -> PackFlops:
+        """Return the FLOPs of encoding items, each by itself.
+
+        Args:
+            name: their name in packs.
+            group: the items.
+        """
+        component = next(component for component, names in self.model.media_names.items() if name in names)
+        found = PackFlops()
+        for item in group.split([1] * len(group.num_tokens)):
+            key = (name, *_shapes(item))
+            if key not in self._items:
+                self._items[key] = self._of_item(component, name, item)
+            found.add(component, self._items[key])
+        return found
+
+    def _of_item(self, component: str, name: str, item: MediaGroup) -> Passes:
+        def run() -> list[Tensor]:
+            made = call_component(self.model, component, MicroBatchWork(media_calls={name: [item]})).made[name]
+            return [tensor for features in made for tensor in features.tensors()]
+
+        return count(run, self.model, self._again(component)).passes
+
+    def _of_head(self, name: str) -> Passes:
+        """The loss of a decoder for one token of a medium."""
+        if name not in self._heads:
+            decoder, hidden = self.model.decoders[name], self.model.foundation.get_input_embeddings().weight.size(1)
+            self._heads[name] = count(lambda: [idle_head(decoder, torch.empty(1, 1, hidden))], self.model).passes
+        return self._heads[name]
+
+    def _sequence(self, reads_trained: bool) -> SequenceFlops:
+        short, long = _LENGTHS
+        one, two = _PREDICTED
+        counted = {
+            (length, predicted): self._of_text(length, predicted, reads_trained)
+            for length, predicted in ((short, one), (long, one), (short, two))
+        }
+        first = counted[short, one].products
+        per_token = _per(first, counted[long, one].products, long - short)
+        per_prediction = _per(first, counted[short, two].products, two - one)
+        return SequenceFlops(per_token, per_prediction, by_layer(counted[short, one].attention))
+
+    def _of_text(self, length: int, predicted: int, reads_trained: bool) -> Any:
+        pack = Pack.from_samples([idle_prompt(self.model, length)])
+        rows = torch.arange(length - predicted, length)
+        pack = replace(pack, text_rows=rows, text_labels=torch.zeros(predicted, dtype=torch.long))
+
+        def run() -> list[Tensor]:
+            with self._trained_embeddings() if reads_trained else nullcontext():
+                return [term.sum for term in self.model(pack).losses.values()]
+
+        return count(run, self.model, self._again(FOUNDATION))
+
+    def _again(self, component: str) -> list[Recomputed]:
+        return [self._recomputed[component]] if component in self._recomputed else []
+
+    @contextmanager
+    def _trained_embeddings(self) -> Iterator[None]:
+        """Let the foundation's input need a gradient, as it does where it has features of an encoder that trains."""
+        embedding: Any = self.model.foundation.get_input_embeddings()
+        hook = embedding.register_forward_hook(
+            lambda _, __, out: out if out.requires_grad else out.detach().requires_grad_()
+        )
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def _per(few: Passes, many: Passes, units: int) -> Passes:
+    """The FLOPs of one more unit, from two counts of products."""
+
+    def one(a: Flops, b: Flops) -> Flops:
+        return Flops((b.products - a.products) // units)
+
+    return Passes(one(few.forward, many.forward), one(few.backward, many.backward), one(few.again, many.again))
+
+
+def _shapes(item: MediaGroup) -> tuple[Any, ...]:
+    """What an item's FLOPs depend on: shapes, and the values of integers such as the grid of its patches."""
+    return tuple(
+        (name, tuple(tensor.shape), tensor.dtype, None if tensor.is_floating_point() else _digest(tensor))
+        for name, tensor in sorted(item.features.items())
+    )
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.contiguous().numpy().tobytes(), digest_size=8).hexdigest()

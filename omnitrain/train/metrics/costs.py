@@ -1,0 +1,278 @@
+"""What the steps of a torch profile cost, in words: attention, matrix products, all-gathers, waiting for data."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from rich.table import Table
+
+LABEL = "omnitrain: "  # prefix of records that say which part of the model runs
+STEP = f"{LABEL}step"
+WAIT_FOR_DATA = f"{LABEL}wait for data"
+ATTENTION = f"{LABEL}attention"
+_BACKWARD = "autograd::engine::evaluate_function"
+
+FORWARD, BACKWARD, AGAIN = "forward", "backward", "again"
+
+# Words for communication -> parts of the names of its records.
+_COMMUNICATION = {
+    "all-gather": ("all_gather", "allgather", "AllGather"),
+    "reduce-scatter": ("reduce_scatter", "ReduceScatter", "post_backward_reduce"),
+    "all-to-all": ("all_to_all", "alltoall", "SendRecv"),
+    "all-reduce": ("all_reduce", "allreduce", "AllReduce"),
+    "other exchanges": ("c10d::", "gloo:", "nccl:", "FSDP::"),
+}
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "addmm_", "baddbmm_", "einsum")
+
+
+class Event(Protocol):
+    """A record of torch's profiler (``torch.autograd.profiler_util.FunctionEvent``)."""
+
+    name: str
+    sequence_nr: int
+    thread: int
+    time_range: Any
+    cpu_parent: Any
+    self_cpu_time_total: float
+    self_device_time_total: float
+
+
+@dataclass
+class Cost:
+    """What one thing cost in the profiled steps.
+
+    Attributes:
+        name: of the thing.
+        seconds: pass (`forward`, `backward`, `again`: what the backward computed again) -> seconds of all steps.
+    """
+
+    name: str
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def total(self) -> float:
+        """Seconds of all passes."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of profiled steps.
+
+    Attributes:
+        rows: the most expensive first.
+        seconds: duration of the steps.
+        is_of_device: whether costs are the times of kernels on the device, and not of the host.
+    """
+
+    rows: Sequence[Cost]
+    seconds: float
+    is_of_device: bool
+
+    def share(self, *names: str) -> float:
+        """Return the share of the steps' time that all things cost whose name has one of these parts."""
+        found = (row.total for row in self.rows if any(name in row.name for name in names))
+        return sum(found) / self.seconds
+
+    def again(self) -> float:
+        """Return the share of what backwards computed again."""
+        return sum(row.seconds.get(AGAIN, 0.0) for row in self.rows) / self.seconds
+
+
+def costs_of(events: Iterable[Event]) -> Costs:
+    """Sum up what a profile has, in words.
+
+    On a GPU the times of its kernels count, and communication may overlap with the others. On a CPU the times of the
+    thread that trains count, each operation without those that it calls.
+
+    Args:
+        events: of a profile in which each step is in a record :data:`STEP`, and parts in records with :data:`LABEL`.
+    """
+    events = list(events)
+    steps = [event for event in events if event.name == STEP]
+    assert steps, "a profile without steps"
+    seconds = sum(event.time_range.elapsed_us() for event in steps) / 1e6
+    is_of_device = any(event.self_device_time_total for event in events)
+    labels = _Labels(events)
+    rows: dict[str, Cost] = {}
+    for event in events:
+        spent = event.self_device_time_total if is_of_device else event.self_cpu_time_total
+        if spent <= 0 or (not is_of_device and event.thread != steps[0].thread):
+            continue
+        part, phase = labels.of(event)
+        name = _in_words(event.name, part)
+        rows.setdefault(name, Cost(name)).seconds[phase] += spent / 1e6
+    if is_of_device:
+        busy = sum(row.total for row in rows.values())
+        rows[IDLE] = Cost(IDLE, {FORWARD: max(0.0, seconds - busy)})
+    return Costs(sorted(rows.values(), key=lambda row: -row.total), seconds, is_of_device)
+
+
+IDLE = "the device waits for the host"
+PYTHON = "Python between operations"
+
+
+class _Labels:
+    """Tells the part of the model and the pass to which a record belongs.
+
+    The node of a backward has the number of the record in the forward whose gradient it computes.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._of_number: dict[int, str] = {}
+        for event in sorted(events, key=lambda event: event.time_range.start):
+            if event.sequence_nr >= 0 and not _in_backward(event):
+                self._of_number[event.sequence_nr] = self._above(event)[0]
+
+    def of(self, event: Event) -> tuple[str, str]:
+        part, node, numbers = self._above(event)
+        if node is None:
+            return part, FORWARD
+        # Only a forward numbers its operations: this one computes again what its node needs.
+        is_again = bool(part) or any(number != node for number in numbers)
+        return part or self._of_number.get(node, ""), AGAIN if is_again else BACKWARD
+
+    def _above(self, event: Event) -> tuple[str, int | None, set[int]]:
+        """Say where a record is.
+
+        Returns:
+            The innermost label around it, or nothing; the number of the node of a backward that it is in, in which case
+            labels around the node do not count; and the numbers of records between.
+        """
+        part, numbers, at = "", set[int](), cast(Any, event)
+        while at is not None:
+            if at.name.startswith(_BACKWARD):
+                return part, at.sequence_nr, numbers
+            if not part and at.name.startswith(LABEL) and at.name != STEP:
+                part = at.name.removeprefix(LABEL)
+            if not part and at.name.startswith("Optimizer."):
+                part = OPTIMIZER
+            if at.sequence_nr >= 0 and "Backward" not in at.name:  # a node's own record may have another number
+                numbers.add(at.sequence_nr)
+            at = at.cpu_parent
+        return part, None, numbers
+
+
+def _in_backward(event: Event) -> bool:
+    at: Any = event
+    while at is not None:
+        if at.name.startswith(_BACKWARD):
+            return True
+        at = at.cpu_parent
+    return False
+
+
+OPTIMIZER = "optimizer"
+LAYERS, EXPERTS, HEAD = "layers", "experts", "loss head"
+_AS_THEY_ARE = (OPTIMIZER, HEAD, WAIT_FOR_DATA.removeprefix(LABEL), ATTENTION.removeprefix(LABEL))
+
+
+def _in_words(name: str, part: str) -> str:
+    for words, signs in _COMMUNICATION.items():
+        if any(sign in name for sign in signs):
+            return f"{words} of FSDP" if "FSDP" in name else words
+    if part in _AS_THEY_ARE or part.startswith(("media of ", "wait for ")):
+        return part
+    op = name.removeprefix("aten::")
+    if "_norm" in op and not part:
+        return "gradient norm"
+    where = f" of {part}" if part else ""
+    if op == "_grouped_mm" or (part == EXPERTS and op in _PRODUCTS):
+        return f"products of {EXPERTS}"
+    if op in _PRODUCTS:
+        return f"matrix products{where}"
+    if name.startswith((LABEL, "ProfilerStep", _BACKWARD, "autograd::", "torch::autograd")) or "::" not in name:
+        return PYTHON
+    return f"norms, activations and copies{where}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What advice needs besides costs.
+
+    Attributes:
+        ranks: number of ranks.
+        workers: the recipe's `data.workers`.
+        is_compiled: whether blocks are compiled.
+        micro_batches: packs of a step, over all ranks.
+        fill: share of the packs' room that has tokens.
+        settings: component -> the fields of its plan that are set.
+        imbalance: encoder -> cost on the busiest rank divided by the mean.
+    """
+
+    ranks: int
+    workers: int
+    is_compiled: bool
+    micro_batches: int
+    fill: float
+    settings: Mapping[str, Mapping[str, Any]]
+    imbalance: Mapping[str, float]
+
+
+def advice(costs: Costs, facts: Facts) -> list[str]:
+    """Return what to try, one line each; only where the figures say that it matters."""
+    found = []
+    if (share := costs.share("wait for data")) >= 0.05:
+        found.append(
+            f"waiting for data takes {share:.0%}: data.workers={facts.workers + 2} prepares rows in more processes; "
+            "data.cached_samples keeps prepared samples that fit into memory"
+        )
+    if (share := costs.share(PYTHON, IDLE)) >= 0.25:
+        small = "a larger data.pack_tokens has the same operations over more tokens"
+        found.append(
+            f"{share:.0%} of the time the host prepares operations: {small}"
+            + ("" if facts.is_compiled else "; train.compile=true makes fewer of them")
+        )
+    if costs.is_of_device and not facts.is_compiled and (share := costs.share("norms, activations")) >= 0.2:
+        found.append(f"norms, activations and copies take {share:.0%}: train.compile=true fuses them")
+    if (share := costs.again()) >= 0.1:
+        found.append(
+            f"the backward computes {share:.0%} of the time what the forward has computed: if memory is left, try "
+            "recompute: selective, or none, in parallel.default"
+        )
+    if (share := costs.share("of FSDP")) >= 0.1 and facts.ranks > 1:
+        found.append(
+            f"gathering weights and reducing gradients take {share:.0%}: parallel.default.mode=hsdp or replicate "
+            "gathers less and needs more memory; a larger data.pack_tokens computes longer for each gather"
+        )
+    if (share := costs.share("all-to-all")) >= 0.1 and facts.settings.get("foundation", {}).get("ep", 1) != 1:
+        found.append(
+            f"the exchange of the experts' tokens takes {share:.0%}: parallel.components.foundation.expert_chunks=auto "
+            "overlaps it with their products"
+        )
+    for name, imbalance in facts.imbalance.items():
+        place = facts.settings.get(name, {}).get("place", "local")
+        if imbalance >= 1.1 and place != "world" and costs.share(f"of {name}") >= 0.1:
+            found.append(
+                f"the busiest rank encodes {imbalance:.2f} times the mean with {name}: "
+                f"parallel.components.{name}.place=world divides its items among all ranks"
+            )
+    if (share := costs.share(OPTIMIZER)) >= 0.15:
+        found.append(
+            f"the optimizer takes {share:.0%}: train.micro_batches={2 * facts.micro_batches} updates once for twice as "
+            "many packs"
+        )
+    if facts.fill < 0.85:
+        found.append(f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better")
+    return found
+
+
+def cost_table(costs: Costs, steps: int, most: int = 10) -> Table:
+    """Return the ``most`` expensive things, and all others in one row, with their share of the time of ``steps``."""
+    of = "kernels on the device; communication may overlap" if costs.is_of_device else "time of the training thread"
+    table = Table(title=f"What a step costs ({of})", title_justify="left")
+    table.add_column("", overflow="fold")
+    for column in ("share", "ms", FORWARD, BACKWARD, "again"):
+        table.add_column(column, justify="right", no_wrap=True)
+    others = Cost("everything else")
+    for row in costs.rows[most:]:
+        for phase, seconds in row.seconds.items():
+            others.seconds[phase] += seconds
+    for row in [*costs.rows[:most], *([others] if costs.rows[most:] else [])]:
+        phases = (row.seconds.get(phase, 0.0) for phase in (FORWARD, BACKWARD, AGAIN))
+        figures = [f"{1e3 * seconds / steps:.1f}" if seconds else "" for seconds in phases]
+        table.add_row(row.name, f"{row.total / costs.seconds:.1%}", f"{1e3 * row.total / steps:.1f}", *figures)
+    return table

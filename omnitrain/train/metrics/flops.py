@@ -1,0 +1,218 @@
+"""The FLOPs of a run's steps, and their share of what the devices could compute (MFU)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from omnitrain.data.packing.pack import MediaGroup, Pack
+from omnitrain.models.omni.flops import ModelFlops, PackFlops
+from omnitrain.models.omni.freeze import freeze
+from omnitrain.ops.experts import experts_in
+from omnitrain.ops.experts.routers import find_router
+from omnitrain.ops.flops import Recomputed
+from omnitrain.parallel.fsdp.units import find_units
+from omnitrain.parallel.layout import ModelLayout
+from omnitrain.parallel.memory.selective_recompute import attention_modules
+from omnitrain.parallel.step.media_dispatch import StepBatch
+from omnitrain.peers import Peers
+from omnitrain.plan import Topology
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
+from omnitrain.train.metrics.peak import Peak, peak_of
+
+
+def follow_plan(counter: ModelFlops, plans: Mapping[str, ComponentPlan]) -> None:
+    """Count what the complete plans freeze as frozen, and what they recompute as computed again."""
+    model = counter.model
+    freeze(model, [name for name, plan in plans.items() if plan.freeze])
+    blocks = {name: units.blocks for name, units in find_units(model).items()}
+    counter.follow(
+        [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+        {name: found for name, plan in plans.items() if (found := _recomputed(model, plan, blocks[name])) is not None},
+    )
+
+
+def _recomputed(model: torch.nn.Module, plan: ComponentPlan, blocks: tuple[str, ...]) -> Recomputed | None:
+    if plan.recompute in ("full", "selective"):
+        return Recomputed(blocks, plan.saved_ops or ())
+    if plan.recompute != "parts":
+        return None
+    parts, modules = plan.recomputed_parts or (), list[torch.nn.Module]()
+    for name in blocks:
+        block = model.get_submodule(name)
+        if "attention" in parts:
+            modules += attention_modules(block)
+        if "router" in parts:
+            routers = (find_router(model, f"{name}.{path}".rpartition(".")[0]) for path, _ in experts_in(block))
+            modules += [router[0] for router in routers if router is not None]
+    return Recomputed([name for name, module in model.named_modules() if module in modules])
+
+
+class StepFlops:
+    """Counts the FLOPs of this rank's part of each step: of samples that it lists, and media that it encodes.
+
+    Args:
+        counter: of the run's model.
+        layout: how the model is laid out; None: one process.
+
+    Attributes:
+        left_out: media or `foundation` -> why its FLOPs cannot be counted.
+    """
+
+    def __init__(self, counter: ModelFlops, layout: ModelLayout | None) -> None:
+        self._counter, self.left_out = counter, dict[str, str]()
+        self._rank, self._counts = 0, True
+        if layout is not None:
+            self._rank = layout.planned_ranks.index(layout.state.rank)
+            # Stages that plan for themselves have the same plan, and the first one counts.
+            repeats = layout.pipeline is not None and layout.planned_ranks == layout.state.stage_ranks
+            self._counts = not repeats or layout.state.pp_rank == 0
+
+    def of(self, batch: StepBatch) -> PackFlops:
+        """Return the FLOPs of this rank's part of a step; those of all ranks add up to those of the step."""
+        found, topology = PackFlops(), batch.plan.topology
+        if not self._counts:
+            return found
+        lists = self._rank in topology.readers and topology.is_owner(self._rank)
+        for pack, calls in zip(batch.packs if lists else (), batch.media_calls, strict=False):
+            if pack.info.indices != (_IDLE,):
+                self._add(found, FOUNDATION, partial(self._counter.of_pack, pack))
+                for name, group in _media(pack):
+                    if name not in calls:
+                        self._add(found, name, partial(self._counter.of_media, name, group))
+        for calls in batch.media_calls:
+            for name, groups in calls.items():
+                for group in groups if self._encodes(topology, name) else ():
+                    self._add(found, name, partial(self._counter.of_media, name, group))
+        return found
+
+    def _encodes(self, topology: Topology, name: str) -> bool:
+        """Whether this rank's calls for media of this name count; ranks that make a call together count once."""
+        component = next(component.name for component in topology.components if name in component.media)
+        first = int(topology.call_group_of(component)[self._rank, 0])
+        return topology.acts_as(self._rank, component) == self._rank == first
+
+    def _add(self, found: PackFlops, name: str, count: Callable[[], PackFlops]) -> None:
+        if name in self.left_out:
+            return
+        try:
+            found.add_all(count())
+        except Exception as error:  # a forward that reads a tensor's content; each model fails differently
+            self.left_out[name] = f"{type(error).__name__}: {error}"
+
+
+_IDLE = -1  # index of a sample from which nothing is learned
+
+
+def _media(pack: Pack) -> list[tuple[str, MediaGroup]]:
+    return [(name, group) for name, batch in (*pack.inputs.items(), *pack.targets.items()) for group in batch.groups]
+
+
+class RunFlops:
+    """Adds up the FLOPs of steps between two lines of metrics.
+
+    Args:
+        steps: counts those of a step. None: nothing is counted.
+        peak: of this rank's device.
+    """
+
+    def __init__(self, steps: StepFlops | None, peak: Peak | None) -> None:
+        self._steps, self.peak = steps, peak
+        self._found, self._tokens, self._number = PackFlops(), 0, 0
+
+    def add(self, batch: StepBatch) -> None:
+        """Add a step."""
+        if self._steps is not None:
+            self._found.add_all(self._steps.of(batch))
+            self._tokens += int(batch.plan.tokens.sum())
+            self._number += 1
+
+    def read(self, peers: Peers, seconds: float) -> dict[str, Any]:
+        """Return the FLOPs since the last reading and their share of the peak, and reset. Every rank calls this.
+
+        Args:
+            peers: all ranks.
+            seconds: time since the last reading.
+        """
+        if self._steps is None or self.peak is None or not self._number:
+            return {}
+        everywhere = peers.gather((self._found, self.peak, self._steps.left_out))
+        found = PackFlops()
+        for of_rank, _, _ in everywhere:
+            found.add_all(of_rank)
+        left_out = {name: reason for _, _, reasons in everywhere for name, reason in reasons.items()}
+        peaks = [peak for _, peak, _ in everywhere]
+        tokens, steps = self._tokens, self._number
+        self._found, self._tokens, self._number = PackFlops(), 0, 0
+        return flop_metrics(found, steps, tokens, seconds, peaks, left_out)
+
+
+def flop_metrics(
+    found: PackFlops,
+    steps: int,
+    tokens: int,
+    seconds: float,
+    peaks: Sequence[Peak],
+    left_out: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the metrics of FLOPs: ``mfu = FLOPs of the model / (seconds * sum of the ranks' peaks)``.
+
+    ``mfu`` counts the pairs that attention's masks keep, ``mfu_full`` all, and ``hfu`` those that are kept, with what
+    backwards compute again.
+
+    Args:
+        found: of all ranks.
+        steps: number of steps.
+        tokens: of these steps, of all ranks.
+        seconds: time of these steps.
+        peaks: of each rank.
+        left_out: what is not counted. Without the foundation, there are no figures.
+    """
+    if FOUNDATION in left_out:
+        return {"flops": {"left_out": dict(left_out)}}
+    passes, possible = found.passes, seconds * sum(peak.flops for peak in peaks)
+    of_model, of_hardware = passes.model, passes.hardware
+    return {
+        "flops": {
+            "per_step": of_model.total / steps,
+            "per_step_full": of_model.total_full / steps,
+            "per_step_hardware": of_hardware.total / steps,
+            "per_token": of_model.total / max(1, tokens),
+            "components": {name: of.model.total / steps for name, of in sorted(found.components.items())},
+            "peak": peaks[0].flops,
+            "peak_source": peaks[0].source,
+            **({"left_out": dict(left_out)} if left_out else {}),
+        },
+        "mfu": of_model.total / possible,
+        "mfu_full": of_model.total_full / possible,
+        "hfu": of_hardware.total / possible,
+    }
+
+
+def run_flops(
+    counter: ModelFlops | None,
+    layout: ModelLayout | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> RunFlops:
+    """Return what counts a run's FLOPs; it may measure the device.
+
+    Args:
+        counter: of the run's model, before it was laid out; None: nothing is counted.
+        layout: how the model is laid out; None: one process.
+        device: device of this rank.
+        dtype: in which the foundation computes.
+    """
+    if counter is None:
+        return RunFlops(None, None)
+    if layout is not None:
+        follow_plan(counter, {name: component.plan for name, component in layout.components.items()})
+    return RunFlops(StepFlops(counter, layout), peak_of(device, dtype))
+
+
+def counts_flops(setting: bool | Literal["auto"], device: torch.device) -> bool:
+    """Whether a run counts FLOPs; `auto`: on CUDA, where peaks are known."""
+    return device.type == "cuda" if setting == "auto" else setting
