@@ -53,8 +53,10 @@ from omnitrain.plan import PlannedComponent, RankFacts, Topology, decode_tables,
 from omnitrain.plan.step import Rates
 from omnitrain.plan.wavefront.step import SectionLimits, StepOrder
 from omnitrain.recipe import Data, Recipe
-from omnitrain.train.metrics.meter import LossMeter, MeanLoss, Stopwatch
+from omnitrain.train.metrics.flops import RunFlops
+from omnitrain.train.metrics.meter import LossMeter, MeanLoss
 from omnitrain.train.metrics.step_timing import StepSpans
+from omnitrain.train.metrics.throughput import Stopwatch
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.trainer import Trainer
 
@@ -295,6 +297,7 @@ def line_of(world: int) -> Values:
             meter=meter(),
             ranks=ranks_of_run,
             stopwatch=Stopwatch(),
+            flops=RunFlops(None, None),
             device=torch.device("cpu"),
             loader=loaders[rank],
             steps_without_targets=0,
