@@ -220,7 +220,8 @@ def advice(costs: Costs, facts: Facts) -> list[str]:
             f"waiting for data takes {share:.0%}: data.workers={facts.workers + 2} prepares rows in more processes; "
             "data.cached_samples keeps prepared samples that fit into memory"
         )
-    if (share := costs.share(PYTHON, IDLE)) >= 0.25:
+    # On several ranks of a CPU, their waits for each other look like Python.
+    if (share := costs.share(PYTHON, IDLE)) >= 0.25 and (costs.is_of_device or facts.ranks == 1):
         small = "a larger data.pack_tokens has the same operations over more tokens"
         found.append(
             f"{share:.0%} of the time the host prepares operations: {small}"

@@ -79,6 +79,8 @@ def of(**milliseconds: float) -> Costs:
 
 def test_nothing_is_advised_where_no_figure_supports_it() -> None:
     assert advice(of(attention=60, wait_for_data=2, optimizer=5), QUIET) == []
+    waits = Costs([Cost("Python between operations", {FORWARD: 0.04})], 0.1, is_of_device=False)
+    assert advice(waits, QUIET) == []  # of two ranks for each other
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,11 @@ def test_nothing_is_advised_where_no_figure_supports_it() -> None:
     [
         (of(wait_for_data=20), QUIET, "data.workers=3"),
         (of(optimizer=20), QUIET, "train.micro_batches=8"),
-        (Costs([Cost("Python between operations", {FORWARD: 0.04})], 0.1, False), QUIET, "train.compile=true"),
+        (
+            Costs([Cost("Python between operations", {FORWARD: 0.04})], 0.1, False),
+            replace(QUIET, ranks=1),
+            "train.compile=true",
+        ),
         (Costs([Cost("all-gather of FSDP", {FORWARD: 0.02})], 0.1, False), QUIET, "parallel.default.mode=hsdp"),
         (Costs([Cost("attention", {AGAIN: 0.02})], 0.1, False), QUIET, "recompute: selective"),
         (
