@@ -44,7 +44,7 @@ def test_ranks_compare_the_parameters_of_a_model_by_a_digest(figures: dict[str, 
 def test_the_figures_of_the_page_about_launching_are_those_of_the_last_run() -> None:
     found = json.loads((BENCHMARKS / "results" / "many_ranks.json").read_text())["figures"]
     page = (BENCHMARKS.parent / "docs" / "launch.md").read_text().split("## A thousand ranks")[1].split("\n## ")[0]
-    shown = [f"{found[f'{part}_held_bytes_1024'] / 1e6:.2f} MB" for part in ("step", "line", "start")]
+    shown = [f"{found[f'{part}_held_bytes_1024'] / 1e6:.2f} MB" for part in ("step", "line", "start", "save")]
     shown.append(f"{1000 * (found['step_decode_seconds_1024'] + found['step_plan_seconds_1024']):.1f} ms")
     shown.append(f"{1000 * found['order_seconds_1024']:.0f} ms")
     assert [figure for figure in shown if f"| {figure}" not in page] == []
