@@ -158,20 +158,25 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._tokens = 0
+        self._steps = self._tokens = 0
         self._waited = 0.0
 
     def add(self, tokens: int, waited: float) -> None:
         """Count the tokens of a step and the seconds it waited for its packs."""
+        self._steps += 1
         self._tokens += tokens
         self._waited += waited
 
     def read(self) -> dict[str, float]:
-        """Return ``tokens_per_second`` and ``data_wait`` (share of the time), and reset."""
+        """Return ``tokens_per_second``, ``tokens_per_step`` and ``data_wait`` (share of the time), and reset."""
         now = time.perf_counter()
         seconds = max(now - self._start, 1e-9)
-        reading = {"tokens_per_second": self._tokens / seconds, "data_wait": self._waited / seconds}
-        self._start, self._tokens, self._waited = now, 0, 0.0
+        reading = {
+            "tokens_per_second": self._tokens / seconds,
+            "tokens_per_step": self._tokens / max(self._steps, 1),
+            "data_wait": self._waited / seconds,
+        }
+        self._start, self._steps, self._tokens, self._waited = now, 0, 0, 0.0
         return reading
 
 
