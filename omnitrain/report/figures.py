@@ -60,10 +60,9 @@ def draw_curves(curves: Sequence[Curve], name: str, title: str) -> str:
     most = min(_MAX_POINTS, _MAX_POINTS_OF_FIGURE // len(curves))
     for curve, style in zip(curves, styles(curves), strict=True):
         points = thinned(curve.points, most)
-        steps = [step for step, _ in points]
         values = [float("nan") if value is None else value for _, value in points]
         axes.plot(
-            steps,
+            [step for step, _ in points],
             values,
             color=color(style.color),
             linestyle=_DASHES[style.dash % len(_DASHES)],
@@ -72,6 +71,9 @@ def draw_curves(curves: Sequence[Curve], name: str, title: str) -> str:
             markersize=2.5,
             markevery=_marks(values),
         )
+    steps = [step for curve in curves for step, _ in curve.points]
+    if min(steps) == max(steps):
+        axes.set_xlim(min(steps) - 1, min(steps) + 1)  # otherwise steps would have decimals
     if is_wide(curves):
         axes.set_yscale("log")
     axes.set_xlabel("step", color=TEXT, fontsize=_FONT)

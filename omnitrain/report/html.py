@@ -37,8 +37,10 @@ def number(value: float) -> str:
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     """Return a table that scrolls by itself where the page is narrow. Numbers are to the right."""
-    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    listed = list(rows)
+    kinds = [_kind(next((row[i] for row in listed if row[i] is not None), None)) for i in range(len(titles))]
+    head = "".join(f"<th{kind}>{escape(title)}</th>" for title, kind in zip(titles, kinds, strict=True))
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in listed)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -70,5 +72,8 @@ def chapter(anchor: str, title: str, parts: Iterable[str]) -> str:
 
 
 def _cell(cell: Cell) -> str:
-    kind = ' class="number"' if isinstance(cell, (int, float)) else ""
-    return f"<td{kind}>{text_of(cell)}</td>"
+    return f"<td{_kind(cell)}>{text_of(cell)}</td>"
+
+
+def _kind(cell: Cell) -> str:
+    return ' class="number"' if isinstance(cell, (int, float)) else ""

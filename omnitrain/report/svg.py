@@ -19,6 +19,7 @@ _VARIABLES = {TEXT: "currentColor", GRID: "var(--line)", BACK: "var(--back)"} | 
 }
 _KNOWN = re.compile("|".join(_VARIABLES))
 _ID = re.compile(r' id="([^"]+)"')
+_ATTRIBUTE = re.compile(r'="[^"]*"')  # coordinates are in attributes; texts stay as they are
 _NUMBER = re.compile(r"\d+\.\d{2,}")
 
 
@@ -47,7 +48,7 @@ def svg_of(figure: Figure, name: str, title: str) -> str:
     text = re.sub(r" font-family: [^;\"]+;?", " ", text)
     text = re.sub(r"""<svg [^>]*viewBox="([^"]+)"[^>]*>""", rf'<svg viewBox="\1" role="img" aria-label="{title}">', text)
     text = _KNOWN.sub(lambda found: _VARIABLES[found[0]], text)
-    text = _NUMBER.sub(lambda found: f"{float(found[0]):.1f}", text)
+    text = _ATTRIBUTE.sub(lambda found: _NUMBER.sub(lambda number: f"{float(number[0]):.1f}", found[0]), text)
     text = re.sub(r"\s*\n\s*", " ", text).replace("xlink:href", "href")
     return _with_own_ids(text, name).replace("> <", "><")
 

@@ -38,7 +38,11 @@ svg{{display:block;width:100%;height:auto;font-family:system-ui,sans-serif}}
 table{{border-collapse:collapse;font-size:.87rem;margin:.5rem 0}}
 th,td{{text-align:left;vertical-align:top;padding:.25rem .75rem .25rem 0;border-bottom:1px solid var(--line)}}
 th{{font-weight:600;color:var(--soft)}}
-td.number{{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}}
+.number{{text-align:right}}
+td.number{{font-variant-numeric:tabular-nums;white-space:nowrap}}
+.figures table{{font-size:.8rem}}
+.figures th,.figures td{{padding-right:.5rem}}
+.figures td:first-child{{overflow-wrap:anywhere;width:100%}}
 .swatch{{display:inline-block;width:1.4rem;border-top:3px solid var(--c);vertical-align:middle;margin-right:.5rem}}
 .swatch.d1{{border-top-style:dashed}}.swatch.d2{{border-top-style:dotted}}.swatch.d3{{border-top-style:double}}
 pre{{overflow-x:auto;font-size:.82rem;line-height:1.4;border:1px solid var(--line);border-radius:.3rem;padding:.75rem}}

@@ -37,24 +37,19 @@ class Plots:
 
     def _table(self, curves: Sequence[Curve]) -> str:
         """First, last, lowest and highest value of each curve."""
-        has_runs = len(self.labels) > 1
-        titles = ["", *["run"] * has_runs, "first", "last", "lowest", "highest"]
-        looks = styles(curves)
         rows: list[list[Cell]] = []
-        for curve, style in zip(curves, looks, strict=True):
-            named = Raw(swatch(style.color, style.dash) + text_of(curve.name))
+        for curve, style in zip(curves, styles(curves), strict=True):
+            name = Raw(swatch(style.color, style.dash) + text_of(self._name_of(curve, curves)))
             values = curve.values
-            rows.append(
-                [
-                    named,
-                    *[self.labels[curve.run]] * has_runs,
-                    values[0],
-                    values[-1],
-                    min(values),
-                    max(values),
-                ]
-            )
-        return table(titles, rows)
+            rows.append([name, values[0], values[-1], min(values), max(values)])
+        return table(["", "first", "last", "lowest", "highest"], rows)
+
+    def _name_of(self, curve: Curve, curves: Sequence[Curve]) -> str:
+        """What tells it from the others: its name, its run, or both."""
+        if len(self.labels) == 1:
+            return curve.name
+        label = self.labels[curve.run]
+        return label if len({one.name for one in curves}) == 1 else f"{curve.name}, {label}"
 
 
 def grid(parts: Sequence[str]) -> str:

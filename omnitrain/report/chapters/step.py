@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from omnitrain.report.chapters.plots import Plots
 from omnitrain.report.figures import Bar, draw_bars
@@ -13,6 +12,10 @@ from omnitrain.report.timeline import ACTIVITIES, RankTime, lanes_of, read_step,
 
 _STEPS, _RANKS = 3, 16  # in one page; the table has all ranks of a step
 _COLUMNS = 2000  # bars that are closer than this fraction of the width are drawn as one
+_COMMUNICATION = (
+    "Communication: time in which all-to-alls or exchanges of features were on their way, or waited for. Exposed: the "
+    "part for which the rank waited; hidden: the rest. Waits are part of the forwards and backwards around them."
+)
 _MEANING = {
     "forward": "forward of a micro-batch; in a pipeline with its wait for the stage before",
     "backward": "backward of a micro-batch",
@@ -30,45 +33,41 @@ _MEANING = {
 
 def step(runs: Sequence[RunRecord], plots: Plots) -> str:
     """Return the pictures and tables of the first traced steps."""
-    parts = []
-    for run in runs:
-        for number in list(run.traces)[:_STEPS]:
-            parts += _step(run, number, run.traces[number], plots)
-    if not parts:
-        parts = [note("No step was traced. With train.trace.steps=[20] a run traces step 20.")]
-    return chapter("step", "Traced steps", parts)
+    traced = [
+        (f"{run.label}: step {number}", ranks)
+        for run in runs
+        for number, files in list(run.traces.items())[:_STEPS]
+        if (ranks := read_step(files))
+    ]
+    if not traced:
+        words = "No step was traced. With train.trace.steps=[20] a run traces step 20."
+        return chapter("step", "Traced steps", [note(words)])
+    used = [name for name in ACTIVITIES if any(rank.seconds[name] for _, ranks in traced for rank in ranks)]
+    legend = [(Raw(swatch(ACTIVITIES.index(name)) + text_of(name)), _MEANING[name]) for name in used]
+    drawn = [part for title, ranks in traced for part in _step(title, ranks, plots)]
+    return chapter("step", "Traced steps", [table(("", "meaning"), legend), *drawn])
 
 
-def _step(run: RunRecord, number: int, files: Mapping[int, Path], plots: Plots) -> list[str]:
-    ranks = read_step(files)
-    if not ranks:
-        return []
-    title = f"{run.label}: step {number}"
+def _step(title: str, ranks: Sequence[RankTime], plots: Plots) -> list[str]:
     shown = [rank for rank in ranks if rank.rank < _RANKS]
     lanes = lanes_of(shown)
     svg = draw_bars(_bars(lanes), [_lane(rank, lane) for rank, lane in lanes], plots.name(), title)
     used = [activity for activity in ACTIVITIES if any(rank.seconds[activity] for rank in ranks)]
+    travels = any(rank.in_transit for rank in ranks)
+    communication = ("communication", "hidden", "exposed") if travels else ()
     return [
         heading(title),
         figure(svg, "What each rank did", is_wide=True),
         note(f"Ranks 0 to {_RANKS - 1} are drawn.") if len(shown) < len(ranks) else "",
-        table(("", "meaning"), [[Raw(swatch(ACTIVITIES.index(name)) + text_of(name)), _MEANING[name]] for name in used]),
-        heading("Milliseconds by rank"),
-        table(
-            ("rank", "step", *used, "communication", "hidden", "exposed"),
-            [_row(rank, used) for rank in ranks],
-        ),
-        note(
-            "Communication: time in which all-to-alls or exchanges of features were on their way, or waited for. "
-            "Exposed: the part for which the rank waited; hidden: the rest. What a rank does in its waits is not "
-            "taken off from forward and backward. Activities may overlap."
-        ),
+        table(("milliseconds", "step", *used, *communication), [_row(rank, used, travels) for rank in ranks]),
+        note(_COMMUNICATION if travels else "No all-to-all and no exchange of features was on its way."),
     ]
 
 
-def _row(rank: RankTime, used: Sequence[str]) -> list[Cell]:
+def _row(rank: RankTime, used: Sequence[str], travels: bool) -> list[Cell]:
     seconds = rank.seconds
-    times = [rank.end - rank.start, *(seconds[name] for name in used), rank.in_transit, rank.hidden, rank.exposed]
+    times = [rank.end - rank.start, *(seconds[name] for name in used)]
+    times += [rank.in_transit, rank.hidden, rank.exposed] if travels else []
     return [rank.name, *(1e3 * time for time in times)]
 
 

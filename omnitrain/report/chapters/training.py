@@ -118,8 +118,11 @@ def others(metrics: Metrics, plots: Plots) -> str:
     for path in metrics.others():
         first, _, rest = path.partition("/")
         groups.setdefault(first, {})[path] = rest or first
-    figures = [plots.curves(first, metrics.take(names)) for first, names in groups.items()]
-    return chapter("others", "Other metrics", [grid(figures) or note("There are none.")])
+    taken = {first: metrics.take(names) for first, names in groups.items()}
+    zeros = [name for name, curves in taken.items() if not any(any(curve.values) for curve in curves)]
+    figures = [plots.curves(name, curves) for name, curves in taken.items() if name not in zeros]
+    words = [note(f"0 in every line: {', '.join(zeros)}.")] if zeros else []
+    return chapter("others", "Other metrics", [*words, grid(figures)])
 
 
 def _by_head(title: str, start: str, metrics: Metrics, plots: Plots) -> list[str]:
