@@ -46,7 +46,9 @@ def svg_of(figure: Figure, name: str, title: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<style type=.*?</style>", "", text, flags=re.DOTALL)  # it would hold for the whole page
     text = re.sub(r" font-family: [^;\"]+;?", " ", text)
-    text = re.sub(r"""<svg [^>]*viewBox="([^"]+)"[^>]*>""", rf'<svg viewBox="\1" role="img" aria-label="{title}">', text)
+    text = re.sub(
+        r"""<svg [^>]*viewBox="([^"]+)"[^>]*>""", rf'<svg viewBox="\1" role="img" aria-label="{title}">', text
+    )
     text = _KNOWN.sub(lambda found: _VARIABLES[found[0]], text)
     text = _ATTRIBUTE.sub(lambda found: _NUMBER.sub(lambda number: f"{float(number[0]):.1f}", found[0]), text)
     text = re.sub(r"\s*\n\s*", " ", text).replace("xlink:href", "href")

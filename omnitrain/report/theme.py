@@ -43,7 +43,7 @@ td.number{{font-variant-numeric:tabular-nums;white-space:nowrap}}
 .figures table{{font-size:.8rem}}
 .figures th,.figures td{{padding-right:.5rem}}
 .figures td:first-child{{overflow-wrap:anywhere;width:100%}}
-.swatch{{display:inline-block;width:1.4rem;border-top:3px solid var(--c);vertical-align:middle;margin-right:.5rem}}
+.swatch{{display:inline-block;width:1rem;border-top:3px solid var(--c);vertical-align:middle;margin-right:.3rem}}
 .swatch.d1{{border-top-style:dashed}}.swatch.d2{{border-top-style:dotted}}.swatch.d3{{border-top-style:double}}
 pre{{overflow-x:auto;font-size:.82rem;line-height:1.4;border:1px solid var(--line);border-radius:.3rem;padding:.75rem}}
 td img{{image-rendering:pixelated;width:6rem;max-width:100%}}

@@ -15,7 +15,9 @@ def recipe(runs: Sequence[RunRecord]) -> str:
     parts = [_differences(runs)] if len(runs) > 1 else []
     for run in runs:
         name = f"{run.label}: " if len(runs) > 1 else ""
-        parts.append(f"<details><summary>{escape(name)}recipe.yaml</summary><pre>{escape(run.recipe_text)}</pre></details>")
+        parts.append(
+            f"<details><summary>{escape(name)}recipe.yaml</summary><pre>{escape(run.recipe_text)}</pre></details>"
+        )
     return chapter("recipe", "Recipe", parts)
 
 

@@ -191,7 +191,9 @@ def _encoders(run: RunRecord) -> str:
         shown = list(rows.items())[:_MOST_LAYERS]
         titles = ("layer", "busiest / mean", "entropy", "bytes", "exposed (s)")
         parts += [heading(f"{run.label}: experts in step {run.last['step']}")]
-        parts += [table(titles, [[name, *map(row.get, ("load", "entropy", "bytes", "exposed"))] for name, row in shown])]
+        parts += [
+            table(titles, [[name, *map(row.get, ("load", "entropy", "bytes", "exposed"))] for name, row in shown])
+        ]
         parts += [note(f"{len(rows) - len(shown)} more layers")] if len(rows) > len(shown) else []
     return "".join(parts)
 
