@@ -19,6 +19,7 @@ _VARIABLES = {TEXT: "currentColor", GRID: "var(--line)", BACK: "var(--back)"} | 
 }
 _KNOWN = re.compile("|".join(_VARIABLES))
 _ID = re.compile(r' id="([^"]+)"')
+_START = re.compile(r'<svg [^>]*viewBox="([^"]+)"[^>]*>')
 _ATTRIBUTE = re.compile(r'="[^"]*"')  # coordinates are in attributes; texts stay as they are
 _NUMBER = re.compile(r"\d+\.\d{2,}")
 

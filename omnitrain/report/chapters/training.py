@@ -183,18 +183,16 @@ def _encoders(run: RunRecord) -> str:
     parts = []
     if rows := run.last.get("encoders"):
         titles = ("encoder", "items", "moved", "as drawn", "imbalance", "bytes moved", "waited (s)", "busy share")
-        keys = ("items", "moved", "imbalance_drawn", "imbalance", "bytes_moved", "waited", "busy_share")
+        of_row = ("items", "moved", "imbalance_drawn", "imbalance", "bytes_moved", "waited", "busy_share")
         parts += [heading(f"{run.label}: encoders in step {run.last['step']}")]
-        parts += [table(titles, [[name, *map(row.get, keys)] for name, row in rows.items()])]
+        parts += [table(titles, [[name, *map(row.get, of_row)] for name, row in rows.items()])]
         parts += [_costs(rows)]
-    if rows := run.last.get("experts"):
-        shown = list(rows.items())[:_MOST_LAYERS]
-        titles = ("layer", "busiest / mean", "entropy", "bytes", "exposed (s)")
+    if layers := run.last.get("experts"):
+        shown = list(layers.items())[:_MOST_LAYERS]
+        keys = ("load", "entropy", "bytes", "exposed")
         parts += [heading(f"{run.label}: experts in step {run.last['step']}")]
-        parts += [
-            table(titles, [[name, *map(row.get, ("load", "entropy", "bytes", "exposed"))] for name, row in shown])
-        ]
-        parts += [note(f"{len(rows) - len(shown)} more layers")] if len(rows) > len(shown) else []
+        parts += [table(("layer", *keys), [[name, *map(row.get, keys)] for name, row in shown])]
+        parts += [note(f"{len(layers) - len(shown)} more layers")] if len(layers) > len(shown) else []
     return "".join(parts)
 
 
