@@ -253,6 +253,7 @@ def test_every_command_of_the_pages_runs() -> None:
         "checkpoints.md",
         "models.md",
         "recipes.md",
+        "report.md",
     ]
     lines = [" ".join(words[1:]) for page in PAGES for words in command_lines(page) if words[0] == "omnitrain"]
     for start, file in COMMANDS_ELSEWHERE.items():
@@ -266,7 +267,7 @@ def test_a_model_of_the_hub_is_checked_without_its_weights(here: Path, hub: dict
     assert done.exit_code == 0 and "vision_tower" in done.stdout, done.output
 
 
-@pytest.mark.parametrize("page", ["README.md", "checkpoints.md", "recipes.md"])
+@pytest.mark.parametrize("page", ["README.md", "checkpoints.md", "recipes.md", "report.md"])
 def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, on a tiny quickstart with its samples' names, two steps, and answers of two tokens."""
     monkeypatch.setattr("omnitrain.recipe.shipped._PACKAGE", here)

@@ -540,6 +540,22 @@ def export(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Folders of runs; several are compared.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page. Default: report.html, of one run in its folder."),
+    ] = None,
+) -> None:
+    """Write a page about runs: curves, samples, traced steps, layout, recipe, environment. It needs no network."""
+    from omnitrain.report.at_end import REPORT_FILE
+    from omnitrain.report.write import write_report
+
+    file = output or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
+    typer.echo(write_report(runs, file))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of recipes, for completion in an editor."""
     from omnitrain.recipe import json_schema

@@ -111,8 +111,8 @@ class Trace(Strict):
     steps: list[Annotated[int, Field(ge=1)]] = Field(
         default_factory=list,
         description="Optimizer steps, from 1, in which every rank writes a Chrome trace to `trace/`: when it ran "
-        "each action of the schedule, when its experts computed, which exchanges were in transit, and when it waited "
-        "for them.",
+        "each action of the schedule, when its experts computed, which exchanges were in transit, when it waited "
+        "for them and for data, and when it updated the weights.",
     )
 
 
@@ -189,6 +189,7 @@ class Train(Strict):
         "metrics.jsonl. `auto`: on CUDA.",
     )
     trace: Trace = Field(default_factory=Trace, description="Steps to trace in detail.")
+    report: bool = Field(True, description="Write report.html at the end of the run; needs matplotlib.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False),
         description="`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}.",

@@ -54,6 +54,7 @@ BACKENDS = (
     Backend("tensorboard", "tensorboard", "draws metrics", "track"),
     Backend("wandb", "wandb", "draws metrics", "wandb"),
     Backend("trackio", "trackio", "draws metrics", "trackio"),
+    Backend("matplotlib", "matplotlib", "draws the report of a run", "report"),
 )
 
 
@@ -81,6 +82,16 @@ BAD_PAIRS = (
 def examine() -> list[Finding]:
     """Examine the machine. A broken package is a finding, never an exception."""
     return [*_versions(), *_devices(), *_memory(), *map(_backend, BACKENDS), *_bad_pairs(installed_version)]
+
+
+def examine_without_imports() -> list[Finding]:
+    """Examine the machine for a run, in which the import of a package that it does not use would cost memory."""
+    installed = [
+        Finding("optional", backend.module, version or f"not installed: {backend.purpose}", version is not None or None)
+        for backend in BACKENDS
+        for version in [installed_version(backend.distribution)]
+    ]
+    return [*_versions(), *_devices(), *_memory(), *installed, *_bad_pairs(installed_version)]
 
 
 def render(findings: list[Finding]) -> str:

@@ -28,6 +28,8 @@ from omnitrain.parallel.serving import serving
 from omnitrain.parallel.step.item_costs import Measured
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
+from omnitrain.report.at_end import report_at_end
+from omnitrain.report.run_facts import write_facts
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, open_data
 from omnitrain.train.device import use_device
 from omnitrain.train.encoder_costs import EncoderCosts
@@ -197,6 +199,8 @@ class Trainer:
             # Unusable data raise here, before the run writes anything.
             first = [self._next_batch(steps)] if self.step < train.steps else []
             closing.callback(self.folder.close)
+            if train.report and self.ranks.is_first:
+                closing.push(report_at_end(self.folder.path, partial(console.print, markup=False, soft_wrap=True)))
             if (metrics := self.ranks.first(self._open_folder)) is not None:
                 closing.enter_context(metrics)
             self.folder.require_shared(self.ranks.peers)
@@ -251,6 +255,7 @@ class Trainer:
     def _open_folder(self) -> MetricsFile:
         self._checkpoint_bytes = checkpoint_bytes(self.model)
         self.folder.open(self._continues or self.last_checkpoint is not None, self._checkpoint_bytes)
+        write_facts(self.folder.path, self.model, self.ops, self.layout)
         trackers = open_trackers(self.recipe, self.folder.path, self.step)
         return MetricsFile(self.folder.path / "metrics.jsonl", self.step, trackers)
 
@@ -291,7 +296,8 @@ class Trainer:
                 raise TrainingError(f"step {self.step + 1}: the data failed on another rank")
             raise batch
         assert isinstance(batch, StepBatch)
-        self.stopwatch.add(batch.plan, time.perf_counter() - waiting)
+        self.spans.data_waited = time.perf_counter() - waiting
+        self.stopwatch.add(batch.plan, self.spans.data_waited)
         return batch
 
     def _fetched(self, steps: Iterator[StepBatch]) -> StepBatch | UserError | TrainingError:
@@ -390,6 +396,7 @@ class Trainer:
         if self.compiled is not None:
             self.compiled.check()
         self.watch.at(phase="optimizer")
+        self.spans.optimizer_begins()
         whole_norm = clip_gradients(self._parameters, settings.max_grad_norm, self._holders)
         # The one time in a step that the host waits for the device.
         local_loss, norm = torch.stack([part.double(), whole_norm.to(part.device, torch.float64)]).tolist()

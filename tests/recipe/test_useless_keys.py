@@ -146,6 +146,7 @@ STANDS: dict[str, Always | Idle] = {
     "Train.cpu_threads": DEVICE,
     "Train.loss_weights": idle("unknown name; did you mean `text`", "train.loss_weights={txt: 2}"),
     "Train.log_every": PERIOD,
+    "Train.report": Always("a page is written"),
     "Train.save_every": PERIOD,
     "Train.keep_last": Always("a resumed run has the last checkpoint of each start"),
     "Train.keep_every": PERIOD,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,33 +17,43 @@ from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.train.evaluate.evaluate import Answered, reference_text
 
 _SUFFIXES = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"GIF8", ".gif"), (b"fLaC", ".flac"), (b"OggS", ".ogg"))
+_LIST = "samples.json"
 _SHOWN_WIDTH = 128  # pixels; generated digits are 8 wide
 
 
-def save_samples(answers: Sequence[Answered], folder: Path, per_source: int) -> Path:
+def save_samples(answers: Sequence[Answered], folder: Path, per_source: int, step: int) -> Path:
     """Write the first answers of each source: ``samples.md`` with prompts and texts, and files of images and sounds.
+
+    ``samples.json`` has the same for programs. Samples of an earlier step move to the folder ``step-N``.
 
     Args:
         answers: the answers, in any order.
         folder: folder of the files; created if missing.
         per_source: maximum number of answers of each source.
+        step: optimizer steps done.
 
     Returns:
         The path of the markdown file.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    _set_earlier_aside(folder, step)
     counts: dict[str, int] = {}
+    saved: list[dict[str, Any]] = []
     lines = ["# Generated samples", ""]
     for answered in answers:
         row = answered.row
         counts[row.source] = counts.get(row.source, 0) + 1
         if counts[row.source] <= per_source:
             stem = re.sub(r"\W+", "_", f"{row.source}_{counts[row.source]}")
-            prompt = [_markdown(part) for part in _write_prompt(row, folder, stem)]
-            answer = [_markdown(part) for part in write_parts(answered.answer.parts, folder, stem)]
-            lines += [f"## {row.source} {counts[row.source]}", "", f"Asked (`{row.id}`): {' '.join(prompt)}", ""]
-            lines += [f"Answered: {' '.join(answer)}", ""]
+            prompt = _write_prompt(row, folder, stem)
+            answer = write_parts(answered.answer.parts, folder, stem)
+            asked, said = (" ".join(map(_markdown, parts)) for parts in (prompt, answer))
+            lines += [f"## {row.source} {counts[row.source]}", "", f"Asked (`{row.id}`): {asked}", ""]
+            lines += [f"Answered: {said}", ""]
             lines += [f"Reference: {reference_text(row)}", ""] if reference_text(row) else []
+            parts = {"prompt": [*map(_part, prompt)], "answer": [*map(_part, answer)]}
+            saved.append({"source": row.source, "id": row.id, **parts, "reference": reference_text(row)})
+    (folder / _LIST).write_text(json.dumps({"step": step, "samples": saved}, indent=1) + "\n")
     page = folder / "samples.md"
     page.write_text("\n".join(lines))
     return page
@@ -76,6 +88,25 @@ def free_stem(folder: Path, stem: str) -> str:
     """Return ``stem``, or ``stem2``, ``stem3``, ...: the first with which no file ``STEM_N`` of the folder begins."""
     taken = {file.name.rpartition("_")[0] for file in folder.iterdir()}
     return next(name for name in (stem, *(f"{stem}{n}" for n in range(2, len(taken) + 3))) if name not in taken)
+
+
+def _set_earlier_aside(folder: Path, step: int) -> None:
+    """Move the samples of another step to ``step-N``, so that one can see how they change."""
+    try:
+        earlier = json.loads((folder / _LIST).read_text())["step"]
+    except (OSError, ValueError):  # none were written, or not to their end
+        return
+    if earlier != step:
+        aside = folder / f"step-{earlier:08d}"
+        shutil.rmtree(aside, ignore_errors=True)  # of a run that went back to an earlier checkpoint
+        files = [file for file in folder.iterdir() if file.is_file()]
+        aside.mkdir()
+        for file in files:
+            file.rename(aside / file.name)
+
+
+def _part(part: str | Path) -> dict[str, str]:
+    return {"text": part} if isinstance(part, str) else {"file": part.name}
 
 
 def _write_prompt(row: Row, folder: Path, stem: str) -> list[str | Path]:

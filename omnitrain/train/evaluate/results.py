@@ -31,7 +31,7 @@ def write_results(
         per_source: maximum number of answers to write for each source.
     """
     written = run.write_scores({"step": step} | scores | {"losses": result.losses})
-    page = save_samples(result.answers, run.path / "samples", per_source)
+    page = save_samples(result.answers, run.path / "samples", per_source, step)
     show_scores(scores, title=f"{len(result.answers)} held-out answers")
     listed = run.list_rejected(skipped)
     console.print(f"scores: {written}\nsamples: {page}")

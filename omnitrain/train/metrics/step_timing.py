@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from omnitrain.models.omni.encode import FEATURES
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import LayerSpans, experts_in, set_experts
-from omnitrain.ops.timing import Recorded, SpanRecorder
+from omnitrain.ops.timing import Mark, Recorded, Span, SpanRecorder, What
 from omnitrain.parallel.layout import layout_of
 from omnitrain.peers import Peers
 from omnitrain.plan.schedule.actions import Action, Kind
@@ -71,11 +71,14 @@ class StepSpans:
 
     Attributes:
         recorder: is on during these steps.
+        data_waited: seconds for which this rank waited for the packs of the next step to record.
     """
 
     def __init__(self, model: OmniModel, device: torch.device, recipe: Recipe, folder: Path) -> None:
         self._recipe, self._folder = recipe, folder
         self.recorder, self._last = SpanRecorder(device), Recorded(0.0, 0.0, ())
+        self.data_waited = 0.0
+        self._optimizer_began: Mark = None
         model.encode_recorder = self.recorder
         layers = list(experts_in(model))
         layout = layout_of(model)
@@ -98,12 +101,21 @@ class StepSpans:
         if not (is_traced or is_measured or (self._is_in_metrics and self._recipe.writes_metrics(number))):
             yield
             return
+        self._optimizer_began = None
         self.recorder.begin()
         yield
+        if self._optimizer_began is not None:
+            self.recorder.add(What("compute", "optimizer"), self._optimizer_began, self.recorder.mark())
         self._last = self.recorder.end()
         if is_traced:
             file = self._folder / f"step-{number:08d}-rank-{rank}.json"
-            write_chrome_trace(self._last, file, rank, self._section)
+            waited = Span(What("wait", "data"), -self.data_waited, 0.0)  # before the recording
+            write_chrome_trace(replace(self._last, spans=(waited, *self._last.spans)), file, rank, self._section)
+
+    def optimizer_begins(self) -> None:
+        """Mark where the gradient norm and the update begin, which last to the end of the step."""
+        if self.recorder.is_on:
+            self._optimizer_began = self.recorder.mark()
 
     @property
     def last(self) -> Recorded:

@@ -35,6 +35,7 @@ _MAY_CHANGE = (
     "train.stall_seconds",
     "train.trace",
     "train.track",
+    "train.report",
 )
 _LORA_KEYS = re.compile(r"parallel\.(default|components\.[^.]+)\.lora\b")
 

@@ -203,11 +203,17 @@ class RunFolder:
         return self._written("rejected.jsonl", "".join(json.dumps(asdict(row)) + "\n" for row in rejected))
 
     def write_scores(self, scores: dict[str, Any]) -> Path:
-        """Write ``eval.json``.
+        """Write ``eval.json``, and a line of ``evaluations.jsonl``, which has all evaluations of the run by steps done.
 
         Raises:
             TrainingError: the disk is full or not writable.
         """
+        history = self.path / "evaluations.jsonl"
+        whole = (
+            history.read_text().rpartition("\n")[0] if history.is_file() else ""
+        )  # a kill may have cut the last line
+        kept = [line for line in whole.splitlines() if json.loads(line)["step"] < scores["step"]]
+        self._written(history.name, "".join(f"{line}\n" for line in [*kept, json.dumps(scores)]))
         return self._written("eval.json", json.dumps(scores, indent=2) + "\n")
 
     def _written(self, name: str, text: str) -> Path:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 from PIL import Image
@@ -28,6 +29,19 @@ def test_an_answer_says_what_was_cut_short() -> None:
 def test_the_page_shows_what_was_asked_with_and_without_a_reference(tmp_path: Path) -> None:
     asked, said = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}
     rows = [Row("open", "web", [asked], {}, {}), Row("known", "web", [asked, said], {}, {})]
-    page = save_samples([Answered(row, Answer(["because"])) for row in rows], tmp_path, per_source=2).read_text()
+    page = save_samples(
+        [Answered(row, Answer(["because"])) for row in rows], tmp_path, per_source=2, step=4
+    ).read_text()
     assert "Asked (`open`): why?" in page and "Asked (`known`): why?" in page
     assert page.count("Answered: because") == 2 and page.count("Reference: so") == 1
+
+
+def test_answers_of_an_earlier_evaluation_stay_beside_the_new_ones(tmp_path: Path) -> None:
+    row = Row("one", "web", [{"role": "user", "content": "why?"}], {}, {})
+    for step, said in ((4, "because"), (8, "so"), (8, "well")):
+        save_samples([Answered(row, Answer([said, Image.new("RGB", (2, 2))]))], tmp_path, per_source=2, step=step)
+    lists = [json.loads((tmp_path / name / "samples.json").read_text()) for name in ("step-00000004", ".")]
+    assert [(one["step"], one["samples"][0]["answer"][0]["text"]) for one in lists] == [(4, "because"), (8, "well")]
+    assert lists[0]["samples"][0]["answer"][1] == {"file": "web_1_1.png"}
+    assert (tmp_path / "step-00000004" / "web_1_1.png").is_file() and (tmp_path / "web_1_1.png").is_file()
+    assert not (tmp_path / "step-00000008").exists()

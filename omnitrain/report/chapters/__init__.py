@@ -1,0 +1,1 @@
+"""The chapters of a report: each takes the runs and returns HTML."""

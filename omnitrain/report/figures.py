@@ -1,0 +1,183 @@
+"""Draw the figures of a report as SVG: lines over steps, bars of a traced step, ranks of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from omnitrain.report.curves import Curve, is_wide, thinned
+from omnitrain.report.svg import BACK, GRID, NUM_COLORS, TEXT, color, svg_of
+
+MAX_CURVES = 24  # more in one figure cannot be told apart
+_MAX_POINTS, _MAX_POINTS_OF_FIGURE = 400, 4000
+_DASHES: Sequence[Any] = ("solid", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
+_MARKED = 30  # curves with fewer points have a mark on each
+_SIZE = (4.4, 2.3)  # inches; 72 units of the SVG each
+_FONT = 8
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a curve is drawn.
+
+    Attributes:
+        color: index of its colour.
+        dash: index of its dashes.
+    """
+
+    color: int
+    dash: int
+
+
+def styles(curves: Sequence[Curve]) -> list[Style]:
+    """Return a style for each curve: names differ in colour, and runs in dashes; of one name, runs differ in colour."""
+    names = list(dict.fromkeys(curve.name for curve in curves))
+    if len(names) == 1:
+        return [Style(curve.run % NUM_COLORS, curve.run // NUM_COLORS) for curve in curves]
+    places = {name: index for index, name in enumerate(names)}
+    return [
+        Style(places[curve.name] % NUM_COLORS, (curve.run + places[curve.name] // NUM_COLORS) % len(_DASHES))
+        for curve in curves
+    ]
+
+
+def draw_curves(curves: Sequence[Curve], name: str, title: str) -> str:
+    """Return curves over steps as SVG.
+
+    Args:
+        curves: at least one and at most :data:`MAX_CURVES`.
+        name: start of the ids in the figure.
+        title: what it shows.
+    """
+    figure, axes = _figure(*_SIZE)
+    most = min(_MAX_POINTS, _MAX_POINTS_OF_FIGURE // len(curves))
+    for curve, style in zip(curves, styles(curves), strict=True):
+        points = thinned(curve.points, most)
+        values = [float("nan") if value is None else value for _, value in points]
+        axes.plot(
+            [step for step, _ in points],
+            values,
+            color=color(style.color),
+            linestyle=_DASHES[style.dash % len(_DASHES)],
+            linewidth=1.2,
+            marker="o",
+            markersize=2.5,
+            markevery=_marks(values),
+        )
+    steps = [step for curve in curves for step, _ in curve.points]
+    if min(steps) == max(steps):
+        axes.set_xlim(min(steps) - 1, min(steps) + 1)  # otherwise steps would have decimals
+    if is_wide(curves):
+        axes.set_yscale("log")
+    axes.set_xlabel("step", color=TEXT, fontsize=_FONT)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.grid(True, color=GRID, linewidth=0.6)
+    return svg_of(figure, name, escape(title))
+
+
+def _marks(values: Sequence[float]) -> list[int]:
+    """Return the points that need a mark to be seen: all of a short curve, else those between two gaps."""
+    if len(values) <= _MARKED:
+        return list(range(len(values)))
+    known = [False, *(value == value for value in values), False]
+    return [index for index in range(len(values)) if known[index + 1] and not (known[index] or known[index + 2])]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of time in a lane.
+
+    Attributes:
+        lane: index of the lane, from the top.
+        start: start in seconds.
+        seconds: duration.
+        color: index of its colour.
+    """
+
+    lane: int
+    start: float
+    seconds: float
+    color: int
+
+
+def draw_bars(bars: Sequence[Bar], lanes: Sequence[str], name: str, title: str) -> str:
+    """Return bars over time as SVG, with a lane for each of ``lanes``; times are shown in milliseconds."""
+    figure, axes = _figure(9.0, 0.7 + 0.24 * len(lanes))
+    by_color: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for bar in bars:
+        by_color.setdefault((bar.lane, bar.color), []).append((1e3 * bar.start, 1e3 * bar.seconds))
+    for (lane, index), spans in sorted(by_color.items()):
+        axes.broken_barh(spans, (lane - 0.4, 0.8), facecolors=color(index), linewidth=0)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_xlabel("ms", color=TEXT, fontsize=_FONT)
+    axes.grid(True, axis="x", color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return svg_of(figure, name, escape(title))
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle with words at its top; of the innermost ones, in the middle.
+
+    Attributes:
+        x: left edge.
+        y: upper edge.
+        width: width.
+        height: height.
+        words: what it says.
+        color: index of its colour; None: a frame without one.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
+    words: str
+    color: int | None = None
+
+
+def draw_boxes(boxes: Sequence[Box], width: float, height: float, name: str, title: str) -> str:
+    """Return boxes as SVG; outer ones come first. ``width`` and ``height`` are in inches, like the boxes."""
+    from matplotlib.patches import Rectangle
+
+    figure = Figure(figsize=(width, height))
+    FigureCanvasSVG(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+    for box in boxes:
+        is_rank = box.color is not None
+        face = color(box.color) if box.color is not None else "none"
+        line = BACK if is_rank else TEXT
+        axes.add_patch(Rectangle((box.x, box.y), box.width, box.height, facecolor=face, edgecolor=line, linewidth=0.7))
+        middle, top = box.y + box.height / 2, box.y + 0.12
+        axes.text(
+            box.x + (box.width / 2 if is_rank else 0.06),
+            middle if is_rank else top,
+            box.words,
+            color=BACK if is_rank else TEXT,
+            fontsize=_FONT,
+            ha="center" if is_rank else "left",
+            va="center",
+        )
+    return svg_of(figure, name, escape(title))
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    axes.tick_params(colors=TEXT, labelsize=_FONT, length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    for spine in axes.spines.values():
+        spine.set_color(GRID)
+    return figure, axes

@@ -1,0 +1,64 @@
+"""Write what a run knows at its start and its report shows: ``layout.json`` and ``environment.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.summary import component_rows
+from omnitrain.ops.fused.install import FusedOp
+from omnitrain.parallel.layout import ModelLayout
+from omnitrain.parallel.state import ParallelState
+from omnitrain.plan.mesh import DENSE_AXES
+from omnitrain.report.doctor import examine_without_imports
+from omnitrain.report.run_record import ENVIRONMENT_FILE, LAYOUT_FILE
+
+
+def write_facts(
+    folder: Path, model: OmniModel, ops: Mapping[str, Mapping[str, FusedOp]], layout: ModelLayout | None
+) -> None:
+    """Write both files to the folder of a run. Only the first rank calls this.
+
+    Args:
+        folder: existing folder of the run.
+        model: the model, sharded or in one process.
+        ops: component -> result of :func:`fuse_ops`.
+        layout: what was done to the model; None: it runs in one process as it is.
+    """
+    _write(folder / LAYOUT_FILE, layout_facts(model, ops, layout))
+    _write(folder / ENVIRONMENT_FILE, [asdict(finding) for finding in examine_without_imports()])
+
+
+def layout_facts(
+    model: OmniModel, ops: Mapping[str, Mapping[str, FusedOp]], layout: ModelLayout | None
+) -> dict[str, Any]:
+    """Return ``components``, ``layout`` (rows of the two tables of the start) and ``sections`` (meshes)."""
+    rows = [] if layout is None else layout.table(model)
+    return {
+        "components": [asdict(row) for row in component_rows(model, ops)],
+        "layout": [asdict(row) for row in rows],
+        "sections": [] if layout is None else [_section(state, layout) for state in _states(layout)],
+    }
+
+
+def _states(layout: ModelLayout) -> list[ParallelState]:
+    return list(layout.state.sections.values()) or [layout.state]
+
+
+def _section(state: ParallelState, layout: ModelLayout) -> dict[str, Any]:
+    """Name, first rank, components, and the size of each axis, in the order in which ranks are numbered."""
+    return {
+        "name": state.section,
+        "first_rank": state.first_rank,
+        "components": [name for name, section in layout.section_of.items() if section == state.section],
+        "axes": {axis: state.size(axis) for axis in DENSE_AXES},
+        "ep": state.ep_size,
+    }
+
+
+def _write(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n")

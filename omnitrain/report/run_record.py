@@ -1,0 +1,140 @@
+"""Read what a run wrote to its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from omnitrain.errors import UserError
+
+LAYOUT_FILE, ENVIRONMENT_FILE = "layout.json", "environment.json"
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the folder of a run has for a report.
+
+    Attributes:
+        label: name of the run, another one for each run of a report.
+        folder: its folder.
+        recipe_text: the resolved recipe as YAML.
+        recipe: the same, read.
+        lines: the lines of ``metrics.jsonl``, at least one; numbers that are not finite are None.
+        evaluations: all evaluations of the run, by steps done.
+        samples: answers of these evaluations: contents of each ``samples.json``, and its folder, by steps done.
+        traces: step -> rank -> file of the trace.
+        layout: contents of ``layout.json``; None: the run wrote none.
+        environment: findings about the machine; None: the run wrote none.
+    """
+
+    label: str
+    folder: Path
+    recipe_text: str
+    recipe: Mapping[str, Any]
+    lines: Sequence[Line]
+    evaluations: Sequence[Line]
+    samples: Sequence[tuple[Path, Line]]
+    traces: Mapping[int, Mapping[int, Path]]
+    layout: Mapping[str, Any] | None
+    environment: Sequence[Line] | None
+
+    @property
+    def last(self) -> Line:
+        """The last line of metrics."""
+        return self.lines[-1]
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+    """Read the runs in ``folders``.
+
+    Raises:
+        UserError: a folder is named twice, has no run, or a run without metrics.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    for folder, path in zip(folders, resolved, strict=True):
+        if resolved.count(path) > 1:
+            raise UserError(f"{folder} is named twice; name each run once")
+    labels = distinct_labels(resolved)
+    return [_read(folder, label) for folder, label in zip(folders, labels, strict=True)]
+
+
+def distinct_labels(paths: Sequence[Path]) -> list[str]:
+    """Return the name of each path, with as many of its parents as make all of them differ."""
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        labels = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [str(path) for path in paths]
+
+
+def _read(folder: Path, label: str) -> RunRecord:
+    saved = folder / "recipe.yaml"
+    if not saved.is_file():
+        raise UserError(f"{folder} is not the folder of a run (no recipe.yaml); name the output_dir of one")
+    lines = _json_lines(folder / "metrics.jsonl")
+    if not lines:
+        raise UserError(
+            f"{folder} has no metrics yet; the run writes the first line of metrics.jsonl after train.log_every steps"
+        )
+    text = saved.read_text(encoding="utf-8")
+    evaluations = _json_lines(folder / "evaluations.jsonl") or [*filter(None, [_json(folder / "eval.json")])]
+    return RunRecord(
+        label=label,
+        folder=folder,
+        recipe_text=text,
+        recipe=yaml.safe_load(text) or {},
+        lines=lines,
+        evaluations=evaluations,
+        samples=_samples(folder / "samples"),
+        traces=_traces(folder / "trace"),
+        layout=_json(folder / LAYOUT_FILE),
+        environment=_json(folder / ENVIRONMENT_FILE),
+    )
+
+
+def _json_lines(file: Path) -> list[Line]:
+    """Return the whole lines of a file; a run may be writing the last one."""
+    whole = file.read_text(encoding="utf-8").rpartition("\n")[0] if file.is_file() else ""
+    found = [_parsed(line) for line in whole.splitlines()]
+    return [line for line in found if isinstance(line, dict) and "step" in line]
+
+
+def _json(file: Path) -> Any:
+    """Return the content of a file, or None: it does not exist, or its end is missing."""
+    return _parsed(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return _finite(json.loads(text))
+    except ValueError:
+        return None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _samples(folder: Path) -> list[tuple[Path, Line]]:
+    found = [(file.parent, _json(file)) for file in (*folder.glob("step-*/samples.json"), folder / "samples.json")]
+    return sorted((pair for pair in found if pair[1]), key=lambda pair: pair[1]["step"])
+
+
+def _traces(folder: Path) -> dict[int, dict[int, Path]]:
+    found: dict[int, dict[int, Path]] = {}
+    for file in sorted(folder.glob("step-*-rank-*.json")):
+        _, step, _, rank = file.stem.split("-")
+        found.setdefault(int(step), {})[int(rank)] = file
+    return {step: dict(sorted(files.items())) for step, files in sorted(found.items())}
