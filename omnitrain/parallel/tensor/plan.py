@@ -94,9 +94,9 @@ def _component_problems(name: str, plan: ParallelPlan, tp: int, is_named: bool) 
         return
     section = plan.section_of(name)
     if tp % component.tp:
-        fitting = ", ".join(str(degree) for degree in range(1, tp + 1) if tp % degree == 0)
+        fitting = " or ".join(str(degree) for degree in range(1, tp + 1) if tp % degree == 0)
         whose = "the foundation" if section == MAIN else plan.sections[section].components[0]
-        yield f"components.{name}.tp: found {component.tp}, but {whose} has {tp}; use one that divides it: {fitting}"
+        yield f"components.{name}.tp: found {component.tp}, but {whose} has {tp}; use {fitting}"
     elif not is_named:
         yield (
             f"components.{name}.tp: found {component.tp}, but transformers has no tensor parallel plan for this "
