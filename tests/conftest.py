@@ -19,6 +19,7 @@ from tests.side_by_side import CACHE
 # No test needs a name server. torch's store asks for the name of each address that connects, on both sides, one after
 # the other; a name server that does not answer costs 5 s or more each time, and a run of two ranks asks 15 times.
 os.environ["RES_OPTIONS"] = "attempts:0"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without its warnings about these names
 torch.set_num_threads(1)  # with more, a row's last bits depend on the rows beside it
 
 _POOL_NAMES = {"ranks", "sections"}  # fixtures

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from omnitrain.peers import Peers
@@ -78,6 +77,7 @@ class Holders:
         if peers.size > 1:
             dist.all_reduce(first, op=dist.ReduceOp.MIN, group=peers.group)
         self._first = dict(zip(values, first.tolist(), strict=True))
+        self._ranks: dict[DeviceMesh, frozenset[int]] = {}
 
     def piece(self, name: str, value: Tensor, number: int, like: Tensor | None = None, owner: str = "") -> Piece | None:
         """Return the piece of a tensor that this rank writes. None: it writes none of it.
@@ -100,7 +100,7 @@ class Holders:
             if not self.writes(owner or name, value if like is None else like):
                 return None
             return Piece(Place(name, value.dtype, whole, (0,) * value.dim(), whole), value.detach())
-        sizes, offsets = _part(value.shape, value.device_mesh, value.placements, holder, number)
+        sizes, offsets = self._part(value, holder, number)
         if 0 in sizes:
             return None
         return Piece(Place(name, value.dtype, whole, offsets, sizes), value.to_local().detach())
@@ -114,28 +114,24 @@ class Holders:
         """
         if not isinstance(value, DTensor):
             return self._first[name] == self._rank
-        ranks = _ranks_of(value.device_mesh)
+        ranks = self._ranks_of(value.device_mesh)
         return self._first[name] in ranks and min(ranks) == self._rank
 
+    def _ranks_of(self, mesh: DeviceMesh) -> frozenset[int]:
+        if mesh not in self._ranks:
+            self._ranks[mesh] = frozenset(mesh.mesh.flatten().tolist())
+        return self._ranks[mesh]
 
-@lru_cache(maxsize=256)
-def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
-    return frozenset(mesh.mesh.flatten().tolist())
-
-
-@lru_cache(maxsize=4096)
-def _part(
-    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], holder: int, number: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the sizes and offsets of this rank's part; a size of 0: another rank writes it."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "a rank has a tensor of a mesh that it is not in"
-    copies, copy = 1, 0
-    for axis, placement in enumerate(placements):
-        assert not placement.is_partial(), "a tensor at rest is no partial sum"
-        if placement.is_replicate():
-            copies, copy = copies * mesh.size(axis), copy * mesh.size(axis) + coordinate[axis]
-    if holder not in _ranks_of(mesh) or copy != number % copies:
-        return (0,), (0,)
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return tuple(sizes), tuple(offsets)
+    def _part(self, value: DTensor, holder: int, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the sizes and offsets of this rank's part; a size of 0: another rank writes it."""
+        mesh, coordinate = value.device_mesh, value.device_mesh.get_coordinate()
+        assert coordinate is not None, "a rank has a tensor of a mesh that it is not in"
+        copies, copy = 1, 0
+        for axis, placement in enumerate(value.placements):
+            assert not placement.is_partial(), "a tensor at rest is no partial sum"
+            if placement.is_replicate():
+                copies, copy = copies * mesh.size(axis), copy * mesh.size(axis) + coordinate[axis]
+        if holder not in self._ranks_of(mesh) or copy != number % copies:
+            return (0,), (0,)
+        sizes, offsets = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
+        return tuple(sizes), tuple(offsets)

@@ -437,7 +437,13 @@ def test_a_folder_that_ranks_do_not_share_is_refused_before_the_first_step(
 ) -> None:
     with pytest.raises(RankError, match=r"output_dir: .*use a folder that all machines share"):
         ranks.run(fit_elsewhere, text_recipe, tmp_path, TWO_SLOTS, timeout_s=60, world=2)
-    assert sorted(file.name for file in (tmp_path / "0").iterdir()) == [".lock", "metrics.jsonl", "recipe.yaml"]
+    assert sorted(file.name for file in (tmp_path / "0").iterdir()) == [
+        ".lock",
+        "environment.json",
+        "layout.json",
+        "metrics.jsonl",
+        "recipe.yaml",
+    ]
 
 
 def test_a_failing_scorer_ends_all_ranks(ranks: RankPool, text_recipe: Path, tmp_path: Path) -> None:
