@@ -33,7 +33,7 @@ def test_the_profile_of_the_quickstart_has_its_table_its_files_and_no_run(
         "wait for data",
     }
     # Each operation counts once, so all of them take at most the time of the step.
-    assert 0.5 < sum(row.total for row in costs.rows) / costs.seconds <= 1
+    assert 0.5 < sum(row.total for row in costs.rows) / costs.seconds <= 1 + 1e-9  # rounding of the sum
     both = next(row for row in costs.rows if row.name == "matrix products of layers").seconds
     assert both.keys() == {"forward", "backward"}
     written = json.loads((tmp_path / "profile" / "costs.json").read_text())
