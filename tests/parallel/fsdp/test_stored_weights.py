@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -14,6 +16,7 @@ from transformers import PreTrainedModel
 import omnitrain as ot
 from omnitrain.models.hf.stored_values import FILES
 from omnitrain.models.omni.build import build_omni_model
+from omnitrain.parallel.fsdp import weight_loader
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe.layout import parse_layout
@@ -68,3 +71,16 @@ def test_a_rank_reads_what_it_keeps(ranks: RankPool, tmp_path: Path, name: str, 
         read, kept = found.pop("read"), found.pop("kept")
         assert read == kept > 0
         assert found == {"names": True, "values": []}
+
+
+def loaded_without_files(folder: Path, name: str) -> dict[str, Any]:
+    """As :func:`loaded_on_rank`, where only the first rank has the files."""
+    with patch.object(weight_loader, "_digest", lambda file: str(file) if dist.get_rank() == 0 else None):
+        return loaded_on_rank(folder, name, "dp2")
+
+
+def test_a_rank_without_the_files_gets_its_shards_from_the_first(ranks: RankPool, tmp_path: Path) -> None:
+    build_omni_model(foundation=factories.qwen3_moe()).save_pretrained(tmp_path)
+    first, other = ranks.run(loaded_without_files, tmp_path, "qwen3_moe", timeout_s=60, world=2)
+    assert (first["read"], other["read"]) == (first["kept"] + other["kept"], 0)
+    assert (first["values"], other["values"]) == ([], [])
