@@ -17,11 +17,15 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from omnitrain.models.adapters.lora import add_lora, find_in_all
+from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.lora import Lora
+from tests.families import FAMILIES
+from tests.models.staged import with_layers
 from tests.parallel.schedule.pipelines import build as build_pipeline
 from tests.parallel.schedule.pipelines import covering
 from tests.tiny import FOUNDATION, tiny_model
@@ -37,10 +41,14 @@ MODELS = {
 PLACES = ("local", "group", "world")
 WINDOWS = ("", "1", "2", "step")
 STAGES = ("", "pp2", "pp2.v2")
-AXES = ("", "dp2", "sp2", "cp2", "tp2", "dp2.ep2")
+AXES = ("", "dp2", "sp2", "cp2", "tp2", "tp4", "dp2.ep2")  # with tp4, the tower is on two of the four ranks
 TRAINED = ("all", "frozen", "lora", "projector", "encoder")
 MEMORY = ("", "cpu")
 MICRO_BATCHES = 3  # a window of two is followed by a smaller one
+# transformers plans tensor parallelism for the foundation alone; the tower's attention fixes its number of heads.
+TP_PLAN = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {"layers.*.self_attn.o_proj": "rowwise"}
+TP_PLAN |= {f"layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")} | {"layers.*.mlp.down_proj": "rowwise"}
+TP_PLAN |= {"layer.*.mlp.fc1": "colwise", "layer.*.mlp.fc2": "rowwise"}
 ENCODERS = re.compile(r"visual|audio_tower|vision_tower|multi_modal_projector|image_encoder|audio_encoder")
 PROJECTORS = re.compile(r"merger|projector|audio_tower\.proj\.")
 
@@ -86,8 +94,15 @@ class Separate(Layout):
 
     def plan(self) -> ParallelPlan:
         window = int(self.case.window) if self.case.window.isdecimal() else self.case.window or None
-        encoder = ComponentPlan(place=self.case.place, window=window, features_on=self.case.memory or None)
-        return super().plan().model_copy(update={"components": dict.fromkeys(MODELS[self.case.model], encoder)})
+        is_part = self.case.axis == "tp4"
+        encoder = ComponentPlan(
+            place=self.case.place,
+            window=window,
+            features_on=self.case.memory or None,
+            tp=2 if is_part else None,
+        )
+        components = dict.fromkeys(MODELS[self.case.model], encoder)
+        return super().plan().model_copy(update={"components": components, "tp_plan": TP_PLAN if is_part else None})
 
     def __str__(self) -> str:
         return " ".join(word or "-" for word in self.case)
@@ -97,13 +112,15 @@ def why_impossible(case: Case) -> str:
     """Why no model trains so, or nothing."""
     if case.axis == "tp2" and case.model in ("qwen3_vl", "qwen3_vl_moe"):
         return "transformers has no tensor parallel plan for its layers"
+    if case.axis == "tp4" and case.model != "internvl":
+        return "the globs are for this tower"
     if case.axis == "dp2.ep2" and case.model != "qwen3_vl_moe":
         return "it has no experts"
     if case.window and case.stages and case.place != "world":
         return "the forwards of the first stage encode"
     if case.window in ("2", "step") and case.place == "local":
         return "place: local divides no items"
-    if case.window in ("2", "step") and case.place == "group" and case.axis not in ("sp2", "cp2", "tp2"):
+    if case.window in ("2", "step") and case.place == "group" and case.axis not in ("sp2", "cp2", "tp2", "tp4"):
         return "no other rank has the sample"
     return "no features wait" if case.memory and not case.is_separate else ""
 
@@ -126,10 +143,23 @@ def each_value(cases: Sequence[Case]) -> Iterator[Case]:
         yield best
 
 
+def internvl(heads: int) -> PreTrainedModel:
+    """InternVL with four blocks and so many heads, for several tensor parallel ranks."""
+    config = with_layers(FAMILIES["internvl"]())
+    text = config.get_text_config(decoder=True)
+    text.num_attention_heads = text.num_key_value_heads = heads
+    model = foundation_class(config)(config)
+    init_peaked_(model)
+    return model
+
+
 def build(name: str, trained: str) -> PreTrainedModel | OmniModel:
     """The family with four blocks, of which some parameters are trained."""
     is_native = name != "any_to_any"
-    model = build_pipeline(name) if is_native else tiny_model(foundation=FOUNDATION | {"num_hidden_layers": 4})
+    if name == "internvl":
+        model = internvl(heads=4)
+    else:
+        model = build_pipeline(name) if is_native else tiny_model(foundation=FOUNDATION | {"num_hidden_layers": 4})
     if trained == "lora":
         omni = build_omni_model(foundation=model) if is_native else model
         add_lora(omni, find_in_all(omni, ("foundation", *MODELS[name]), Lora(targets=["*"], rank=3)))
