@@ -143,10 +143,26 @@ class InMemory:
 
 
 @dataclass(frozen=True)
-class Narrowed:
-    """``length`` entries of a dim, from ``start``."""
+class _OfOne:
+    """What is made of one other value; its dtype is that of the value unless it says otherwise."""
 
     value: StoredValue
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See :attr:`StoredValue.dtype`."""
+        return self.value.dtype
+
+    @property
+    def parts(self) -> tuple[StoredValue, ...]:
+        """See :attr:`StoredValue.parts`."""
+        return (self.value,)
+
+
+@dataclass(frozen=True)
+class Narrowed(_OfOne):
+    """``length`` entries of a dim, from ``start``."""
+
     dim: int
     start: int
     length: int
@@ -156,16 +172,6 @@ class Narrowed:
         """See :attr:`StoredValue.shape`."""
         return _with(self.value.shape, self.dim, self.length)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See :attr:`StoredValue.dtype`."""
-        return self.value.dtype
-
-    @property
-    def parts(self) -> tuple[StoredValue, ...]:
-        """See :attr:`StoredValue.parts`."""
-        return (self.value,)
-
     def write_to(self, out: Tensor, region: Region) -> None:
         """See :meth:`StoredValue.write_to`."""
         asked = region[self.dim]
@@ -174,10 +180,9 @@ class Narrowed:
 
 
 @dataclass(frozen=True)
-class Selected:
+class Selected(_OfOne):
     """One entry of a dim; the dim is gone."""
 
-    value: StoredValue
     dim: int
     index: int
 
@@ -186,16 +191,6 @@ class Selected:
         """See :attr:`StoredValue.shape`."""
         return _without(self.value.shape, self.dim)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See :attr:`StoredValue.dtype`."""
-        return self.value.dtype
-
-    @property
-    def parts(self) -> tuple[StoredValue, ...]:
-        """See :attr:`StoredValue.parts`."""
-        return (self.value,)
-
     def write_to(self, out: Tensor, region: Region) -> None:
         """See :meth:`StoredValue.write_to`."""
         one = slice(self.index, self.index + 1)
@@ -203,26 +198,15 @@ class Selected:
 
 
 @dataclass(frozen=True)
-class Unsqueezed:
+class Unsqueezed(_OfOne):
     """The same with a new dim of size 1."""
 
-    value: StoredValue
     dim: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See :attr:`StoredValue.shape`."""
         return (*self.value.shape[: self.dim], 1, *self.value.shape[self.dim :])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See :attr:`StoredValue.dtype`."""
-        return self.value.dtype
-
-    @property
-    def parts(self) -> tuple[StoredValue, ...]:
-        """See :attr:`StoredValue.parts`."""
-        return (self.value,)
 
     def write_to(self, out: Tensor, region: Region) -> None:
         """See :meth:`StoredValue.write_to`."""
@@ -260,26 +244,15 @@ class Concatenated:
 
 
 @dataclass(frozen=True)
-class Permuted:
+class Permuted(_OfOne):
     """Its dim ``i`` is dim ``dims[i]`` of the value."""
 
-    value: StoredValue
     dims: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See :attr:`StoredValue.shape`."""
         return tuple(self.value.shape[dim] for dim in self.dims)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See :attr:`StoredValue.dtype`."""
-        return self.value.dtype
-
-    @property
-    def parts(self) -> tuple[StoredValue, ...]:
-        """See :attr:`StoredValue.parts`."""
-        return (self.value,)
 
     def write_to(self, out: Tensor, region: Region) -> None:
         """See :meth:`StoredValue.write_to`."""
@@ -288,21 +261,10 @@ class Permuted:
 
 
 @dataclass(frozen=True)
-class Reshaped:
+class Reshaped(_OfOne):
     """The same elements in another shape. Rows of the value that hold none of the region are not read."""
 
-    value: StoredValue
     shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See :attr:`StoredValue.dtype`."""
-        return self.value.dtype
-
-    @property
-    def parts(self) -> tuple[StoredValue, ...]:
-        """See :attr:`StoredValue.parts`."""
-        return (self.value,)
 
     def write_to(self, out: Tensor, region: Region) -> None:
         """See :meth:`StoredValue.write_to`."""
@@ -319,21 +281,20 @@ class Reshaped:
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(_OfOne):
     """The same in another dtype."""
 
-    value: StoredValue
-    dtype: torch.dtype
+    to: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See :attr:`StoredValue.dtype`."""
+        return self.to
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See :attr:`StoredValue.shape`."""
         return self.value.shape
-
-    @property
-    def parts(self) -> tuple[StoredValue, ...]:
-        """See :attr:`StoredValue.parts`."""
-        return (self.value,)
 
     def write_to(self, out: Tensor, region: Region) -> None:
         """See :meth:`StoredValue.write_to`."""
