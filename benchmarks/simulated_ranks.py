@@ -90,8 +90,20 @@ class SimulatedRanks:
     def _dist_get_world_size(self, group: Any = None) -> int:
         return self.size
 
-    def _dist_new_group(self, ranks: Sequence[int], **_: Any) -> str:
-        return f"{len(ranks)} ranks"
+    def _dist_new_group(self, ranks: Sequence[int], **_: Any) -> SimulatedRanks:
+        return self
+
+    def alltoall_base(
+        self, out: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], _: Any
+    ) -> SimulatedRanks:
+        """Swap parts, as a process group does it; without sizes, each part is one element."""
+        of_ranks = self._exchange(sent.split(sent_sizes or 1), list)
+        self._count(sent.nbytes, out.nbytes)
+        torch.cat([parts[self._here.rank] for parts in of_ranks], out=out)
+        return self
+
+    def wait(self) -> None:
+        """All is there."""
 
     def _dist_destroy_process_group(self, group: Any = None) -> None:
         pass
@@ -104,22 +116,6 @@ class SimulatedRanks:
     def _dist_all_gather_object(self, objects: list[Any], value: Any, group: Any = None) -> None:
         longest, objects[:] = self._exchange(pickle.dumps(value), _unpickled)
         self._count(longest + _WORD, self.size * (longest + _WORD))
-
-    def _dist_gather(
-        self, tensor: torch.Tensor, parts: list[torch.Tensor] | None = None, *, group: Any = None, group_dst: int
-    ) -> None:
-        of_ranks = self._exchange(tensor.clone(), list)
-        self._count(tensor.nbytes, sum(part.nbytes for part in parts or ()))
-        for part, of_rank in zip(parts or (), of_ranks, strict=False):
-            part.copy_(of_rank)
-
-    def _dist_all_to_all_single(
-        self, out: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], group: Any = None
-    ) -> None:
-        of_ranks = self._exchange(sent.split(sent_sizes), list)
-        self._count(sent.nbytes, out.nbytes)
-        if received_sizes and out.numel():
-            torch.cat([parts[self._here.rank] for parts in of_ranks], out=out)
 
     def _dist_broadcast_object_list(
         self, objects: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int = 0

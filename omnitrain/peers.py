@@ -64,6 +64,10 @@ class Peers(Protocol):
         """Return the value of every rank on rank 0, in rank order; an empty list on the others."""
         ...
 
+    def swap(self, values: Sequence[T]) -> list[T]:
+        """Send ``values[r]`` to rank r, and return what each rank sent to this one, in rank order."""
+        ...
+
     def of_first(self, value: T) -> T:
         """Return the value of rank 0; that of the others does not matter."""
         ...
@@ -103,6 +107,10 @@ class SingleProcess:
     def gather_on_first(self, value: T) -> list[T]:
         """Return a list of ``value``."""
         return [value]
+
+    def swap(self, values: Sequence[T]) -> list[T]:
+        """Return ``values``, which is one."""
+        return list(values)
 
     def of_first(self, value: T) -> T:
         """Return ``value``."""
@@ -190,16 +198,15 @@ class GlooGroup:
         Values may have very different sizes: unlike :meth:`gather`, no rank fills up to the longest one. That of rank 0
         stays where it is.
         """
-        sent = torch.frombuffer(bytearray(pickle.dumps(None if self.rank == 0 else value)), dtype=torch.uint8)
-        length = torch.tensor([len(sent)], device="cpu")
-        lengths = [torch.zeros_like(length) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(length, lengths, group=self.group, group_dst=0)
-        received = [int(of_rank) for of_rank in lengths] if lengths is not None else [0] * self.size
-        arrived = sent.new_empty(sum(received))
-        dist.all_to_all_single(arrived, sent, received, [len(sent)] + [0] * (self.size - 1), group=self.group)
+        parcels = [b""] * self.size
         if self.rank > 0:
-            return []
-        return [value, *(pickle.loads(part.numpy()) for part in arrived.split(received)[1:])]
+            parcels[0] = pickle.dumps(value)
+        received = swap_bytes(self.group, parcels)
+        return [] if self.rank > 0 else [value, *map(pickle.loads, received[1:])]
+
+    def swap(self, values: Sequence[T]) -> list[T]:
+        """Send ``values[r]`` to rank r, and return what each rank sent to this one (pickled), in rank order."""
+        return [pickle.loads(parcel) for parcel in swap_bytes(self.group, [pickle.dumps(value) for value in values])]
 
     def of_first(self, value: T) -> T:
         """Return the value of rank 0 (pickled)."""
@@ -210,6 +217,50 @@ class GlooGroup:
 
 def _new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), backend="gloo", timeout=_PATIENCE, group_desc=name)
+
+
+def swap_bytes(group: Any, parcels: Sequence[bytes]) -> list[bytes]:
+    """Send ``parcels[r]`` to rank r of a gloo group, and return what each of its ranks sent to this one.
+
+    Args:
+        group: registered with ``torch.distributed`` or not; all its ranks call this.
+        parcels: one for each rank.
+
+    Raises:
+        RuntimeError: another rank has ended.
+    """
+    sent = [len(parcel) for parcel in parcels]
+    lengths = torch.empty(len(sent), dtype=torch.int64)
+    wait_for(group.alltoall_base(lengths, torch.tensor(sent), [], [], dist.AllToAllOptions()))
+    received = lengths.tolist()
+    arrived = torch.empty(sum(received), dtype=torch.uint8)
+    content = torch.frombuffer(bytearray(b"".join(parcels)) or bytearray(1), dtype=torch.uint8)[: sum(sent)]
+    wait_for(group.alltoall_base(arrived, content, received, sent, dist.AllToAllOptions()))
+    return [parcel.numpy().tobytes() for parcel in arrived.split(received)]
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a collective.
+
+    Raises:
+        RuntimeError: another rank has ended.
+    """
+    try:
+        work.wait()
+    except RuntimeError:
+        del work  # it keeps this rank's connections open, on which others may wait
+        raise
+
+
+@contextlib.contextmanager
+def lost_connections_as(message: str) -> Iterator[None]:
+    """Raise ``TrainingError(message)`` in place of gloo's RuntimeError, which tells of a rank that has ended."""
+    try:
+        yield
+    except TrainingError:  # it says more
+        raise
+    except RuntimeError as error:
+        raise TrainingError(message) from error
 
 
 def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:

@@ -1,40 +1,19 @@
-"""Send bytes and pieces of tensors from rank to rank, on the CPU."""
+"""Send pieces of tensors to the ranks that write them, on the CPU."""
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.checkpoint.pieces import Piece, Place
 from omnitrain.checkpoint.safetensors_file import as_bytes
-from omnitrain.errors import TrainingError
-from omnitrain.peers import Peers
+from omnitrain.peers import Peers, lost_connections_as, wait_for
 
-
-def swap(values: Sequence[Any], peers: Peers) -> list[Any]:
-    """Send ``values[r]`` to rank r (pickled), and return what the ranks sent to this one. All ``peers`` call this.
-
-    Raises:
-        TrainingError: another rank has ended.
-    """
-    if peers.group is None:
-        return list(values)
-    parcels = [pickle.dumps(value) for value in values]
-    sent = [len(parcel) for parcel in parcels]
-    lengths = torch.empty(len(sent), dtype=torch.int64)
-    _finish(peers.group.alltoall_base(lengths, torch.tensor(sent), [], [], dist.AllToAllOptions()))
-    received = lengths.tolist()
-    arrived = torch.empty(sum(received), dtype=torch.uint8)
-    content = torch.frombuffer(bytearray(b"".join(parcels)), dtype=torch.uint8)
-    _finish(peers.group.alltoall_base(arrived, content, received, sent, dist.AllToAllOptions()))
-    return [pickle.loads(parcel.numpy()) for parcel in arrived.split(received)]
+_ENDED = "another rank ended while a checkpoint was written"
 
 
 class PieceExchange:
@@ -50,18 +29,21 @@ class PieceExchange:
     """
 
     def __init__(self, pieces: Iterable[Piece], writers: Mapping[str, int], peers: Peers) -> None:
-        self._group, rank = peers.group, peers.rank
+        self._group: Any = peers.group
+        rank = peers.rank
         offers: list[list[Piece]] = [[] for _ in range(peers.size)]
         for piece in pieces:
             if (writer := writers.get(piece.place.name)) is not None:
                 offers[writer].append(piece)
         self._own = {piece.place: piece.tensor for piece in offers[rank]}
         self._parts: defaultdict[str, list[tuple[int, int, Place]]] = defaultdict(list)  # rank, tag, place
-        for sender, places in enumerate(swap([[piece.place for piece in offer] for offer in offers], peers)):
+        with lost_connections_as(_ENDED):
+            found = peers.swap([[piece.place for piece in offer] for offer in offers])
+        for sender, places in enumerate(found):
             for tag, place in enumerate(places):
                 self._parts[place.name].append((sender, tag, place))
         self._sends = [
-            self._started(partial(_send, as_bytes(piece.tensor), writer, tag))
+            self._sending(piece, writer, tag)
             for writer, offer in enumerate(offers)
             if writer != rank
             for tag, piece in enumerate(offer)
@@ -109,26 +91,14 @@ class PieceExchange:
             _finish(self._sends.pop())
 
     def _receiving(self, target: Tensor, sender: int, tag: int) -> Any:
-        return self._started(lambda group: group.recv([as_bytes(target)], sender, tag))
+        with lost_connections_as(_ENDED):
+            return self._group.recv([as_bytes(target)], sender, tag)
 
-    def _started(self, start: Callable[[Any], Any]) -> Any:
-        try:
-            return start(self._group)
-        except RuntimeError as error:  # gloo raises it for a closed connection
-            raise _left() from error
-
-
-def _send(content: Tensor, receiver: int, tag: int, group: Any) -> Any:
-    return group.send([content], receiver, tag)
+    def _sending(self, piece: Piece, writer: int, tag: int) -> Any:
+        with lost_connections_as(_ENDED):
+            return self._group.send([as_bytes(piece.tensor)], writer, tag)
 
 
 def _finish(work: Any) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:  # gloo raises it for a closed connection
-        del work  # it keeps this rank's connections open, on which others may wait
-        raise _left() from error
-
-
-def _left() -> TrainingError:
-    return TrainingError("the process that writes the checkpoint of another rank has ended")
+    with lost_connections_as(_ENDED):
+        wait_for(work)

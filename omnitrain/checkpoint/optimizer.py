@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from omnitrain.checkpoint.exchange import swap
 from omnitrain.checkpoint.pieces import Holders, Piece
 from omnitrain.errors import UserError
 from omnitrain.peers import Peers, all_or_raise, parameters_at_rest, ranks_of
@@ -118,14 +117,14 @@ def write_optimizer(state: OptimizerState, folder: str | Path, peers: Peers) -> 
     writer.set_up_storage_writer(peers.rank == 0)
     planner = _Planner(state)
     local = _together(peers, lambda: writer.prepare_local_plan(planner.create_local_plan()))
-    plans: list[Any] = swap([local] + [None] * (peers.size - 1), peers)  # the first rank makes the index
+    plans: list[Any] = peers.gather_on_first(local)
     metadata: Metadata | None = None
-    if peers.rank == 0:
+    if peers.rank == 0:  # it makes the index
         plans, metadata = create_default_global_save_plan(plans)
         plans = writer.prepare_global_plan(plans)
-    plan = swap(plans, peers)[0]
+    plan = peers.swap(plans or [None] * peers.size)[0]
     written = _together(peers, lambda: writer.write_data(plan, planner).value())
-    results = swap([written] + [None] * (peers.size - 1), peers)
+    results = peers.gather_on_first(written)
     _together(peers, lambda: writer.finish(metadata, results) if metadata is not None else None)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from omnitrain.errors import TrainingError
+from omnitrain.peers import lost_connections_as, swap_bytes, wait_for
 from omnitrain.plan import needed_capacity, padded
 
 # Data processes prefetch, and wait for each other while their ranks save or evaluate. A dead one closes its connection.
@@ -96,23 +97,15 @@ class DataProcessGroup:
         """
         if self.rendezvous.world_size == 1:
             return list(parcels)
-        sent = [len(parcel) for parcel in parcels]
-        lengths = torch.empty(len(sent), dtype=torch.int64)
-        self._swapped(lengths, torch.tensor(sent), [], [])
-        received = lengths.tolist()
-        out = torch.empty(sum(received), dtype=torch.uint8)
-        content = torch.frombuffer(bytearray(b"".join(parcels)) or bytearray(1), dtype=torch.uint8)[: sum(sent)]
-        self._swapped(out, content, received, sent)
-        return [parcel.numpy().tobytes() for parcel in out.split(received)]
+        with lost_connections_as(_FAILED_ELSEWHERE):
+            return swap_bytes(self._group, parcels)
 
     def _gathered(self, table: np.ndarray) -> np.ndarray:
         local = torch.from_numpy(padded(table, self._capacity))
         tables = local.new_empty(self.rendezvous.world_size, self._capacity)
-        self._finish(self._group.allgather([list(tables)], [local]))
+        with lost_connections_as(_FAILED_ELSEWHERE):
+            wait_for(self._group.allgather([list(tables)], [local]))
         return tables.numpy()
-
-    def _swapped(self, out: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]) -> None:
-        self._finish(self._group.alltoall_base(out, sent, received_sizes, sent_sizes, dist.AllToAllOptions()))
 
     def join(self) -> None:
         """Connect to the others now, instead of at the first use; all data processes must call it.
@@ -126,13 +119,6 @@ class DataProcessGroup:
     def leave(self) -> None:
         """Disconnect; a rank that waits for this one gets an error."""
         self.__dict__.pop("_group", None)
-
-    def _finish(self, work: Any) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:  # gloo raises it for a closed connection
-            del work  # it keeps this rank's connections open, on which others may wait
-            raise TrainingError(_FAILED_ELSEWHERE) from error
 
     @cached_property
     def _group(self) -> Any:
