@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from omnitrain.checkpoint.pieces import Holders, Piece
+from omnitrain.checkpoint.pieces import Piece, PieceOwners
 from omnitrain.errors import UserError
 from omnitrain.peers import Peers, all_or_raise, parameters_at_rest, ranks_of
 
@@ -72,20 +72,20 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
     """
     parameters = parameters_at_rest(model)
     with _ranks_of(model) as peers:
-        stored = optimizer_state(parameters, optimizer, Holders(parameters, peers))
+        stored = optimizer_state(parameters, optimizer, PieceOwners(parameters, peers))
         on_host = [Piece(piece.place, piece.tensor.cpu().contiguous()) for piece in stored.pieces]
         write_optimizer(OptimizerState(on_host, stored.values), folder, peers)
 
 
 def optimizer_state(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, holders: Holders
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, owners: PieceOwners
 ) -> OptimizerState:
     """Return the part of the state of ``optimizer`` that this rank writes.
 
     Args:
         parameters: name -> parameter of the model (:func:`parameters_at_rest`).
         optimizer: see :func:`save_optimizer`.
-        holders: of ``parameters``.
+        owners: of ``parameters``.
 
     Raises:
         UserError: see :func:`save_optimizer`.
@@ -99,9 +99,9 @@ def optimizer_state(
     pieces, values = [], {}
     for number, (name, key, value) in enumerate(keyed):
         if not isinstance(value, Tensor):
-            if holders.writes(name, parameters[name]):
+            if owners.writes(name, parameters[name]):
                 values[f"{name}.{key}"] = value
-        elif (piece := holders.piece(f"{name}.{key}", value, number, parameters[name], name)) is not None:
+        elif (piece := owners.piece(f"{name}.{key}", value, number, parameters[name], name)) is not None:
             pieces.append(piece)
     return OptimizerState(pieces, values)
 

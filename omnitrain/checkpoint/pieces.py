@@ -62,7 +62,7 @@ class Piece:
     tensor: Tensor
 
 
-class Holders:
+class PieceOwners:
     """Which ranks write which tensors of a model. Of equal copies one is written.
 
     Args:

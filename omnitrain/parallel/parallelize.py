@@ -20,6 +20,7 @@ from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.omni.build import build_omni_model, require_device
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.save import keep_conversions
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.compile.blocks import compile_blocks
 from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, spread_experts, use_tp_dispatch
@@ -232,6 +233,8 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     plans = {name: plan for name, plan in prepared.plans.items() if section_of[name] == state.section}  # on this rank
     root = FOUNDATION if FOUNDATION in plans else next(iter(plans))
     device = device_of(state.fsdp_mesh)
+
+    keep_conversions(omni)
 
     # What trains, and in which precision
     _freeze(omni, prepared.plans)

@@ -28,7 +28,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
-from omnitrain.checkpoint.pieces import Holders, Piece
+from omnitrain.checkpoint.pieces import Piece, PieceOwners
 from omnitrain.checkpoint.safetensors_file import Entry
 from omnitrain.checkpoint.weight_files import Group, WeightFile, stored_as, write_files
 from omnitrain.models.adapters.files import (
@@ -81,7 +81,7 @@ def save_whole(
         Exception: writing failed on one rank; all ranks raise its exception.
     """
     files = files_of(model, peers, file_bytes)
-    pieces = model_pieces(model, Holders(model.state_dict(keep_vars=True), peers))
+    pieces = model_pieces(model, PieceOwners(model.state_dict(keep_vars=True), peers))
     write_model(files, [on_host(piece) for piece in pieces], folder, peers, previous)
 
 
@@ -108,10 +108,10 @@ def files_of(model: ComponentModel, peers: Peers, file_bytes: int = FILE_BYTES) 
     return ModelFiles(small, adapters, weights)
 
 
-def model_pieces(model: ComponentModel, holders: Holders) -> list[Piece]:
+def model_pieces(model: ComponentModel, owners: PieceOwners) -> list[Piece]:
     """Return the pieces of the weights that this rank writes; tied weights once."""
     values = model.state_dict(keep_vars=True)
-    pieces = [holders.piece(name, values[name], number) for number, name in enumerate(_names_once(values).values())]
+    pieces = [owners.piece(name, values[name], number) for number, name in enumerate(_names_once(values).values())]
     return [piece for piece in pieces if piece is not None]
 
 
@@ -279,15 +279,20 @@ def _groups(model: ComponentModel, values: Mapping[str, Tensor]) -> list[Group]:
     return groups
 
 
+def keep_conversions(model: ComponentModel) -> None:
+    """Remember the conversions that saving reverts: transformers finds them by class names, which FSDP changes."""
+    if getattr(model, "_weight_conversions", None) is None:  # it does not come from a checkpoint
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        # No prefix of a checkpoint is known, as in `revert_weight_conversion`.
+        model._weight_conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+
+
 def _conversions_of(model: ComponentModel) -> _Conversions:
     """Return the conversions that :func:`revert_weight_conversion` reverts."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # the model does not come from a checkpoint, so no prefix of one is known
-        known = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+    keep_conversions(model)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
     base, _ = split_weights(model, cast(Any, shapes))
-    return _Conversions(list(conversions), model.config, cast(Any, base))
+    return _Conversions(list(model._weight_conversions), model.config, cast(Any, base))
 
 
 def _linked(files: Sequence[WeightFile], previous: Path, folder: Path) -> set[str]:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
+import omnitrain as ot
 from omnitrain.checkpoint.optimizer import save_optimizer
 from omnitrain.checkpoint.safetensors_file import SafetensorsFile
 from omnitrain.errors import UserError
@@ -18,11 +22,15 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import save_whole
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.state import init_parallel_state
+from omnitrain.parallel.state import init_parallel_state, init_state_of
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup
+from omnitrain.recipe.layout import Layout, parse_layout
 from tests.families import FAMILIES
+from tests.parallel import factories
 from tests.parallel.factories import any_to_any
+from tests.parallel.fsdp.test_stored_weights import LAYOUTS
 from tests.parallel.fsdp.test_weight_loader import deep
+from tests.parallel.schedule.separate import Case, internvl
 from tests.peaks import peak_bytes
 
 A_BLOCK_EACH = 1
@@ -87,6 +95,37 @@ def test_ranks_deal_out_the_files_and_write_what_one_process_writes(ranks: RankP
     assert (tmp_path / "many" / "model_ema.safetensors.txt").is_file()
     assert sum(shares) == sum(value.nbytes for value in set(model.state_dict(keep_vars=True).values()))
     assert min(shares) > 0.1 * sum(shares)
+
+
+def saved_as(folder: Path, plan: ot.ParallelPlan) -> None:
+    """Load ``folder/one`` under a layout, and save it."""
+    bare = build_omni_model(config_path=folder / "one", init_device="meta")
+    model = build_parallelize_model(bare, folder / "one", init_state_of(plan), plan, enable_mixed_precision=False)
+    save_whole(model, folder / "many", GlooGroup(), A_BLOCK_EACH)
+
+
+TOWER_ON_TWO_OF_FOUR = Case("internvl", "group", "", "", "tp4", "all", "").layout
+
+
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        *(
+            pytest.param(getattr(factories, name), parse_layout(word), id=f"{name} {word}")
+            for name, word in LAYOUTS
+            if "offload" not in word
+        ),
+        pytest.param(partial(internvl, 4), TOWER_ON_TWO_OF_FOUR, id="internvl tower on two of four"),
+    ],
+)
+def test_every_layout_writes_the_files_that_it_was_loaded_from(
+    ranks: RankPool, tmp_path: Path, make: Callable[[], Any], layout: Layout
+) -> None:
+    model = make()
+    (model if isinstance(model, OmniModel) else build_omni_model(foundation=model)).save_pretrained(tmp_path / "one")
+    ranks.run(saved_as, tmp_path, layout.plan(), timeout_s=60, world=layout.num_ranks)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    require_same(tmp_path / "many", tmp_path / "one")
 
 
 def peak_of_saving(folder: Path) -> tuple[int, int]:
