@@ -127,6 +127,11 @@ class Topology:
             groups[list(group)] = index
         return groups
 
+    @cached_property
+    def owners(self) -> np.ndarray:
+        """``[data-parallel ranks]`` int64: the rank that lists the samples of each data-parallel rank, ascending."""
+        return np.unique([self.owner_of(rank) for rank in self.readers])
+
     def is_owner(self, rank: int) -> bool:
         """Whether ``rank`` is the one rank that lists its samples in its table."""
         return self.owner_of(rank) == rank

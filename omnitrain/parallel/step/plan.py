@@ -36,7 +36,7 @@ from omnitrain.plan import (
 )
 from omnitrain.plan.item_cost import item_cost
 from omnitrain.plan.topology import Place
-from omnitrain.plan.wavefront.step import Drawn, lanes_of, rearranged
+from omnitrain.plan.wavefront.step import Drawn, rearranged
 from omnitrain.plan.windows import WindowChooser
 from omnitrain.recipe.parallel import FOUNDATION, MAIN
 
@@ -222,8 +222,7 @@ class StepPlanner:
         costs = self.costs | dict(measured.quadratic)
         tables = self._tables(rank, packs, costs)
         most = len(tables.counts)
-        owners = {self.topology.owner_of(other) for other in self.topology.readers}
-        if any(tables.num_micro_batches[owner] < most for owner in owners):
+        if (tables.num_micro_batches[self.topology.owners] < most).any():
             if rank in self.topology.readers:
                 packs = [*packs, *[Pack.from_samples([self.idle])] * (most - len(packs))]
             tables = self._tables(rank, packs, costs)
@@ -244,7 +243,7 @@ class StepPlanner:
 
     def _rearranged(self, rank: int, packs: Sequence[Pack], drawn: Sequence[Drawn]) -> list[Pack]:
         """The packs that this rank runs, in order; they come from the rank with the same place in its data group."""
-        topology, owners = self.topology, lanes_of(self.topology).tolist()
+        topology, owners = self.topology, self.topology.owners.tolist()
         if all((of_lane.lane == lane).all() for lane, of_lane in enumerate(drawn)):
             if rank not in topology.readers:
                 return []

@@ -66,14 +66,14 @@ class StepOrder:
     coupled: bool
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
-        """Return the micro-batches of each data-parallel rank, in the order of their owners (:func:`lanes_of`).
+        """Return the micro-batches of each data-parallel rank, in the order of ``topology.owners``.
 
         Args:
             topology: of the run.
             tables: what all ranks drew; each data-parallel rank has equally many micro-batches.
             rates: how long the work takes.
         """
-        owners, number = lanes_of(topology), len(tables.counts)
+        owners, number = topology.owners, len(tables.counts)
         work = rates.per_token * tables.tokens[:, owners].T.ravel()  # sample = lane * M + micro-batch
         feeders = tuple(self._feeder(topology, tables, rates, section) for section in self.sections)
         drawn = np.repeat(np.arange(len(owners)), number)
@@ -89,7 +89,7 @@ class StepOrder:
 
     def _feeder(self, topology: Topology, tables: StepTables, rates: Rates, section: SectionLimits) -> Feeder:
         """The section as one feeder of all data-parallel ranks, since it divides each round among its ranks."""
-        owners, number = lanes_of(topology), len(tables.counts)
+        owners, number = topology.owners, len(tables.counts)
         forward, backward = np.zeros(number * len(owners)), np.zeros(number * len(owners))
         micro_batch, medium = np.divmod(tables.slot, len(topology.media))
         lane = np.searchsorted(owners, tables.owner)
@@ -105,14 +105,9 @@ class StepOrder:
         return Feeder(forward.tolist(), backward.tolist(), tuple(range(lanes)), slots, kept, section.encode_twice)
 
 
-def lanes_of(topology: Topology) -> np.ndarray:
-    """Return ``[data-parallel ranks]`` int64: the ranks that list the samples of each data-parallel rank, ascending."""
-    return np.unique([topology.owner_of(rank) for rank in topology.readers])
-
-
 def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -> StepTables:
     """Return the tables as if each data-parallel rank had drawn the micro-batches that it runs."""
-    owners, number, num_media = lanes_of(topology), len(tables.counts), max(1, len(topology.media))
+    owners, number, num_media = topology.owners, len(tables.counts), max(1, len(topology.media))
     lane = np.stack([of_lane.lane for of_lane in drawn])  # [lanes, M]
     micro_batch = np.stack([of_lane.micro_batch for of_lane in drawn])
     source = owners[lane]

@@ -35,10 +35,9 @@ class Stopwatch:
             of_name = plan.item_tokens[medium == index]
             self._media[name][0] += len(of_name)
             self._media[name][1] += int(of_name.sum())
-        owners = sorted({plan.topology.owner_of(rank) for rank in plan.topology.readers})
-        by_rank = plan.tokens[:, owners]
+        by_rank = plan.tokens[:, plan.topology.owners]
         self._most_tokens += float(np.max(by_rank, axis=1, initial=0).sum())
-        self._mean_tokens += float(by_rank.sum()) / len(owners)
+        self._mean_tokens += float(by_rank.sum()) / by_rank.shape[1]
 
     @property
     def seconds(self) -> float:

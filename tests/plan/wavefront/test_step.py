@@ -19,7 +19,7 @@ from omnitrain.plan import (
     plan_step,
 )
 from omnitrain.plan.step import Rates
-from omnitrain.plan.wavefront.step import Drawn, SectionLimits, StepOrder, lanes_of, rearranged
+from omnitrain.plan.wavefront.step import Drawn, SectionLimits, StepOrder, rearranged
 
 SECTION = SectionLimits(("vision",), num_ranks=1, slots=2, in_flight=None, encode_twice=False)
 
@@ -62,7 +62,7 @@ def random_draw(random: Random, topology: Topology, number: int) -> dict[int, li
             )
             for _ in range(number)
         ]
-        for owner in lanes_of(topology).tolist()
+        for owner in topology.owners.tolist()
     }
 
 
@@ -79,7 +79,7 @@ def test_every_micro_batch_runs_once_and_the_tables_are_those_of_a_step_drawn_in
         drawn = random_draw(random, topology, number)
         tables = tables_of(topology, drawn)
         order = StepOrder((SECTION,), coupled)(topology, tables, Rates(1.0, {"vision": 3.0}))
-        owners = lanes_of(topology).tolist()
+        owners = topology.owners.tolist()
         runs = {
             owner: [drawn[owners[lane]][k] for lane, k in places_of(of_lane)]
             for owner, of_lane in zip(owners, order, strict=True)
