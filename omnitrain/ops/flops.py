@@ -289,7 +289,7 @@ class _WithoutContent(torch.autograd.Function):
 
 
 class _Operations(TorchDispatchMode):
-    """Counts products of which an operand has no content: the others are constants, such as rotary angles."""
+    """Counts a product if an operand of it has no content. The others are constants, such as rotary angles."""
 
     def __init__(self, counter: FlopCounter) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ class StoredTensor(Tensor):
     def __init__(self, value: StoredValue, device: torch.device | str = "cpu") -> None:
         self.value = value
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's stub has a keyword without a name
         return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensor:
@@ -90,6 +90,7 @@ class StoredTensor(Tensor):
                 return _set_data(*args)
             return func(*args, **(kwargs or {}))
 
+    # torch's stub is that of an instance's method.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
@@ -100,6 +101,7 @@ class StoredTensor(Tensor):
         if func in _WITHOUT_VALUES:
             return func(*tree_map_only(StoredTensor, _unwritten, args), **kwargs)
         if _records_all.get():
+            # What cannot be recorded, or has no shape on the meta device, is computed below, and raises what is wrong.
             with contextlib.suppress(NotImplementedError, RuntimeError):
                 return _computed(func, args, kwargs)
         return _compute(func, args, kwargs)
@@ -116,7 +118,7 @@ def stored_tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in list(opened.keys()):
-                found = opened.get_slice(name)[...]  # of mapped memory, of which nothing is read
+                found = opened.get_slice(name)[...]  # a view of mapped memory; nothing is read yet
                 tensors[name] = StoredTensor(InFile(file, name, tuple(found.shape), found.dtype))
     return tensors
 
@@ -170,7 +172,7 @@ def _read_buffers(model: nn.Module) -> None:
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
-    """``tensor.data = data``, of which one is a ``StoredTensor``."""
+    """Do ``tensor.data = data`` where one of the two is a ``StoredTensor``."""
     if isinstance(tensor, StoredTensor) and isinstance(data, StoredTensor):
         _SET_DATA(tensor, data)
         tensor.value = data.value

@@ -77,7 +77,7 @@ class WeightLoader:
     def fill(self, module: nn.Module) -> None:
         """Put the weights of a module in place, to be sharded now. All ranks must call it.
 
-        They are in memory, or a ``StoredTensor``, of which the rank reads what it copies.
+        They are in memory, or a ``StoredTensor``: who copies a part of it reads this part from the files.
         """
         for parameter in module.parameters():
             if parameter in self._left:
@@ -144,7 +144,7 @@ def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _stored(model: nn.Module) -> dict[str, StoredValue]:
-    """The parameters of which no part is in memory."""
+    """The parameters that are in files completely."""
     return {
         name: parameter.value
         for name, parameter in model.named_parameters()

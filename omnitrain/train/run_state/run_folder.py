@@ -209,9 +209,8 @@ class RunFolder:
             TrainingError: the disk is full or not writable.
         """
         history = self.path / "evaluations.jsonl"
-        whole = (
-            history.read_text().rpartition("\n")[0] if history.is_file() else ""
-        )  # a kill may have cut the last line
+        # A kill may have cut the last line.
+        whole = history.read_text().rpartition("\n")[0] if history.is_file() else ""
         kept = [line for line in whole.splitlines() if json.loads(line)["step"] < scores["step"]]
         self._written(history.name, "".join(f"{line}\n" for line in [*kept, json.dumps(scores)]))
         return self._written("eval.json", json.dumps(scores, indent=2) + "\n")
