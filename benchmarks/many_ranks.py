@@ -373,9 +373,7 @@ def main() -> None:
     """Measure and report."""
     arguments = parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=1)
     arguments.add_argument("--worlds", type=int, nargs="+", default=[64, 256, 1024], help="numbers of ranks, ascending")
-    arguments.add_argument(
-        "--before", type=Path, default=BEFORE, help="an earlier result, printed beside this one"
-    )
+    arguments.add_argument("--before", type=Path, default=BEFORE, help="an earlier result, printed beside this one")
     options = start(arguments)
     result = measure(options.worlds, options.rounds)
     report(result, options.json)
