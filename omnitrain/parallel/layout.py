@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -145,13 +145,12 @@ class ModelLayout:
             return self.state_of(component)
         return self.own_states.get(component, self.state_of(component))
 
-    def by_tp_ranks(self, model: OmniModel) -> list[tuple[ParallelState, list[nn.Parameter]]]:
-        """Return this rank's parameters, by the state whose ``tp`` ranks share matrices of their component."""
-        own = {name: state for name, state in self.own_states.items() if self.holds(name)}
-        parameters = {name: list(model.components[name].values()) for name in own}
-        others = set(chain.from_iterable(parameters.values()))
-        rest = [parameter for parameter in model.parameters() if parameter not in others]
-        return [(self.state, rest), *((own[name], of_component) for name, of_component in parameters.items())]
+    def by_tp_ranks(self, model: OmniModel) -> Iterator[tuple[ParallelState, Iterable[nn.Parameter]]]:
+        """Yield this rank's parameters, by the state whose ``tp`` ranks share the matrices of their component."""
+        own = {name: list(model.components[name].values()) for name in self.own_states if self.holds(name)}
+        others = set(chain.from_iterable(own.values()))
+        yield self.state, (parameter for parameter in model.parameters() if parameter not in others)
+        yield from ((self.own_states[name], parameters) for name, parameters in own.items())
 
     def encoders(self, plan: StepPlan) -> tuple[EncoderWindows, ...]:
         """Return the windows of a step, for each component of ``main`` that is encoded outside of forwards."""

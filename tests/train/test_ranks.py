@@ -244,9 +244,9 @@ def with_momentum(model: OmniModel, settings: Optimizer, *_: object) -> torch.op
 
 def fit_with_momentum(
     recipe: Path, overrides: Sequence[str], resume: bool = False, interrupted_at: int | None = None
-) -> None:
+) -> RunSummary:
     with patch("omnitrain.train.trainer.build_optimizer", with_momentum):
-        fit(recipe, overrides, resume, interrupted_at)
+        return fit(recipe, overrides, resume, interrupted_at)
 
 
 @pytest.fixture(scope="module")
