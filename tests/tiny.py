@@ -231,8 +231,15 @@ def tiny_recipe(
             "packing_buffer": 8,
             "workers": 0,
         },
-        "train": {"steps": 4, "cpu_threads": 1, "log_every": 1, "report": False, "optimizer": {"warmup_steps": 1}}
-        | train,
+        "train": {
+            "steps": 4,
+            "cpu_threads": 1,
+            "log_every": 1,
+            "report": False,
+            "async_save": False,  # the process that writes takes four seconds to start
+            "optimizer": {"warmup_steps": 1},
+            **train,
+        },
         **({"evaluation": {"max_new_tokens": 1}} if evaluated else {}),
     }
     path = folder / "recipe.yaml"

@@ -160,6 +160,11 @@ class Train(Strict):
         description="Steps between two checkpoints. `auto`: every ten minutes, or less often if saving takes longer "
         "than 30 seconds; null: save only at the end.",
     )
+    async_save: bool = Field(
+        True,
+        description="A process of its own writes checkpoints before the end, of a copy in host memory, while training "
+        "goes on; false: training waits for them.",
+    )
     keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     keep_every: int | None = Field(
         None, ge=1, description="Save after every multiple of so many steps, too, and keep these checkpoints forever."

@@ -62,7 +62,7 @@ from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import join_ranks
 from omnitrain.train.run_state.resume import require_same_rows
 from omnitrain.train.run_state.run_folder import Resume, RunFolder
-from omnitrain.train.run_state.save import checkpoint_bytes, save_checkpoint
+from omnitrain.train.run_state.save import Saver, checkpoint_bytes
 from omnitrain.train.run_state.save_times import SaveTimes
 from omnitrain.train.run_state.state import TrainingState, read_state
 
@@ -126,7 +126,7 @@ class Trainer:
         self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # fails before the expensive steps
         require_trackers(recipe)
-        self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers, resume)
+        self.resumed = self.folder.checkpoint_to_resume(self.ranks.peers, resume)
         self._continues = resume == "auto"
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
         self.model, self.processor, self.ops = prepared.model, prepared.processor, prepared.ops
@@ -159,11 +159,19 @@ class Trainer:
         self.mean_loss = MeanLoss(state.mean_loss, state.loss_tokens)
         if self.ranks.meter_peers.rank == 0:
             self.meter.continue_from(state.losses)
+        in_background = recipe.train.async_save
+        saved = self.model, self.processor, self.optimizer
+        self.saver = Saver(self.folder, self.ranks, *saved, in_background=in_background)
         self.save_times = SaveTimes(recipe, self.step)
         self._line: dict[str, Any] = {}  # the last line of metrics
         self._upcoming: StepBatch | UserError | TrainingError | None = None
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The last checkpoint that is known to be complete. None: there is none."""
+        return self.folder.store.last
 
     def fit(self) -> RunSummary:
         """Train to the last step (or Ctrl-C), save, evaluate. All ranks must call it.
@@ -199,6 +207,7 @@ class Trainer:
             # Unusable data raise here, before the run writes anything.
             first = [self._next_batch(steps)] if self.step < train.steps else []
             closing.callback(self.folder.close)
+            closing.enter_context(self.saver)
             if train.report and self.ranks.is_first:
                 closing.push(report_at_end(self.folder.path, partial(console.print, markup=False, soft_wrap=True)))
             if (metrics := self.ranks.first(self._open_folder)) is not None:
@@ -211,6 +220,8 @@ class Trainer:
                 loss, norm = self._measured_step(batch)
                 self.data_state = self.loader.state()
                 self._require_targets()
+                if self.save_times.before_end and not self.saver.is_rehearsed:
+                    self.saver.rehearse(self._state())
                 if not self.recipe.writes_metrics(self.step):
                     progress.advance(self.step, loss)
                 else:
@@ -221,9 +232,12 @@ class Trainer:
                         metrics.write(line)
                     self._line = line
                     progress.advance(self.step, loss, _shown(line))
-                is_due, interrupted = self.ranks.peers.any_of_each([self._save_is_due(), interrupt.requested])
+                flags = [self._save_is_due(), interrupt.requested, self.saver.has_failed]
+                is_due, interrupted, has_failed = self.ranks.peers.any_of_each(flags)
+                if has_failed:
+                    self.saver.finish()
                 if is_due and not interrupted:
-                    self._save()
+                    self._save(waits=False)
                     interrupted = self.ranks.peers.any(interrupt.requested)
             checkpoint = self._save()
             if not interrupted:
@@ -344,6 +358,8 @@ class Trainer:
         """Save the steps before one that is not finite, and say where. Weights that are not finite are not saved."""
         if not self.step:
             return "nothing is saved, because no step was done"
+        with contextlib.suppress(TrainingError):  # the step's own error is the one to tell
+            self.saver.finish()
         if unsound := unsound_parameters(self.model, self.ranks.peers):
             reason = f"the weights are not finite ({len(unsound)}: {unsound[0]}, ...)"
             return f"nothing is saved, because {reason}; {self._newest_checkpoint()}"
@@ -499,6 +515,8 @@ class Trainer:
 
     def _save_is_due(self) -> bool:
         """Whether to save after this step; the first rank decides for all. `auto` leaves space for the last save."""
+        if not self.saver.is_writing:
+            self.save_times.end()
         if not (self.ranks.is_first and self.save_times.is_due(self.step)):
             return False
         if self.recipe.train.save_every == "auto" and not self.folder.store.has_room(self.step, self._checkpoint_bytes):
@@ -510,31 +528,37 @@ class Trainer:
             return False
         return True
 
-    def _save(self) -> Path:
+    def _save(self, *, waits: bool = True) -> Path:
+        """Save the finished steps. Without ``waits`` the checkpoint may be written while training goes on."""
         target = self.folder.store.folder_of(self.step)
-        if self.last_checkpoint == target:
-            return target
-        measured = self.encoder_costs.settled
-        with self.watch.paused("save"), self.save_times.saving(self.step):
-            state = TrainingState(
-                self.step,
-                time.perf_counter() - self._started,
-                self.steps_without_targets,
-                merge_states(self.ranks.peers.gather_on_first(self.data_state)),
-                self.loader.order.lengths,
-                self.experts.routers.expert_shares(),
-                self.experts.chunks.settled,
-                None if measured is None else dict(measured.quadratic),
-                None if measured is None else dict(measured.seconds),
-                self.encoder_costs.unused_until,
-                self.meter.totals(self.ranks.meter_peers),
-                self.mean_loss.mean,
-                self.mean_loss.tokens,
-            )
+        with self.watch.paused("save"):
+            self.saver.finish()
+            if self.last_checkpoint == target:
+                return target
+            self.save_times.begin(self.step)
             line = self._line if self._line.get("step") == self.step else None
-            save_checkpoint(self.folder, self.ranks, self.model, self.processor, self.optimizer, state, line)
-        self.last_checkpoint = target
+            self.saver.save(self._state(), line, waits=waits)
+        if not self.saver.is_writing:
+            self.save_times.end()
         return target
+
+    def _state(self) -> TrainingState:
+        measured = self.encoder_costs.settled
+        return TrainingState(
+            self.step,
+            time.perf_counter() - self._started,
+            self.steps_without_targets,
+            merge_states(self.ranks.peers.gather_on_first(self.data_state)),
+            self.loader.order.lengths,
+            self.experts.routers.expert_shares(),
+            self.experts.chunks.settled,
+            None if measured is None else dict(measured.quadratic),
+            None if measured is None else dict(measured.seconds),
+            self.encoder_costs.unused_until,
+            self.meter.totals(self.ranks.meter_peers),
+            self.mean_loss.mean,
+            self.mean_loss.tokens,
+        )
 
     def _evaluate(self, interrupt: Interrupt, losses: dict[str, Any] | None) -> dict[str, float]:
         """``losses``: held-out losses of the last step, if they were due."""

@@ -148,6 +148,7 @@ STANDS: dict[str, Always | Idle] = {
     "Train.log_every": PERIOD,
     "Train.report": Always("a page is written"),
     "Train.save_every": PERIOD,
+    "Train.async_save": Always("it changes no checkpoint"),
     "Train.keep_last": Always("a resumed run has the last checkpoint of each start"),
     "Train.keep_every": PERIOD,
     "Train.keep_best": idle("saves only at the end", "train.save_every=null", "train.keep_best=loss"),

@@ -26,7 +26,7 @@ FROZEN = "parallel.components.foundation.freeze=true"
 def fit(recipe: Path, overrides: Sequence[str], resume: bool = False) -> Path:
     """Train, with a file for each block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "save_whole", partial(save.save_whole, file_bytes=A_BLOCK_EACH))
+        patch.setattr(save, "files_of", partial(save.files_of, file_bytes=A_BLOCK_EACH))
         return Trainer(Recipe.load(str(recipe), list(overrides)), resume=resume).fit().checkpoint
 
 

@@ -22,7 +22,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.trackers import numbers_in
-from omnitrain.train.run_state import save
+from omnitrain.train.run_state import snapshot
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_recipe
@@ -97,13 +97,13 @@ def test_sigterm_in_a_save_lets_it_finish_and_ends_the_run_behind_it(
 ) -> None:
     path = tiny_recipe(tmp_path, text_only=True, steps=6, save_every=2)
     Trainer(load(path, f"output_dir={tmp_path / 'whole'}")).fit()
-    write = save.save_optimizer
+    write = snapshot.write_optimizer
 
     def terminated(*arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         write(*arguments)
 
-    monkeypatch.setattr(save, "save_optimizer", terminated)
+    monkeypatch.setattr(snapshot, "write_optimizer", terminated)
     summary = Trainer(load(path)).fit()
     assert (summary.interrupted, summary.is_terminated, summary.step) == (True, True, 2)
     monkeypatch.undo()

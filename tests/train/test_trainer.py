@@ -27,7 +27,7 @@ from omnitrain.train.evaluate import evaluate
 from omnitrain.train.evaluate.evaluate import Answered
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.trackers import numbers_in
-from omnitrain.train.run_state import save, save_times
+from omnitrain.train.run_state import save_times, snapshot
 from omnitrain.train.run_state.save import checkpoint_bytes
 from omnitrain.train.trainer import NonFiniteError, Trainer
 from omnitrain.train.verbs.answer import answer
@@ -203,7 +203,7 @@ def test_a_full_disk_hides_neither_a_nan_nor_failing_data(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(save, "save_optimizer", full)
+    monkeypatch.setattr(snapshot, "write_optimizer", full)
     trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True)))
     spoil_a_sample(trainer, 2)
     with pytest.raises(NonFiniteError) as caught:

@@ -28,6 +28,7 @@ _MAY_CHANGE = (
     "train.cpu_threads",
     "train.log_every",
     "train.save_every",
+    "train.async_save",
     "train.keep_last",
     "train.keep_every",
     "train.keep_best",

@@ -1,33 +1,37 @@
-"""Save a checkpoint of a run under any layout. Each rank writes its shards."""
+"""Save checkpoints of a run under any layout, while it trains on or while it waits. Each rank writes its shards."""
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from omnitrain.checkpoint.optimizer import save_optimizer
+from omnitrain.checkpoint.optimizer import optimizer_state
+from omnitrain.checkpoint.pieces import PieceOwners
+from omnitrain.checkpoint.shared_memory import require_sendable
 from omnitrain.checkpoint.store import write_metrics
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.models.omni.save import save_whole
+from omnitrain.models.omni.save import files_of, model_pieces, small_files
+from omnitrain.peers import Peers, all_or_raise, parameters_at_rest
+from omnitrain.train.metrics.console import console
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.run_state.run_folder import RunFolder
-from omnitrain.train.run_state.state import OPTIMIZER, TrainingState, trainable, write_state
+from omnitrain.train.run_state.snapshot import Snapshot, write_snapshot
+from omnitrain.train.run_state.state import TrainingState, trainable, write_state
+from omnitrain.train.run_state.writer import CheckpointWriter
+
+_POLL_SECONDS = 0.01
 
 
-def save_checkpoint(
-    run: RunFolder,
-    ranks: Ranks,
-    model: OmniModel,
-    processor: OmniProcessor,
-    optimizer: torch.optim.Optimizer,
-    state: TrainingState,
-    line: Mapping[str, Any] | None = None,
-) -> None:
-    """Write the checkpoint folder of ``state.step`` atomically. Every rank calls this.
+class Saver:
+    """Saves the checkpoints of a run. All ranks make one, and call its methods together.
 
     Args:
         run: folder of the run.
@@ -35,23 +39,171 @@ def save_checkpoint(
         model: the model, sharded or not; adapters are written to separate files.
         processor: processor of the model.
         optimizer: optimizer of its trained parameters.
-        state: state of the run. Only the first rank, which writes it, needs its data.
-        line: the line of ``metrics.jsonl`` of that step. None: there is none.
+        in_background: let a process of its own write, where :meth:`save` need not wait.
     """
 
-    def write(folder: Path) -> None:
-        save_whole(model, folder, ranks.peers, previous=run.store.saved)
-        save_optimizer(model, optimizer, folder / OPTIMIZER)
-        ranks.first(lambda: write_on_first(folder))
+    def __init__(
+        self,
+        run: RunFolder,
+        ranks: Ranks,
+        model: OmniModel,
+        processor: OmniProcessor,
+        optimizer: torch.optim.Optimizer,
+        *,
+        in_background: bool,
+    ) -> None:
+        self._run, self._ranks, self._in_background = run, ranks, in_background
+        self._model, self._processor, self._optimizer = model, processor, optimizer
+        self._snapshots: _Snapshots | None = None
+        self._writer: CheckpointWriter | None = None
+        self._begun: int | None = None  # step of the checkpoint that the process is writing
 
-    def write_on_first(folder: Path) -> None:
-        processor.save_pretrained(folder)
-        write_state(folder, state, trainable(model))
-        if line is not None:
-            write_metrics(folder, line)
+    def rehearse(self, state: TrainingState) -> None:
+        """Do all that a save does except to copy and to write, so that it fails at the start of a run if it would.
 
-    run.store.save(state.step, write, ranks.peers)
-    ranks.first(lambda: run.list_rejected(state.data.rejected))
+        Args:
+            state: see :meth:`save`.
+
+        Raises:
+            UserError: the optimizer has a state that cannot be stored.
+        """
+        snapshot = self._snapshot(state, None)
+        reason = ""
+        if self._in_background:
+            try:
+                require_sendable(snapshot)
+            except pickle.PicklingError as error:
+                reason = str(error)
+        if self._ranks.peers.any(bool(reason)):
+            self._in_background = False
+            if reason:
+                console.print(f"training waits for each checkpoint: no other process can write it: {reason}")
+
+    def save(self, state: TrainingState, line: Mapping[str, Any] | None, *, waits: bool) -> None:
+        """Write the checkpoint of ``state.step``, atomically, after the one that was begun.
+
+        Args:
+            state: state of the run. Only the first rank, which writes it, needs its data.
+            line: the line of ``metrics.jsonl`` of that step. None: there is none.
+            waits: return when it is written. Otherwise, if that is possible, as soon as what it needs is copied.
+
+        Raises:
+            TrainingError: it, or the one before, cannot be written.
+        """
+        self.finish()
+        snapshot = self._snapshot(state, line)
+        if waits or not self._in_background:
+            write_snapshot(self._run.store, snapshot.on_host(), self._ranks.peers)
+        else:
+            if self._writer is None:
+                self._writer = CheckpointWriter(self._ranks.rendezvous)
+            self._writer.begin(self._run.store, snapshot)
+            self._begun = state.step
+        self._ranks.first(lambda: self._run.list_rejected(state.data.rejected))
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether :meth:`rehearse`, or a save, has been called."""
+        return self._snapshots is not None
+
+    def _snapshot(self, state: TrainingState, line: Mapping[str, Any] | None) -> Snapshot:
+        if self._snapshots is None:
+            self._snapshots = _Snapshots(self._model, self._processor, self._optimizer, self._ranks.peers)
+        return self._snapshots.take(state, line)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the process of this rank is writing."""
+        return self._writer is not None and self._writer.is_writing
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process of this rank could not write; :meth:`finish` raises the error on all ranks."""
+        return self._writer is not None and not self._writer.is_writing and self._writer.error is not None
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that was begun is written.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        if self._begun is None:
+            return
+        is_writing = True
+        while is_writing:
+            is_writing, has_failed = self._ranks.peers.any_of_each([self.is_writing, self.has_failed])
+            if has_failed:  # the processes of other ranks may wait for the one that failed
+                error = self._writer.error if self._writer is not None else None
+                self.close()
+                all_or_raise(self._ranks.peers, partial(_raise, error))
+            time.sleep(_POLL_SECONDS)
+        store = self._run.store
+        store.last = store.saved = store.folder_of(self._begun)
+        self._begun = None
+
+    def close(self) -> None:
+        """End the process that writes. What it is writing stays unfinished."""
+        self._begun = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(error, Exception) and self.is_writing:  # other ranks may be gone, so this one asks none of them
+            console.print(f"the checkpoint of step {self._begun} is still being written; the run ends after it")
+            while self.is_writing:
+                time.sleep(_POLL_SECONDS)
+        self.close()
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+class _Snapshots:
+    """Takes snapshots of a run. What does not change while it trains is computed once.
+
+    Args:
+        model: the model, sharded or not.
+        processor: processor of the model.
+        optimizer: optimizer of its trained parameters.
+        peers: the ranks of the run, which all make one and call its method.
+    """
+
+    def __init__(
+        self, model: OmniModel, processor: OmniProcessor, optimizer: torch.optim.Optimizer, peers: Peers
+    ) -> None:
+        self._model, self._optimizer, self._peers = model, optimizer, peers
+        self._files = files_of(model, peers)
+        self._owners = PieceOwners(model.state_dict(keep_vars=True), peers)
+        self._processor = self._on_first(processor.save_pretrained)
+
+    def take(self, state: TrainingState, line: Mapping[str, Any] | None) -> Snapshot:
+        """Return a snapshot, whose tensors are those that train, without copies.
+
+        Args:
+            state: state of the run. Only the first rank, which writes it, needs its data.
+            line: the line of ``metrics.jsonl`` of that step. None: there is none.
+
+        Raises:
+            UserError: the optimizer has a state that cannot be stored.
+        """
+
+        def write(folder: Path) -> None:
+            write_state(folder, state, trainable(self._model))
+            if line is not None:
+                write_metrics(folder, line)
+
+        optimizer = optimizer_state(parameters_at_rest(self._model), self._optimizer, self._owners)
+        weights = model_pieces(self._model, self._owners)
+        return Snapshot(state.step, self._files, weights, optimizer, {**self._processor, **self._on_first(write)})
+
+    def _on_first(self, write: Any) -> Mapping[str, bytes]:
+        return all_or_raise(self._peers, lambda: small_files(write) if self._peers.rank == 0 else {})
 
 
 def checkpoint_bytes(model: torch.nn.Module) -> int:

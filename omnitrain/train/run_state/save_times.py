@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from omnitrain.recipe import Recipe
 
@@ -30,6 +28,12 @@ class SaveTimes:
         self._steps, self._saved_step = recipe.train.steps, step
         self._saved_at = time.monotonic()
         self._seconds = 0.0
+        self._begun_at: float | None = None
+
+    @property
+    def before_end(self) -> bool:
+        """Whether the recipe may save before the end of the run."""
+        return self._every is not None or self._kept is not None
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after ``step`` steps. The end of a run saves anyway."""
@@ -39,18 +43,22 @@ class SaveTimes:
             return True
         if self._every != "auto":
             return self._every is not None and step % self._every == 0
+        if self._begun_at is not None:
+            return False
         waited = time.monotonic() - self._saved_at
         is_tenth = _PARTS * (step - self._saved_step) >= self._steps
         seconds = _SECONDS if is_tenth else max(_SECONDS, _TIMES_A_SAVE * self._seconds)
         return waited >= (seconds if self._recipe.measures_best(step) else 2 * seconds)
 
-    @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
-        """Measure a save after ``step`` steps, and count from its end."""
-        begun = time.monotonic()
-        yield
-        self._seconds = time.monotonic() - begun
-        self.restart(step)
+    def begin(self, step: int) -> None:
+        """Note that a save after ``step`` steps begins. None is due by `auto` until it ends."""
+        self._saved_step, self._begun_at = step, time.monotonic()
+
+    def end(self) -> None:
+        """Note that no save is going on, and count from the end of the last one."""
+        if self._begun_at is not None:
+            self._saved_at, self._seconds = time.monotonic(), time.monotonic() - self._begun_at
+            self._begun_at = None
 
     def restart(self, step: int) -> None:
         """Count from now, after ``step`` steps."""

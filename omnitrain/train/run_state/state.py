@@ -13,10 +13,10 @@ from omnitrain.data.loading.slots import LoaderState, SlotState
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import UserError
 from omnitrain.parallel.step.item_costs import UNUSED_STEPS
+from omnitrain.train.run_state.snapshot import OPTIMIZER
 
 _FILE = "trainer.pt"
 _SHOWN = 3
-OPTIMIZER = "optimizer"  # folder of the optimizer's state
 
 
 @dataclass(frozen=True)

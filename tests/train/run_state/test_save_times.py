@@ -31,8 +31,9 @@ class Run:
             self.now += step_seconds
             if self.times.is_due(step):
                 found.append(step)
-                with self.times.saving(step):
-                    self.now += save_seconds
+                self.times.begin(step)
+                self.now += save_seconds
+                self.times.end()
         return found
 
 

@@ -1,0 +1,149 @@
+"""Hand a value with tensors to another process; the tensors are copied to host memory that both processes share."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # bytes
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the copy of a tensor lies.
+
+    Attributes:
+        begin: its first byte.
+        dtype: of the tensor.
+        shape: of the tensor.
+    """
+
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.begin + torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def of(self, memory: Tensor) -> Tensor:
+        """Return the copy, a view of the memory."""
+        return memory[self.begin : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Tells the other process where a value lies in the shared memory.
+
+    Attributes:
+        begin: first byte of the value, pickled without its tensors, which lie before it.
+        end: the byte behind its last one.
+    """
+
+    begin: int
+    end: int
+
+
+class SharedMemory:
+    """Host memory for copies of tensors, which grows when it has to, and stays for the next ones.
+
+    It is a file without a name (``memfd_create``), because containers often limit ``/dev/shm`` to 64 MB.
+
+    Attributes:
+        descriptor: of the file; the other process inherits it.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("omnitrain checkpoint")
+        self._memory = _mapped(self.descriptor, 0)
+
+    def message(self, value: Any) -> Message:
+        """Copy the tensors of ``value``. The other process must have read the message before this one.
+
+        Raises:
+            pickle.PicklingError: see :func:`require_sendable`.
+        """
+        pickler, stream = _pickled(value)
+        content = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+        message = Message(pickler.end, pickler.end + len(content))
+        if message.end > len(self._memory):
+            os.ftruncate(self.descriptor, message.end)
+            self._memory = _mapped(self.descriptor, message.end)
+        self._memory[message.begin : message.end] = content
+        for place, tensor in pickler.copies:
+            place.of(self._memory).copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for _, tensor in pickler.copies):
+            torch.cuda.synchronize()
+        return message
+
+    def close(self) -> None:
+        """Free the memory, as soon as the other process has ended, too."""
+        self._memory = _mapped(self.descriptor, 0)
+        os.close(self.descriptor)
+
+
+def received(message: Message, descriptor: int) -> Any:
+    """Return the value of a message in the other process; its tensors are views of the shared memory."""
+    memory = _mapped(descriptor, message.end)
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, place: _Place) -> Tensor:
+            return place.of(memory)
+
+    return Unpickler(io.BytesIO(memory[message.begin :].numpy().tobytes())).load()
+
+
+def require_sendable(value: Any) -> None:
+    """Check that another process can make a value.
+
+    Raises:
+        pickle.PicklingError: a part of it is defined in the main script or notebook, or cannot be pickled.
+    """
+    _pickled(value)
+
+
+def _pickled(value: Any) -> tuple[_Pickler, io.BytesIO]:
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    try:
+        pickler.dump(value)
+    except (AttributeError, TypeError) as error:  # what pickle raises of functions in functions, locks and files
+        raise pickle.PicklingError(str(error)) from None
+    return pickler, stream
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles the place of a tensor's copy instead of the tensor."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.copies: list[tuple[_Place, Tensor]] = []
+        self.end = 0
+
+    def persistent_id(self, value: Any) -> _Place | None:
+        if not isinstance(value, Tensor):
+            return None
+        place = _Place(-(-self.end // _ALIGNMENT) * _ALIGNMENT, value.dtype, tuple(value.shape))
+        self.copies.append((place, value.detach()))
+        self.end = place.end
+        return place
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script or notebook")
+        return NotImplemented
+
+
+def _mapped(descriptor: int, size: int) -> Tensor:
+    """Return the memory as ``[size]`` uint8."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)

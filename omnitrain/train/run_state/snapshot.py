@@ -1,0 +1,54 @@
+"""What a rank writes of a checkpoint, and the function that writes it, in the process that trains or in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omnitrain.checkpoint.optimizer import OptimizerState, write_optimizer
+from omnitrain.checkpoint.pieces import Piece
+from omnitrain.checkpoint.store import CheckpointStore
+from omnitrain.models.omni.save import ModelFiles, on_host, write_model, write_small
+from omnitrain.peers import Peers, all_or_raise
+
+OPTIMIZER = "optimizer"  # folder of the optimizer's state
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a rank writes of a checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        files: the files of the model.
+        weights: pieces of its tensors.
+        optimizer: part of the optimizer's state.
+        small: path in the folder -> content, of all other files. Empty on all ranks but the first.
+    """
+
+    step: int
+    files: ModelFiles
+    weights: Sequence[Piece]
+    optimizer: OptimizerState
+    small: Mapping[str, bytes]
+
+    def on_host(self) -> Snapshot:
+        """Return it with all tensors contiguous in the memory of the CPU; what is there is not copied."""
+        state = OptimizerState([on_host(piece) for piece in self.optimizer.pieces], self.optimizer.values)
+        return Snapshot(self.step, self.files, [on_host(piece) for piece in self.weights], state, self.small)
+
+
+def write_snapshot(store: CheckpointStore, snapshot: Snapshot, peers: Peers) -> Path:
+    """Write a checkpoint atomically, of tensors on the CPU, and return its folder. All ``peers`` call this.
+
+    Raises:
+        TrainingError: the disk is full or not writable. Earlier checkpoints stay intact.
+    """
+
+    def write(folder: Path) -> None:
+        write_model(snapshot.files, snapshot.weights, folder, peers, previous=store.saved)
+        write_optimizer(snapshot.optimizer, folder / OPTIMIZER, peers)
+        all_or_raise(peers, lambda: write_small(snapshot.small, folder))
+
+    return store.save(snapshot.step, write, peers)

@@ -1,0 +1,137 @@
+"""The process of a rank that writes its checkpoints while it trains on, and this process's end of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe
+
+import torch
+import torch.distributed as dist
+
+from omnitrain.checkpoint.shared_memory import Message, SharedMemory, received
+from omnitrain.checkpoint.store import CheckpointStore
+from omnitrain.errors import TrainingError
+from omnitrain.parallel.step.rendezvous import Rendezvous
+from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers, told_error
+from omnitrain.train.run_state.snapshot import Snapshot, write_snapshot
+
+_PATIENCE = timedelta(days=7)  # the writers of other ranks connect after their own rank has copied its part
+_FOLLOW_SECONDS = 0.1
+_END_SECONDS = 5.0
+
+
+class CheckpointWriter:
+    """A process that writes checkpoints, one at a time. The writers of all ranks work together.
+
+    It is a new Python process and not a fork of this one, whose threads and devices a fork would break. It imports
+    neither the main script nor a notebook, and ends with this process, however that ends.
+
+    Args:
+        rendezvous: where the writers of all ranks connect.
+
+    Attributes:
+        error: why the last checkpoint was not written. None: it was.
+    """
+
+    error: Exception | None
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._memory = SharedMemory()
+        self._connection, theirs = Pipe()
+        shared = (theirs.fileno(), self._memory.descriptor)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, *map(str, shared)],
+            pass_fds=shared,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,  # Ctrl-C in a terminal is for the ranks, which let this process finish
+        )
+        theirs.close()
+        self._is_busy, self.error = False, None
+        self._send(rendezvous)
+
+    def begin(self, store: CheckpointStore, snapshot: Snapshot) -> None:
+        """Copy ``snapshot``, and let the process write it to ``store``. The one before must have ended."""
+        self._is_busy = True
+        self._send(self._memory.message((store, snapshot)))
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint that was begun is neither written nor failed."""
+        if self._is_busy and self._connection.poll():
+            self._is_busy = False
+            try:
+                self.error = self._connection.recv()
+            except (EOFError, OSError):
+                code = self._process.wait()
+                self.error = TrainingError(
+                    f"the process that writes checkpoints ended with exit code {code}; earlier checkpoints are intact"
+                )
+        return self._is_busy
+
+    def close(self) -> None:
+        """End the process. What it is writing stays unfinished."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait(_END_SECONDS)
+        self._memory.close()
+
+    def _send(self, message: Rendezvous | Message) -> None:
+        with suppress(OSError):  # the process has ended, which `is_writing` notices
+            self._connection.send(message)
+
+
+def main(connection: Connection, descriptor: int) -> None:
+    """Write what arrives, in the process of its own.
+
+    Args:
+        connection: to the process that trains.
+        descriptor: of the shared memory.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a scheduler sends them to all processes
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    torch.set_num_threads(1)
+    rendezvous: Rendezvous = connection.recv()
+    peers: Peers | None = None
+    with suppress(EOFError):
+        while True:
+            message: Message = connection.recv()
+            try:
+                peers = peers or _meet(rendezvous)
+                store, snapshot = received(message, descriptor)
+                write_snapshot(store, snapshot, peers)
+                connection.send(None)
+            except Exception as error:  # raised by the process that trains
+                connection.send(told_error(error, rendezvous.rank))
+                return  # the writers of other ranks may wait for this one; its end tells them
+            del store, snapshot
+
+
+def _meet(rendezvous: Rendezvous) -> Peers:
+    if rendezvous.world_size == 1:
+        return SINGLE_PROCESS
+    rank = rendezvous.rank
+    store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=_PATIENCE)
+    count = store.add(f"checkpoint writers/{rank}", 1)  # writers of this rank so far, equal on all ranks
+    prefixed = dist.PrefixStore(f"checkpoint writers {count}", store)
+    dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=rendezvous.world_size, timeout=_PATIENCE)
+    return GlooGroup()
+
+
+def _follow(parent: int) -> None:
+    """End this process as soon as the one that trains has ended: another run may continue in its folder."""
+    while os.getppid() == parent:
+        time.sleep(_FOLLOW_SECONDS)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])), int(sys.argv[2]))
