@@ -31,8 +31,12 @@ class _Place:
     shape: tuple[int, ...]
 
     @property
+    def count(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
     def end(self) -> int:
-        return self.begin + torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.begin + self.count * self.dtype.itemsize
 
     def of(self, memory: Tensor) -> Tensor:
         """Return the copy, a view of the memory."""
@@ -91,14 +95,19 @@ class SharedMemory:
 
 
 def received(message: Message, descriptor: int) -> Any:
-    """Return the value of a message in the other process; its tensors are views of the shared memory."""
-    memory = _mapped(descriptor, message.end)
+    """Return the value of a message in the other process; its tensors lie in the shared memory."""
+    memory = mmap.mmap(descriptor, message.end)
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, place: _Place) -> Tensor:
-            return place.of(memory)
+            if not place.count:
+                return torch.empty(place.shape, dtype=place.dtype)
+            # Each has a storage of its own: torch.distributed.checkpoint copies any larger one, and keeps the copies.
+            tensor = torch.frombuffer(memory, dtype=place.dtype, count=place.count, offset=place.begin)
+            return tensor.view(place.shape)
 
-    return Unpickler(io.BytesIO(memory[message.begin :].numpy().tobytes())).load()
+    with memoryview(memory) as content:
+        return Unpickler(io.BytesIO(content[message.begin :])).load()
 
 
 def require_sendable(value: Any) -> None:
