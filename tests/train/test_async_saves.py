@@ -25,13 +25,13 @@ from tests.train.test_faults import after_step
 from tests.train.test_killed_runs import assert_equal_runs
 from tests.train.test_trainer import load, losses
 
-TIMED = {"manifest.json", "metrics.json", "trainer.pt"}  # they have seconds
+OF_A_RUN = {"manifest.json", "metrics.json", "trainer.pt", "recipe.yaml", "environment.json"}  # with seconds, settings
 PP2 = ["parallel.components.foundation.pp=2", "train.micro_batches=2", "data.pack_tokens=96"]
 
 
 def contents(checkpoint: Path) -> dict[str, str]:
     """Return what each file of a checkpoint holds. Pickles of equal values may differ, so the index is read."""
-    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name not in TIMED]
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name not in OF_A_RUN]
     found = {str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     index = FileSystemReader(checkpoint / "optimizer").read_metadata()
     return found | {"optimizer/.metadata": str(index.state_dict_metadata)}
@@ -130,7 +130,11 @@ def test_an_error_of_the_run_lets_a_checkpoint_be_written_to_its_end(tmp_path: P
     with pytest.raises(RuntimeError, match="out of memory"), console.capture() as printed:
         after_step(Trainer(load(recipe)), 3, fail).fit()
     assert "the checkpoint of step 2 is still being written; the run ends after it" in printed.get()
-    verify(tmp_path / "run" / "checkpoints" / "step-00000002")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    verify(checkpoint)
+    of_run = {file.name: file.read_bytes() for file in (checkpoint / "run").iterdir()}
+    assert of_run == {name: (tmp_path / "run" / name).read_bytes() for name in of_run}
+    assert set(of_run) == {"recipe.yaml", "layout.json", "environment.json"}
 
 
 def test_training_waits_where_another_process_cannot_import_the_model(

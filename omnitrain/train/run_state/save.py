@@ -20,6 +20,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import files_of, model_pieces, small_files
 from omnitrain.peers import Peers, all_or_raise, parameters_at_rest
+from omnitrain.report.run_record import ENVIRONMENT_FILE, LAYOUT_FILE
 from omnitrain.train.metrics.console import console
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.run_state.run_folder import RunFolder
@@ -27,6 +28,7 @@ from omnitrain.train.run_state.snapshot import Snapshot, write_snapshot
 from omnitrain.train.run_state.state import TrainingState, trainable, write_state
 from omnitrain.train.run_state.writer import CheckpointWriter
 
+_OF_RUN = ("recipe.yaml", LAYOUT_FILE, ENVIRONMENT_FILE)  # copied from the folder of the run as they are then
 _POLL_SECONDS = 0.01
 
 
@@ -108,7 +110,9 @@ class Saver:
 
     def _snapshot(self, state: TrainingState, line: Mapping[str, Any] | None) -> Snapshot:
         if self._snapshots is None:
-            self._snapshots = _Snapshots(self._model, self._processor, self._optimizer, self._ranks.peers)
+            self._snapshots = _Snapshots(
+                self._run.path, self._model, self._processor, self._optimizer, self._ranks.peers
+            )
         return self._snapshots.take(state, line)
 
     @property
@@ -168,6 +172,7 @@ class _Snapshots:
     """Takes snapshots of a run. What does not change while it trains is computed once.
 
     Args:
+        run: folder of the run.
         model: the model, sharded or not.
         processor: processor of the model.
         optimizer: optimizer of its trained parameters.
@@ -175,8 +180,9 @@ class _Snapshots:
     """
 
     def __init__(
-        self, model: OmniModel, processor: OmniProcessor, optimizer: torch.optim.Optimizer, peers: Peers
+        self, run: Path, model: OmniModel, processor: OmniProcessor, optimizer: torch.optim.Optimizer, peers: Peers
     ) -> None:
+        self._run = run
         self._model, self._optimizer, self._peers = model, optimizer, peers
         self._files = files_of(model, peers)
         self._owners = PieceOwners(model.state_dict(keep_vars=True), peers)
@@ -197,6 +203,10 @@ class _Snapshots:
             write_state(folder, state, trainable(self._model))
             if line is not None:
                 write_metrics(folder, line)
+
+            for file in (self._run / name for name in _OF_RUN if (self._run / name).is_file()):
+                (folder / "run").mkdir(exist_ok=True)
+                (folder / "run" / file.name).write_bytes(file.read_bytes())
 
         optimizer = optimizer_state(parameters_at_rest(self._model), self._optimizer, self._owners)
         weights = model_pieces(self._model, self._owners)
