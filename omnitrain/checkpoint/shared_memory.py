@@ -79,8 +79,7 @@ class SharedMemory:
         content = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
         message = Message(pickler.end, pickler.end + len(content))
         if message.end > len(self._memory):
-            os.ftruncate(self.descriptor, message.end)
-            self._memory = _mapped(self.descriptor, message.end)
+            self._resize(message.end)
         self._memory[message.begin : message.end] = content
         for place, tensor in pickler.copies:
             place.of(self._memory).copy_(tensor, non_blocking=True)
@@ -90,8 +89,17 @@ class SharedMemory:
 
     def close(self) -> None:
         """Free the memory, as soon as the other process has ended, too."""
-        self._memory = _mapped(self.descriptor, 0)
+        self._resize(0)
         os.close(self.descriptor)
+
+    def _resize(self, size: int) -> None:
+        is_pinned = torch.cuda.is_initialized()  # copies from the device are several times as fast
+        if is_pinned and len(self._memory):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+        os.ftruncate(self.descriptor, size)
+        self._memory = _mapped(self.descriptor, size)
+        if is_pinned and size:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
 
 
 def received(message: Message, descriptor: int) -> Any:

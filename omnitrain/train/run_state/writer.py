@@ -80,7 +80,8 @@ class CheckpointWriter:
         """End the process. What it is writing stays unfinished."""
         self._connection.close()
         self._process.kill()
-        self._process.wait(_END_SECONDS)
+        with suppress(subprocess.TimeoutExpired):  # a disk that does not answer
+            self._process.wait(_END_SECONDS)
         self._memory.close()
 
     def _send(self, message: Rendezvous | Message) -> None:
