@@ -168,7 +168,9 @@ def _read_buffers(model: nn.Module) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, StoredTensor):
-                module._buffers[name] = buffer.read()
+                module._buffers[name] = read = buffer.read()
+                # transformers marks what it has loaded, and draws the rest anew.
+                vars(read).update({key: mark for key, mark in vars(buffer).items() if key != "value"})
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:

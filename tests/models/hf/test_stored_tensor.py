@@ -133,6 +133,17 @@ def test_transformers_converts_weights_that_it_does_not_read(tmp_path: Path, nam
     assert [n for n, parameter in names.items() if not torch.equal(parameter.read(), expected[n])] == []
 
 
+def test_a_buffer_of_the_checkpoint_keeps_its_values(tmp_path: Path) -> None:
+    """Such as the biases of a router, which transformers sets to zero if no checkpoint has them."""
+    plain = hf_model("deepseek_v3")
+    bias = plain.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+    bias.copy_(torch.linspace(0.5, 0.507, len(bias)))
+    plain.save_pretrained(tmp_path)
+    with weights_left_in_files():
+        stored = load_strictly(type(plain), str(tmp_path), config=FAMILIES["deepseek_v3"]())
+    assert torch.equal(stored.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias"), bias)
+
+
 def test_dequantized_weights_are_computed_when_they_are_read(tmp_path: Path) -> None:
     expected = quantize(tmp_path, "deepseek_v3")
     with weights_left_in_files():
