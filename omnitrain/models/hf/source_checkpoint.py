@@ -9,14 +9,16 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from omnitrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import folder_with
+from omnitrain.models.hf.stored_tensor import operations_recorded, stored_tensors
+from omnitrain.models.hf.stored_values import FILES
 
 _QUANTIZED = "quantization_config"
 
@@ -55,12 +57,14 @@ class SourceCheckpoint:
         """Find the model's weights among the tensors.
 
         Args:
-            model: whole, and not sharded. It may be a part of the model in the files, whose names then have a prefix.
+            model: whole, in memory or in files, and not sharded. It may be a part of the model in the files of the
+                source, whose names then have a prefix.
 
         Raises:
             UserError: the files lack weights of the model, or have them with other shapes.
         """
-        values = revert_weight_conversion(model, dict(model.state_dict()))
+        with torch.no_grad(), operations_recorded():
+            values = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
         first = max(values, key=len)
         prefixes = [name.removesuffix(first) for name in self.file_of if name == first or name.endswith(f".{first}")]
         missing_of = {prefix: self._missing(values, prefix) for prefix in sorted(prefixes, key=len) or [""]}
@@ -82,9 +86,9 @@ class SourceCheckpoint:
 
     def _missing(self, values: Mapping[str, Tensor], prefix: str) -> list[str]:
         """Names that the files do not have; of tied weights they need one."""
-        found = {value.data_ptr() for name, value in values.items() if prefix + name in self.file_of}
+        found = {id(value) for name, value in values.items() if prefix + name in self.file_of}
         absent = {name: value for name, value in values.items() if prefix + name not in self.file_of}
-        return [name for name, value in absent.items() if value.data_ptr() not in found]
+        return [name for name, value in absent.items() if id(value) not in found]
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class MatchedWeights:
         return self.values.get(name.removeprefix(self.prefix)) if name.startswith(self.prefix) else None
 
     def write(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write the files of the source, with the model's weights in it, one file at a time.
+        """Write the files of the source, with the model's weights in it, tensor by tensor.
 
         Args:
             folder: an existing folder.
@@ -120,11 +124,16 @@ class MatchedWeights:
         files = dict.fromkeys(self.source.file_of.values())
         num_bytes = 0
         for file in files:
-            with safe_open(self.source.folder / file, framework="pt") as stored:
-                names = list(stored.keys())
-                tensors = {name: self._tensor(name, stored.get_tensor(name), dtype) for name in names}
-                save_file(tensors, folder / file, metadata=stored.metadata())
-            num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            stored = self.source.folder / file
+            with safe_open(stored, framework="pt") as opened:
+                metadata = opened.metadata() or {}
+            tensors = {name: self._tensor(name, of, dtype) for name, of in stored_tensors([str(stored)]).items()}
+            entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            with SafetensorsFile(folder / file, entries, metadata) as written:
+                for name, tensor in tensors.items():
+                    written.write(name, tensor)
+            num_bytes += sum(entry.num_bytes for entry in entries)
+        FILES.close()
         index_file = self.source.folder / SAFE_WEIGHTS_INDEX_NAME
         if index_file.is_file():
             index = json.loads(index_file.read_text())
@@ -136,5 +145,4 @@ class MatchedWeights:
         if value is None:
             return stored
         keeps = dtype is not None or not value.is_floating_point()
-        # A copy: safetensors refuses tied weights, which the source has twice.
-        return value.detach().to("cpu", value.dtype if keeps else stored.dtype, copy=True).contiguous()
+        return value.detach().to("cpu", value.dtype if keeps else stored.dtype)

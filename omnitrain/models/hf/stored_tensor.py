@@ -6,21 +6,24 @@ memory is read then, and nothing else.
 
     operation                                    result
     slices, stack, cat, transposes, casts, ...   a ``StoredTensor``; nothing is read
-    others while transformers loads              a ``StoredTensor`` that computes whole tensors when it is read
-    others afterwards                            a plain tensor, of inputs that are read whole
+    others while transformers loads, or within   a ``StoredTensor`` that computes whole tensors when it is read
+    ``operations_recorded``
+    others                                       a plain tensor, of inputs that are read whole
     writing to a ``StoredTensor``                it keeps the result in memory
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_any, tree_map_only
 from transformers import PreTrainedModel
@@ -124,6 +127,19 @@ def stored_tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
 
 
 @contextmanager
+def operations_recorded() -> Iterator[None]:
+    """Within this context, operations on a ``StoredTensor`` give another one, which computes when it is read.
+
+    Those that write to a tensor are computed at once.
+    """
+    recording = _records_all.set(True)
+    try:
+        yield
+    finally:
+        _records_all.reset(recording)
+
+
+@contextmanager
 def weights_left_in_files() -> Iterator[None]:
     """Within this context, transformers loads safetensors files into parameters that are ``StoredTensor``."""
     load = PreTrainedModel._load_pretrained_model
@@ -133,11 +149,8 @@ def weights_left_in_files() -> Iterator[None]:
     ) -> Any:
         if state_dict is not None or not files or not all(file.endswith(".safetensors") for file in files):
             return load(model, state_dict, files, *args, **kwargs)
-        recording = _records_all.set(True)
-        try:
+        with operations_recorded():
             loaded = load(model, stored_tensors(files), files, *args, **kwargs)
-        finally:
-            _records_all.reset(recording)
         _read_buffers(model)
         return loaded
 
@@ -150,6 +163,16 @@ def weights_left_in_files() -> Iterator[None]:
         _leaves_in_files.reset(token)
 
 
+def read_or_left_in_file(file: Path) -> Mapping[str, Tensor]:
+    """Return name -> tensor of a safetensors file: inside :func:`weights_left_in_files` each a ``StoredTensor``."""
+    return stored_tensors([str(file)]) if _leaves_in_files.get() else load_file(file)
+
+
+def replace_value(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter another value, in memory or in files, for all that refer to it."""
+    torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))
+
+
 def read_weights(module: nn.Module) -> None:
     """Read the parameters that are left in files, such as those of the part of a model that is used.
 
@@ -159,7 +182,7 @@ def read_weights(module: nn.Module) -> None:
         return
     for parameter in module.parameters():
         if isinstance(parameter, StoredTensor):
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.read(), parameter.requires_grad))
+            replace_value(parameter, parameter.read())
     FILES.close()
 
 
@@ -179,7 +202,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
         _SET_DATA(tensor, data)
         tensor.value = data.value
     else:
-        torch.utils.swap_tensors(tensor, nn.Parameter(data, tensor.requires_grad))
+        replace_value(tensor, data)
 
 
 def _unwritten(tensor: StoredTensor) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from transformers import LlavaProcessor, PreTrainedModel
 
-from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.data.chat.media_template import template_of, template_with_media
 from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.processor import OmniProcessor
@@ -17,10 +16,14 @@ from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import merge_lora
 from omnitrain.models.encoders.vision import VisionAdapter
 from omnitrain.models.hf.load import as_dict
+from omnitrain.models.hf.stored_tensor import operations_recorded, weights_left_in_files
+from omnitrain.models.hf.stored_values import FILES
 from omnitrain.models.omni.build import cast_decoder
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.transformers_class import as_transformers_class
 from omnitrain.parallel.fsdp.units import stays_fp32
+from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.metrics.display import quiet_libraries, show_unused
 from omnitrain.train.verbs.export_as_source import export_as_source, match_source
@@ -67,13 +70,15 @@ def export(
     if dtype is not None and dtype not in _DTYPES:
         raise UserError(f"dtype: found {dtype!r}; expected one of {', '.join(_DTYPES)}")
     quiet_libraries()
-    model, processor = load_checkpoint(checkpoint)
-    merge_lora(model, None if dtype is None else _DTYPES[dtype])
-    if dtype is not None:
-        for component in (model.foundation, *model.encoders.values()):
-            _cast(component, _DTYPES[dtype])
-        for decoder in model.decoders.values():
-            cast_decoder(decoder, _DTYPES[dtype])
+    with weights_left_in_files():
+        model, processor = load_checkpoint(checkpoint)
+    with operations_recorded():
+        merge_lora(model, None if dtype is None else _DTYPES[dtype])
+        if dtype is not None:
+            for component in (model.foundation, *model.encoders.values()):
+                _cast(component, _DTYPES[dtype])
+            for decoder in model.decoders.values():
+                cast_decoder(decoder, _DTYPES[dtype])
     if foundation_only or not (model.encoders or model.decoders):
         said = _write_foundation(model, processor, folder, None if dtype is None else _DTYPES[dtype], source)
     elif source is not None:
@@ -81,7 +86,7 @@ def export(
     else:
         show_unused(model.config.unused_tensors)
         said = _write_with_components(model, processor, folder)
-    set_default_modes(folder.glob("*.safetensors"))
+    FILES.close()
     return said
 
 
@@ -102,7 +107,7 @@ def _write_foundation(
             return exported + export_as_source(model.foundation, processor, matched, folder, dtype)
     show_unused(model.config.unused_tensors)
     _set_end_token(model, processor)
-    model.foundation.save_pretrained(folder)
+    save_whole(model.foundation, folder, SINGLE_PROCESS)
     processor.renderer.save_pretrained(folder)
     return exported + reason
 
@@ -114,7 +119,7 @@ def _write_with_components(model: OmniModel, processor: OmniProcessor, folder: P
         whole = as_transformers_class(model)
     except UserError as reason:
         model.config.foundation = as_dict(model.foundation.config)
-        model.save_pretrained(folder)
+        save_whole(model, folder, SINGLE_PROCESS)
         _set_chat_template(processor)
         processor.save_pretrained(folder)
         return (
@@ -169,7 +174,7 @@ def _save_whole(whole: Any, model: OmniModel, processor: OmniProcessor, folder: 
             torch.nn.init.zeros_(embedding.weight[rows:])
     whole.generation_config = model.foundation.generation_config
     whole.generation_config.suppress_tokens = [whole.config.image_token_id]  # nobody trained it
-    whole.save_pretrained(folder)
+    save_whole(whole, folder, SINGLE_PROCESS)
     _set_chat_template(processor)
     renderer, shown = processor.renderer, {"image": start + placeholder}
     if isinstance(renderer, ChatRenderer):

@@ -1,0 +1,194 @@
+"""Load and export without a step gives the source back: a table of checkpoints as on the Hub, and what reads them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from omnitrain.models.adapters.lora import add_lora, find_in_all
+from omnitrain.models.hf.load import as_dict, config_at, foundation_class
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.recipe.lora import Lora
+from omnitrain.train.verbs.export import export
+from tests.families import FAMILIES
+from tests.models.discovery.test_foundation_class import in_stages
+from tests.tiny import tiny_model, tiny_processor
+
+INDEX = "model.safetensors.index.json"
+MTP = {f"model.layers.61.{name}": torch.randn(4, 4).bfloat16() for name in ("eh_proj.weight", "enorm.weight")}
+
+
+def qwen3_omni_moe() -> PreTrainedConfig:
+    """A whole Qwen3-Omni with experts in its thinker and its talker, and a vocoder."""
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "vocab_size": 64}
+    text |= {"num_key_value_heads": 2, "intermediate_size": 32}
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    vocoder = {"codebook_size": 16, "num_quantizers": 4, "decoder_dim": 32, "num_attention_heads": 2}
+    return AutoConfig.for_model(
+        "qwen3_omni_moe",
+        thinker_config=as_dict(FAMILIES["qwen3_omni_moe_thinker"]()),
+        talker_config={
+            "text_config": text | experts | {"shared_expert_intermediate_size": 16},
+            "code_predictor_config": text | {"num_code_groups": 4},
+            "thinker_hidden_size": 64,
+            "num_code_groups": 4,
+            "spatial_merge_size": 2,
+        },
+        code2wav_config=text | vocoder | {"upsample_rates": [2, 2], "upsampling_ratios": [2]},
+    )
+
+
+def tied(config: PreTrainedConfig) -> PreTrainedConfig:
+    config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = True
+    return config
+
+
+def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts of Qwen3-VL, which are together on the disk, as matrices of their own."""
+    apart = {}
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
+        if not stem.endswith("experts"):
+            apart[name] = tensor
+        for part, matrices in zip(names, tensor.chunk(len(names), -1) if names else (), strict=True):
+            apart |= {f"{stem}.{i}.{part}.weight": matrix.t().contiguous() for i, matrix in enumerate(matrices)}
+    return apart
+
+
+@dataclass
+class Source:
+    """A checkpoint on the Hub.
+
+    Attributes:
+        config: of the whole model.
+        more: tensors that the class of transformers does not have.
+        changed: another form of the tensors on the disk.
+        unused: names of modules that the training model does not have.
+        lora: targets of adapters of the run.
+    """
+
+    config: Callable[[], PreTrainedConfig]
+    more: dict[str, Tensor] = field(default_factory=dict)
+    changed: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    unused: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()
+
+
+SOURCES = {
+    "qwen3_vl": Source(FAMILIES["qwen3_vl"]),
+    "qwen3_vl_moe fused": Source(FAMILIES["qwen3_vl_moe"]),
+    "qwen2_5_omni": Source(in_stages, unused=("talker", "token2wav")),
+    "qwen3_omni_moe": Source(qwen3_omni_moe, unused=("code2wav", "talker")),
+    "gemma3 tied": Source(lambda: tied(FAMILIES["gemma3"]())),
+    "deepseek_v3 with MTP": Source(FAMILIES["deepseek_v3"], MTP, unused=("model.layers.61",)),
+    "qwen3_omni_moe with LoRA": Source(
+        qwen3_omni_moe, unused=("code2wav", "talker"), lora=("*.o_proj", "*.experts.*", "*.fc1")
+    ),
+}
+
+
+def save_source(source: Source, folder: Path) -> dict[str, int]:
+    """Save in bf16 in several files, with an index; return modules that are not trained -> their number of tensors."""
+    config = source.config()
+    torch.manual_seed(0)
+    model = class_of(config)(config).to(torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = source.changed(load_file(file)) | source.more
+    file.unlink()
+    names = sorted(tensors)
+    parts = {f"model-{part + 1:05d}-of-00003.safetensors": names[part::3] for part in range(3)}
+    for name, of_part in parts.items():
+        save_file({key: tensors[key] for key in of_part}, folder / name, {"format": "pt"})
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {name: part for part, of_part in parts.items() for name in of_part},
+    }
+    (folder / INDEX).write_text(json.dumps(index))
+    torch.save({}, folder / "spk_dict.pt")  # the voices, without which transformers loads no whole Qwen2.5-Omni
+    return {f"{module}.*": sum(name.startswith(f"{module}.") for name in names) for module in source.unused}
+
+
+def class_of(config: PreTrainedConfig) -> Any:
+    """The class of the whole model; that of a model in stages has no forward."""
+    in_stages = {"qwen2_5_omni": "Qwen2_5Omni", "qwen3_omni_moe": "Qwen3OmniMoe"}
+    if config.model_type in in_stages:
+        return getattr(transformers, f"{in_stages[config.model_type]}ForConditionalGeneration")
+    return foundation_class(config)
+
+
+def save_run(source: Source, folder: Path, foundation: Path) -> OmniModel:
+    """As a run leaves it that loads its foundation and makes no step."""
+    model = build_omni_model(foundation=str(foundation), torch_dtype=torch.float32)
+    if source.lora:
+        add_lora(model, find_in_all(model, model.components, Lora(targets=list(source.lora), rank=2)))
+    model.save_pretrained(folder)
+    tiny_processor(tiny_model()).save_pretrained(folder)
+    return model
+
+
+def read_by_vllm(folder: Path) -> dict[str, tuple[str, tuple[str, list[int]]]]:
+    """Tensor -> its file, dtype and shape, as vLLM's loader finds them: files that the index names, keys in them."""
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    found = {}
+    for file in sorted(set(weight_map.values())):
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in list(opened.keys()):
+                assert name not in found and weight_map[name] == file
+                stored = opened.get_slice(name)
+                found[name] = file, (stored.get_dtype(), stored.get_shape())
+    assert found.keys() == weight_map.keys()
+    assert {file.name for file in folder.glob("*.safetensors")} == set(weight_map.values())
+    return found
+
+
+def read_by_transformers(folder: Path, caplog: pytest.LogCaptureFixture) -> PreTrainedModel:
+    """Without a warning, and without a tensor that is missing, of another shape or not in the class."""
+    cls = class_of(config_at(str(folder)))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), patch.object(logging.getLogger("transformers"), "propagate", True):
+        model, info = PreTrainedModel.from_pretrained.__func__(cls, folder, output_loading_info=True)
+    assert not caplog.records and not any(info.values()), (caplog.text, info)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return getattr(model, "thinker", model)(input_ids=torch.arange(5, 25)[None]).logits
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_was_loaded_and_made_no_step_is_its_source(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, original, run, plain = SOURCES[name], *(tmp_path / folder for folder in ("source", "run", "plain"))
+    unused = save_source(source, original)
+    assert save_run(source, run, original).config.unused_tensors == unused
+    said = export(run, plain)
+    counts = ", ".join(f"{module} ({count})" for module, count in unused.items())
+    copied = f"; copied {sum(unused.values())} tensors that this model does not use from {original}: {counts}"
+    assert said.endswith(copied) if unused else "copied" not in said
+
+    assert read_by_vllm(plain) == read_by_vllm(original)
+    assert json.loads((plain / INDEX).read_text()) == json.loads((original / INDEX).read_text())
+    for file in original.glob("*.safetensors"):
+        assert (plain / file.name).read_bytes() == file.read_bytes()
+    exported, untouched = (read_by_transformers(folder, caplog) for folder in (plain, original))
+    assert torch.equal(logits(exported), logits(untouched))
