@@ -26,6 +26,8 @@ from omnitrain.recipe.lora import Lora
 from omnitrain.train.verbs.export import export
 from tests.families import FAMILIES
 from tests.models.discovery.test_foundation_class import in_stages
+from tests.parallel.fsdp.test_weight_loader import deep
+from tests.peaks import peak_bytes
 from tests.tiny import tiny_model, tiny_processor
 
 INDEX = "model.safetensors.index.json"
@@ -192,3 +194,30 @@ def test_what_was_loaded_and_made_no_step_is_its_source(
         assert (plain / file.name).read_bytes() == file.read_bytes()
     exported, untouched = (read_by_transformers(folder, caplog) for folder in (plain, original))
     assert torch.equal(logits(exported), logits(untouched))
+
+
+@pytest.mark.parametrize(
+    ("targets", "dtype", "has_source"),
+    [
+        pytest.param((), None, True, id="source"),
+        pytest.param(("*.down_proj", "*.up_proj", "*.gate_proj"), None, True, id="source, LoRA"),
+        pytest.param((), "bfloat16", False, id="own files"),
+        pytest.param(("*.down_proj", "*.up_proj", "*.gate_proj"), "bfloat16", False, id="own files, LoRA"),
+    ],
+)
+def test_few_tensors_are_in_memory(
+    targets: tuple[str, ...], dtype: str | None, has_source: bool, tmp_path: Path
+) -> None:
+    """A merged matrix needs the most: the frozen one and the adapters' product, which become their sum.
+
+    The profiler counts the files of the checkpoint, too, which are mapped, and not in memory of the process.
+    """
+    deep("cpu").save_pretrained(tmp_path / "source")
+    model = save_run(Source(FAMILIES["qwen3"], lora=targets), tmp_path / "run", tmp_path / "source")
+    _ = model.runner  # its contract is checked on a tiny model
+    whole, largest = (of(parameter.numel() * 4 for parameter in model.parameters()) for of in (sum, max))
+    if not has_source:
+        (tmp_path / "source").rename(tmp_path / "elsewhere")
+    peak = peak_bytes(lambda: export(tmp_path / "run", tmp_path / "plain", dtype))
+    mapped = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.safetensors"))
+    assert largest / 2 <= peak - mapped < 6 * largest < whole / 8
