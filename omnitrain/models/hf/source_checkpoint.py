@@ -16,6 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from omnitrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from omnitrain.errors import UserError
+from omnitrain.models.hf.conversions import conversions_of, with_experts_apart
 from omnitrain.models.hf.load import folder_with
 from omnitrain.models.hf.stored_tensor import operations_recorded, stored_tensors
 from omnitrain.models.hf.stored_values import FILES
@@ -63,8 +64,7 @@ class SourceCheckpoint:
         Raises:
             UserError: the files lack weights of the model, or have them with other shapes.
         """
-        with torch.no_grad(), operations_recorded():
-            values = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
+        values = self._values(model)
         first = max(values, key=len)
         prefixes = [name.removesuffix(first) for name in self.file_of if name == first or name.endswith(f".{first}")]
         missing_of = {prefix: self._missing(values, prefix) for prefix in sorted(prefixes, key=len) or [""]}
@@ -72,17 +72,31 @@ class SourceCheckpoint:
         of = f"of {len(values)} tensors of {type(model).__name__}"
         if missing := missing_of[prefix]:
             raise UserError(f"{str(self.folder)!r} lacks {len(missing)} {of}, such as {prefix}{missing[0]}")
-        if other := self._of_other_width(values, prefix):
+        shapes = self._shapes()
+        values = {name: _turned_as(shapes.get(prefix + name), value) for name, value in values.items()}
+        # The number of rows grows with the vocabulary.
+        other = [n for n, value in values.items() if shapes.get(prefix + n, value.shape)[1:] != value.shape[1:]]
+        if other:
             raise UserError(f"{str(self.folder)!r} has {len(other)} {of} in another shape, such as {prefix}{other[0]}")
         return MatchedWeights(self, values, prefix)
 
-    def _of_other_width(self, values: Mapping[str, Tensor], prefix: str) -> list[str]:
-        """Names of other shapes, but for the number of rows, which grows with the vocabulary."""
-        widths: dict[str, tuple[int, ...]] = {}
+    def _values(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """The model's weights by the names of its checkpoint, with the experts apart if the files have them so."""
+        before = getattr(model, "_weight_conversions", None)
+        model._weight_conversions = with_experts_apart(conversions_of(model), self.file_of)
+        try:
+            with torch.no_grad(), operations_recorded():
+                return revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
+        finally:
+            model._weight_conversions = before
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for file in dict.fromkeys(self.file_of.values()):
             with safe_open(self.folder / file, framework="pt") as stored:
-                widths |= {name: tuple(stored.get_slice(name).get_shape()[1:]) for name in list(stored.keys())}
-        return [name for name, value in values.items() if widths.get(prefix + name, value.shape[1:]) != value.shape[1:]]
+                shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in list(stored.keys())}
+        return shapes
 
     def _missing(self, values: Mapping[str, Tensor], prefix: str) -> list[str]:
         """Names that the files do not have; of tied weights they need one."""
@@ -146,3 +160,14 @@ class MatchedWeights:
             return stored
         keeps = dtype is not None or not value.is_floating_point()
         return value.detach().to("cpu", value.dtype if keeps else stored.dtype)
+
+
+def _turned_as(shape: tuple[int, ...] | None, value: Tensor) -> Tensor:
+    """Transpose the matrices of experts if only so they have this shape.
+
+    So does transformers when it loads them (the files of Qwen3-VL-MoE on the Hub), but it does not transpose them back.
+    """
+    if value.ndim != 3 or shape in (None, tuple(value.shape)) or shape != tuple(value.mT.shape):
+        return value
+    with torch.no_grad():
+        return value.mT

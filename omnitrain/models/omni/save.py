@@ -16,9 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    PrefixChange,
     WeightConverter,
     WeightTransform,
     apply_converters,
@@ -38,6 +36,7 @@ from omnitrain.models.adapters.files import (
     save_adapter_configs,
     split_weights,
 )
+from omnitrain.models.hf.conversions import conversions_of
 from omnitrain.peers import Peers, all_or_raise
 
 FILE_BYTES = 5 * 2**30
@@ -281,10 +280,7 @@ def _groups(model: PreTrainedModel, values: Mapping[str, Tensor]) -> list[Group]
 
 def keep_conversions(model: PreTrainedModel) -> None:
     """Remember the conversions that saving reverts: transformers finds them by class names, which FSDP changes."""
-    if getattr(model, "_weight_conversions", None) is None:  # it does not come from a checkpoint
-        known = get_model_conversion_mapping(model, add_legacy=False)
-        # No prefix of a checkpoint is known, as in `revert_weight_conversion`.
-        model._weight_conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+    model._weight_conversions = conversions_of(model)
 
 
 def _conversions_of(model: PreTrainedModel) -> _Conversions:
