@@ -26,6 +26,7 @@ from omnitrain.recipe.lora import Lora
 from omnitrain.train.verbs.export import export
 from tests.families import FAMILIES
 from tests.models.discovery.test_foundation_class import in_stages
+from tests.models.hf.test_quantized import FP8, declare, fp8, plain
 from tests.parallel.fsdp.test_weight_loader import deep
 from tests.peaks import peak_bytes
 from tests.tiny import tiny_model, tiny_processor
@@ -212,6 +213,22 @@ def test_what_was_loaded_and_made_no_step_is_its_source(
         return
     exported, untouched = (read_by_transformers(folder, caplog) for folder in (plain, original))
     assert torch.equal(logits(exported), logits(untouched))
+
+
+def test_quantized_experts_that_are_apart_are_dequantized(tmp_path: Path) -> None:
+    """As in the fp8 checkpoints of Qwen3-VL-MoE on the Hub."""
+    config = narrow_experts()
+    foundation_class(config)(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = apart(load_file(file))
+    experts = {key: value for name in tensors if ".experts." in name for key, value in fp8(name, tensors[name]).items()}
+    save_file(tensors | experts, file, {"format": "pt"})
+    declare(tmp_path, FP8)
+    model = build_omni_model(foundation=str(tmp_path), torch_dtype=torch.float32).foundation
+    expected, found = plain(experts), apart(model.state_dict())
+    assert len(expected) == 2 * 4 * 3
+    for name, matrix in expected.items():
+        torch.testing.assert_close(found[name], matrix, rtol=2**-8, atol=0)  # dequantized to bf16
 
 
 @pytest.mark.parametrize(
