@@ -15,6 +15,7 @@ memory is read then, and nothing else.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_any, tree_map_only
 from transformers import PreTrainedModel
+from transformers.integrations import mxfp4
 
 from omnitrain.models.hf.stored_values import (
     FILES,
@@ -155,12 +157,35 @@ def weights_left_in_files() -> Iterator[None]:
         return loaded
 
     token = _leaves_in_files.set(True)
+    dequantize = mxfp4.convert_moe_packed_tensors
+    mxfp4.convert_moe_packed_tensors = _recorded_for_each(dequantize)
     PreTrainedModel._load_pretrained_model = staticmethod(load_stored)
     try:
         yield
     finally:
         PreTrainedModel._load_pretrained_model = staticmethod(load)
+        mxfp4.convert_moe_packed_tensors = dequantize
         _leaves_in_files.reset(token)
+
+
+def _recorded_for_each(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Record calls of a function that writes to memory of its own, which operations cannot record.
+
+    Its tensors and its result have experts in the first dim, and it treats each alone.
+    """
+    name = f"{function.__module__}:{function.__name__}"
+
+    @functools.wraps(function)
+    def recorded(*tensors: Tensor, **kwargs: Any) -> Tensor:
+        if not all(isinstance(tensor, StoredTensor) for tensor in tensors):
+            return function(*tensors, **kwargs)
+        first = function(*(torch.empty_like(tensor[:1], device="meta") for tensor in tensors), **kwargs)
+        of_experts = zip(*(tensor.split(1) for tensor in tensors), strict=True)
+        arguments = [(tuple(tensor.value for tensor in of_expert), kwargs) for of_expert in of_experts]
+        values = (Computed(name, of_expert, None, tuple(first.shape), first.dtype) for of_expert in arguments)
+        return torch.cat([StoredTensor(value, tensors[0].device) for value in values])
+
+    return recorded
 
 
 def read_or_left_in_file(file: Path) -> Mapping[str, Tensor]:
