@@ -22,6 +22,7 @@ from omnitrain.models.hf.stored_tensor import operations_recorded, stored_tensor
 from omnitrain.models.hf.stored_values import FILES
 
 _QUANTIZED = "quantization_config"
+_NOT_NEEDED = ("*/*", "*.bin", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of the files on the Hub
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class SourceCheckpoint:
         Raises:
             UserError: there is no such folder, its weights are not in safetensors files, or they are quantized.
         """
-        folder = folder_with(path, "*")
+        folder = folder_with(path, "*", ignore_patterns=list(_NOT_NEEDED))
         if PreTrainedConfig.get_config_dict(str(folder))[0].get(_QUANTIZED) is not None:
-            raise UserError(f"the weights at {path!r} are quantized")
+            raise UserError(f"the weights at {path!r} are quantized, and those of this model are not")
         index = folder / SAFE_WEIGHTS_INDEX_NAME
         if index.is_file():
             return cls(folder, json.loads(index.read_text())["weight_map"])

@@ -18,6 +18,7 @@ from omnitrain.models.encoders.vision import VisionAdapter
 from omnitrain.models.hf.load import as_dict
 from omnitrain.models.hf.stored_tensor import operations_recorded, weights_left_in_files
 from omnitrain.models.hf.stored_values import FILES
+from omnitrain.models.hf.unused_weights import listed
 from omnitrain.models.omni.build import cast_decoder
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import save_whole
@@ -25,7 +26,9 @@ from omnitrain.models.omni.transformers_class import as_transformers_class
 from omnitrain.parallel.fsdp.units import stays_fp32
 from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.train.build_from_recipe import load_checkpoint
-from omnitrain.train.metrics.display import quiet_libraries, show_unused
+from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.display import quiet_libraries
+from omnitrain.train.metrics.weights import weights_shown
 from omnitrain.train.verbs.export_as_source import export_as_source, match_source
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -79,13 +82,13 @@ def export(
                 _cast(component, _DTYPES[dtype])
             for decoder in model.decoders.values():
                 cast_decoder(decoder, _DTYPES[dtype])
-    if foundation_only or not (model.encoders or model.decoders):
-        said = _write_foundation(model, processor, folder, None if dtype is None else _DTYPES[dtype], source)
-    elif source is not None:
-        raise UserError("--source: only an export of the foundation's class has its files; add --foundation-only")
-    else:
-        show_unused(model.config.unused_tensors)
-        said = _write_with_components(model, processor, folder)
+    with weights_shown(console):
+        if foundation_only or not (model.encoders or model.decoders):
+            said = _write_foundation(model, processor, folder, None if dtype is None else _DTYPES[dtype], source)
+        elif source is not None:
+            raise UserError("--source: only an export of the foundation's class has its files; add --foundation-only")
+        else:
+            said = _write_with_components(model, processor, folder) + _left_out(model)
     FILES.close()
     return said
 
@@ -102,14 +105,13 @@ def _write_foundation(
         except UserError as error:
             if source is not None:
                 raise
-            reason = f", without the files of its source: {error}; --source says where it is"
+            reason = f", without the files of its source: {error}; --source can name another copy of it"
         else:
             return exported + export_as_source(model.foundation, processor, matched, folder, dtype)
-    show_unused(model.config.unused_tensors)
     _set_end_token(model, processor)
     save_whole(model.foundation, folder, SINGLE_PROCESS)
     processor.renderer.save_pretrained(folder)
-    return exported + reason
+    return exported + reason + _left_out(model)
 
 
 def _write_with_components(model: OmniModel, processor: OmniProcessor, folder: Path) -> str:
@@ -128,6 +130,16 @@ def _write_with_components(model: OmniModel, processor: OmniProcessor, folder: P
         )
     _save_whole(whole, model, processor, folder)
     return f"exported to {folder} as {type(whole).__name__}, which reads images, but not videos as this model does"
+
+
+def _left_out(model: OmniModel) -> str:
+    unused = model.config.unused_tensors
+    if not unused:
+        return ""
+    return (
+        f"; left out {sum(unused.values())} tensors of the foundation's checkpoint that this model does not use: "
+        f"{listed(unused)}"
+    )
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from omnitrain.models.hf.load import config_at, load_strictly
@@ -142,6 +142,18 @@ def test_a_buffer_of_the_checkpoint_keeps_its_values(tmp_path: Path) -> None:
     with weights_left_in_files():
         stored = load_strictly(type(plain), str(tmp_path), config=FAMILIES["deepseek_v3"]())
     assert torch.equal(stored.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias"), bias)
+
+
+def test_weights_of_bin_files_are_read_at_once(tmp_path: Path) -> None:
+    plain = hf_model("qwen3_moe")
+    plain.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    torch.save(load_file(file), tmp_path / "pytorch_model.bin")
+    file.unlink()
+    with weights_left_in_files():
+        loaded = load_strictly(type(plain), str(tmp_path), config=FAMILIES["qwen3_moe"]())
+    for one, other in zip(loaded.parameters(), plain.parameters(), strict=True):
+        assert type(one) is nn.Parameter and torch.equal(one, other)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])

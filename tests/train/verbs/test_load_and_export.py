@@ -20,16 +20,17 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.adapters.lora import add_lora, find_in_all
 from omnitrain.models.hf.load import as_dict, config_at, foundation_class
-from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.build import build_foundation_model, build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe.lora import Lora
+from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.verbs.export import export
 from tests.families import FAMILIES
 from tests.models.discovery.test_foundation_class import in_stages
 from tests.models.hf.test_quantized import FP8, declare, fp8, plain
 from tests.parallel.fsdp.test_weight_loader import deep
 from tests.peaks import peak_bytes
-from tests.tiny import tiny_model, tiny_processor
+from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_row
 
 INDEX = "model.safetensors.index.json"
 MTP = {f"model.layers.61.{name}": torch.randn(4, 4).bfloat16() for name in ("eh_proj.weight", "enorm.weight")}
@@ -213,6 +214,40 @@ def test_what_was_loaded_and_made_no_step_is_its_source(
         return
     exported, untouched = (read_by_transformers(folder, caplog) for folder in (plain, original))
     assert torch.equal(logits(exported), logits(untouched))
+
+
+@pytest.mark.parametrize("foundation_only", [False, True], ids=["one folder", "foundation"])
+def test_an_omni_model_with_lora_that_made_no_step_has_its_parts_as_they_were(
+    foundation_only: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    original, run, plain = (tmp_path / folder for folder in ("source", "run", "plain"))
+    build_foundation_model(FOUNDATION).save_pretrained(original)
+    model = tiny_model(foundation=str(original))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    # `tiny_model` draws its weights anew.
+    save_file(
+        {n.removeprefix("foundation."): before[n] for n in before if n.startswith("foundation.model")},
+        original / "model.safetensors",
+        {"format": "pt"},
+    )
+    lora = Lora(targets=["*_proj", "*.fc1"], rank=2)
+    add_lora(model, find_in_all(model, ["foundation", "image_encoder"], lora))
+    model.save_pretrained(run)
+    tiny_processor(model).save_pretrained(run)
+    assert len(list((run / "adapters").iterdir())) == 2
+    export(run, plain, foundation_only=foundation_only)
+    if foundation_only:
+        assert (plain / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
+        assert torch.equal(*(logits(read_by_transformers(folder, caplog)) for folder in (plain, original)))
+        return
+    assert not (plain / "adapters").exists()
+    with caplog.at_level(logging.WARNING):
+        again, processor = load_checkpoint(plain)
+    assert not caplog.records
+    found = again.state_dict()
+    assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in before)
+    row = tiny_row("image_to_text", 3)
+    assert processor.prompt(row).input_ids.tolist() == tiny_processor(model).prompt(row).input_ids.tolist()
 
 
 def test_quantized_experts_that_are_apart_are_dequantized(tmp_path: Path) -> None:
