@@ -16,6 +16,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
@@ -223,7 +224,7 @@ class Concatenated:
     parts: tuple[StoredValue, ...]
     dim: int
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """See :attr:`StoredValue.shape`."""
         return _with(self.parts[0].shape, self.dim, sum(part.shape[self.dim] for part in self.parts))
