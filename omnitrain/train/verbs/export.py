@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 from transformers import LlavaProcessor, PreTrainedModel
 
+from omnitrain.checkpoint.disk import free_bytes, size_text
 from omnitrain.data.chat.media_template import template_of, template_with_media
 from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.errors import UserError
+from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.adapters.lora import merge_lora
 from omnitrain.models.encoders.vision import VisionAdapter
 from omnitrain.models.hf.load import as_dict
@@ -66,6 +67,7 @@ def export(
     Raises:
         UserError: the model does not exist, the folder has files, the dtype is unknown, or ``source`` is not the
             checkpoint of the foundation.
+        TrainingError: the disk is full, or another error of the disk.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -82,15 +84,19 @@ def export(
                 _cast(component, _DTYPES[dtype])
             for decoder in model.decoders.values():
                 cast_decoder(decoder, _DTYPES[dtype])
-    with weights_shown(console):
-        if foundation_only or not (model.encoders or model.decoders):
-            said = _write_foundation(model, processor, folder, None if dtype is None else _DTYPES[dtype], source)
-        elif source is not None:
-            raise UserError("--source: only an export of the foundation's class has its files; add --foundation-only")
-        else:
-            said = _write_with_components(model, processor, folder) + _left_out(model)
-    FILES.close()
-    return said
+    has_class = foundation_only or not (model.encoders or model.decoders)
+    if source is not None and not has_class:
+        raise UserError("--source: only an export of the foundation's class has its files; add --foundation-only")
+    try:
+        with weights_shown(console):
+            if has_class:
+                return _write_foundation(model, processor, folder, None if dtype is None else _DTYPES[dtype], source)
+            return _write_with_components(model, processor, folder) + _left_out(model)
+    except OSError as error:
+        free = size_text(free_bytes(folder))
+        raise TrainingError(f"the export to {folder} is not complete: {error}; {free} are free there") from error
+    finally:
+        FILES.close()
 
 
 def _write_foundation(
