@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+_METADATA = {"format": "pt"}
 _ALIGNMENT = 8  # bytes, of the header's end
 # safetensors sorts by dtype, the last of these first, then by name.
 _DTYPES = {
@@ -67,13 +68,14 @@ class SafetensorsFile:
     Args:
         path: of the file, which is replaced if it exists.
         entries: all tensors that will be written.
+        metadata: texts for the header.
 
     Raises:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, entries: Iterable[Entry]) -> None:
-        header, self._begins, size = _header(entries)
+    def __init__(self, path: Path, entries: Iterable[Entry], metadata: Mapping[str, str] = _METADATA) -> None:
+        header, self._begins, size = _header(entries, metadata)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             os.truncate(self._descriptor, size)
@@ -83,7 +85,13 @@ class SafetensorsFile:
             raise
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, which must be on the CPU and have the dtype and the shape of its entry."""
+        """Write one tensor, which must have the dtype and the shape of its entry.
+
+        It is on the CPU, or of a class whose elements are elsewhere, such as in files: those are copied to memory.
+        """
+        tensor = tensor.detach()
+        if type(tensor) is not Tensor:
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         if tensor.numel():
             self._write_at(as_bytes(tensor.contiguous()).numpy().data, self._begins[name])
 
@@ -105,9 +113,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _header(entries: Iterable[Entry]) -> tuple[bytes, dict[str, int], int]:
+def _header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
     """Return the first bytes of the file, where each tensor begins in it, and its size."""
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    described: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, end = {}, 0
     for entry in sorted(entries, key=lambda entry: (-_ORDER.index(entry.dtype), entry.name)):
         begin, end = end, end + entry.num_bytes

@@ -20,14 +20,16 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.adapters.lora import ADAPTER, Adapters, adapters_of, add_lora, peft, root_of
 from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.hf.load import folder_with
+from omnitrain.models.hf.stored_tensor import StoredTensor, read_or_left_in_file, replace_value
 from omnitrain.ops.experts import experts_in, matrix_names, parameter_names
 
 T = TypeVar("T")
@@ -50,8 +52,10 @@ _WEIGHT = ".weight"
 _TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
-def split_weights(model: ComponentModel, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split a model's ``state_dict`` into the other weights, under their original names, and the adapters."""
+    if not isinstance(model, ComponentModel):
+        return dict(weights), {}
     base_of = {names[0]: base for base, names in model.renamed.items()}
     added = model.adapter_names
     base = {base_of.get(name, name): tensor for name, tensor in weights.items() if name not in added}
@@ -77,7 +81,7 @@ def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Ten
         _config(model, root, adapters).save_pretrained(str(into))
 
 
-def adapter_tensors(model: ComponentModel) -> dict[str, dict[str, tuple[str, Conversion]]]:
+def adapter_tensors(model: PreTrainedModel) -> dict[str, dict[str, tuple[str, Conversion]]]:
     """Return what :func:`save_adapters` writes: file -> key in it -> name in ``model``, and how it is stored."""
     return {
         f"{FOLDER}/{root}/{_WEIGHTS}": {
@@ -87,7 +91,7 @@ def adapter_tensors(model: ComponentModel) -> dict[str, dict[str, tuple[str, Con
     }
 
 
-def save_adapter_configs(model: ComponentModel, folder: Path) -> None:
+def save_adapter_configs(model: PreTrainedModel, folder: Path) -> None:
     """Write the configs of :func:`save_adapters`, without the weights."""
     for root, adapters in _by_root(model).items():
         _config(model, root, adapters).save_pretrained(str(folder / FOLDER / root))
@@ -180,14 +184,16 @@ class _Entry:
         return tensor.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
 
 
-def _by_root(model: ComponentModel) -> dict[str, list[Adapters]]:
+def _by_root(model: PreTrainedModel) -> dict[str, list[Adapters]]:
     by_root: dict[str, list[Adapters]] = {}
+    if not isinstance(model, ComponentModel):
+        return by_root
     for component, adapters in adapters_of(model).items():
         by_root.setdefault(root_of(model, component), []).append(adapters)
     return by_root
 
 
-def _entries(model: ComponentModel, root: str, adapters: list[Adapters]) -> Iterator[tuple[str, tuple[str, _Entry]]]:
+def _entries(model: PreTrainedModel, root: str, adapters: list[Adapters]) -> Iterator[tuple[str, tuple[str, _Entry]]]:
     """Key in the file -> name in the model, and how the tensor is stored."""
     experts = {path for each in adapters for path in each.experts}
     for name in (name for each in adapters for name in each.linears):
@@ -211,7 +217,7 @@ def _below(root: str, name: str) -> str:
     return name.removeprefix(f"{root}.")
 
 
-def _config(model: ComponentModel, root: str, adapters: list[Adapters]) -> Any:
+def _config(model: PreTrainedModel, root: str, adapters: list[Adapters]) -> Any:
     first = adapters[0]
     has_experts = any(True for _ in experts_in(model.get_submodule(root)))
     modules, parameters = {}, {}
@@ -263,7 +269,7 @@ def _adapters_in(model: ComponentModel, root: str, config: Mapping[str, Any]) ->
 
 @torch.no_grad()
 def _fill(model: ComponentModel, root: str, folder: Path) -> None:
-    stored = _read(folder / _WEIGHTS, load_file)
+    stored = _read(folder / _WEIGHTS, read_or_left_in_file)
     entries = dict(_entries(model, root, _by_root(model)[root]))
     problems = [f"  missing: {key}" for key in sorted(entries.keys() - stored.keys())]
     problems += [f"  not in the model: {key}" for key in sorted(stored.keys() - entries.keys())]
@@ -274,6 +280,10 @@ def _fill(model: ComponentModel, root: str, folder: Path) -> None:
         if tuple(stored[key].shape) != expected:
             problems.append(f"  wrong shape: {key}: file {tuple(stored[key].shape)}, model {expected}")
         elif not problems:
-            parameter.copy_(entry.from_peft(stored[key]))
+            value = entry.from_peft(stored[key])
+            if isinstance(value, StoredTensor):
+                replace_value(parameter, value.to(parameter))
+            else:
+                parameter.copy_(value)
     if problems:
         raise WeightsError("\n".join([f"the adapters in {folder} do not fit the model:", *problems]))

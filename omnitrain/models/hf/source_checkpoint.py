@@ -9,16 +9,20 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from omnitrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from omnitrain.errors import UserError
+from omnitrain.models.hf.conversions import conversions_of, with_experts_apart
 from omnitrain.models.hf.load import folder_with
+from omnitrain.models.hf.stored_tensor import operations_recorded, stored_tensors
+from omnitrain.models.hf.stored_values import FILES
 
 _QUANTIZED = "quantization_config"
+_NOT_NEEDED = ("*/*", "*.bin", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of the files on the Hub
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,9 @@ class SourceCheckpoint:
         Raises:
             UserError: there is no such folder, its weights are not in safetensors files, or they are quantized.
         """
-        folder = folder_with(path, "*")
+        folder = folder_with(path, "*", ignore_patterns=list(_NOT_NEEDED))
         if PreTrainedConfig.get_config_dict(str(folder))[0].get(_QUANTIZED) is not None:
-            raise UserError(f"the weights at {path!r} are quantized")
+            raise UserError(f"the weights at {path!r} are quantized, and those of this model are not")
         index = folder / SAFE_WEIGHTS_INDEX_NAME
         if index.is_file():
             return cls(folder, json.loads(index.read_text())["weight_map"])
@@ -55,12 +59,13 @@ class SourceCheckpoint:
         """Find the model's weights among the tensors.
 
         Args:
-            model: whole, and not sharded. It may be a part of the model in the files, whose names then have a prefix.
+            model: whole, in memory or in files, and not sharded. It may be a part of the model in the files of the
+                source, whose names then have a prefix.
 
         Raises:
             UserError: the files lack weights of the model, or have them with other shapes.
         """
-        values = revert_weight_conversion(model, dict(model.state_dict()))
+        values = self._values(model)
         first = max(values, key=len)
         prefixes = [name.removesuffix(first) for name in self.file_of if name == first or name.endswith(f".{first}")]
         missing_of = {prefix: self._missing(values, prefix) for prefix in sorted(prefixes, key=len) or [""]}
@@ -68,23 +73,37 @@ class SourceCheckpoint:
         of = f"of {len(values)} tensors of {type(model).__name__}"
         if missing := missing_of[prefix]:
             raise UserError(f"{str(self.folder)!r} lacks {len(missing)} {of}, such as {prefix}{missing[0]}")
-        if other := self._of_other_width(values, prefix):
+        shapes = self._shapes()
+        values = {name: _turned_as(shapes.get(prefix + name), value) for name, value in values.items()}
+        # The number of rows grows with the vocabulary.
+        other = [n for n, value in values.items() if shapes.get(prefix + n, value.shape)[1:] != value.shape[1:]]
+        if other:
             raise UserError(f"{str(self.folder)!r} has {len(other)} {of} in another shape, such as {prefix}{other[0]}")
         return MatchedWeights(self, values, prefix)
 
-    def _of_other_width(self, values: Mapping[str, Tensor], prefix: str) -> list[str]:
-        """Names of other shapes, but for the number of rows, which grows with the vocabulary."""
-        widths: dict[str, tuple[int, ...]] = {}
+    def _values(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """The model's weights by the names of its checkpoint, with the experts apart if the files have them so."""
+        before = getattr(model, "_weight_conversions", None)
+        model._weight_conversions = with_experts_apart(conversions_of(model), self.file_of)
+        try:
+            with torch.no_grad(), operations_recorded():
+                return revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
+        finally:
+            model._weight_conversions = before
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for file in dict.fromkeys(self.file_of.values()):
             with safe_open(self.folder / file, framework="pt") as stored:
-                widths |= {name: tuple(stored.get_slice(name).get_shape()[1:]) for name in list(stored.keys())}
-        return [name for name, value in values.items() if widths.get(prefix + name, value.shape[1:]) != value.shape[1:]]
+                shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in list(stored.keys())}
+        return shapes
 
     def _missing(self, values: Mapping[str, Tensor], prefix: str) -> list[str]:
         """Names that the files do not have; of tied weights they need one."""
-        found = {value.data_ptr() for name, value in values.items() if prefix + name in self.file_of}
+        found = {id(value) for name, value in values.items() if prefix + name in self.file_of}
         absent = {name: value for name, value in values.items() if prefix + name not in self.file_of}
-        return [name for name, value in absent.items() if value.data_ptr() not in found]
+        return [name for name, value in absent.items() if id(value) not in found]
 
 
 @dataclass(frozen=True)
@@ -110,7 +129,7 @@ class MatchedWeights:
         return self.values.get(name.removeprefix(self.prefix)) if name.startswith(self.prefix) else None
 
     def write(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write the files of the source, with the model's weights in it, one file at a time.
+        """Write the files of the source, with the model's weights in it, tensor by tensor.
 
         Args:
             folder: an existing folder.
@@ -120,11 +139,16 @@ class MatchedWeights:
         files = dict.fromkeys(self.source.file_of.values())
         num_bytes = 0
         for file in files:
-            with safe_open(self.source.folder / file, framework="pt") as stored:
-                names = list(stored.keys())
-                tensors = {name: self._tensor(name, stored.get_tensor(name), dtype) for name in names}
-                save_file(tensors, folder / file, metadata=stored.metadata())
-            num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            stored = self.source.folder / file
+            with safe_open(stored, framework="pt") as opened:
+                metadata = opened.metadata() or {}
+            tensors = {name: self._tensor(name, of, dtype) for name, of in stored_tensors([str(stored)]).items()}
+            entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            with SafetensorsFile(folder / file, entries, metadata) as written:
+                for name, tensor in tensors.items():
+                    written.write(name, tensor)
+            num_bytes += sum(entry.num_bytes for entry in entries)
+        FILES.close()
         index_file = self.source.folder / SAFE_WEIGHTS_INDEX_NAME
         if index_file.is_file():
             index = json.loads(index_file.read_text())
@@ -136,5 +160,15 @@ class MatchedWeights:
         if value is None:
             return stored
         keeps = dtype is not None or not value.is_floating_point()
-        # A copy: safetensors refuses tied weights, which the source has twice.
-        return value.detach().to("cpu", value.dtype if keeps else stored.dtype, copy=True).contiguous()
+        return value.detach().to("cpu", value.dtype if keeps else stored.dtype)
+
+
+def _turned_as(shape: tuple[int, ...] | None, value: Tensor) -> Tensor:
+    """Transpose the matrices of experts if only so they have this shape.
+
+    So does transformers when it loads them (the files of Qwen3-VL-MoE on the Hub), but it does not transpose them back.
+    """
+    if value.ndim != 3 or shape in (None, tuple(value.shape)) or shape != tuple(value.mT.shape):
+        return value
+    with torch.no_grad():
+        return value.mT

@@ -6,24 +6,29 @@ memory is read then, and nothing else.
 
     operation                                    result
     slices, stack, cat, transposes, casts, ...   a ``StoredTensor``; nothing is read
-    others while transformers loads              a ``StoredTensor`` that computes whole tensors when it is read
-    others afterwards                            a plain tensor, of inputs that are read whole
+    others while transformers loads, or within   a ``StoredTensor`` that computes whole tensors when it is read
+    ``operations_recorded``
+    others                                       a plain tensor, of inputs that are read whole
     writing to a ``StoredTensor``                it keeps the result in memory
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_any, tree_map_only
 from transformers import PreTrainedModel
+from transformers.integrations import mxfp4
 
 from omnitrain.models.hf.stored_values import (
     FILES,
@@ -124,6 +129,19 @@ def stored_tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
 
 
 @contextmanager
+def operations_recorded() -> Iterator[None]:
+    """Within this context, operations on a ``StoredTensor`` give another one, which computes when it is read.
+
+    Those that write to a tensor are computed at once.
+    """
+    recording = _records_all.set(True)
+    try:
+        yield
+    finally:
+        _records_all.reset(recording)
+
+
+@contextmanager
 def weights_left_in_files() -> Iterator[None]:
     """Within this context, transformers loads safetensors files into parameters that are ``StoredTensor``."""
     load = PreTrainedModel._load_pretrained_model
@@ -133,21 +151,51 @@ def weights_left_in_files() -> Iterator[None]:
     ) -> Any:
         if state_dict is not None or not files or not all(file.endswith(".safetensors") for file in files):
             return load(model, state_dict, files, *args, **kwargs)
-        recording = _records_all.set(True)
-        try:
+        with operations_recorded():
             loaded = load(model, stored_tensors(files), files, *args, **kwargs)
-        finally:
-            _records_all.reset(recording)
         _read_buffers(model)
         return loaded
 
     token = _leaves_in_files.set(True)
+    dequantize = mxfp4.convert_moe_packed_tensors
+    mxfp4.convert_moe_packed_tensors = _recorded_for_each(dequantize)
     PreTrainedModel._load_pretrained_model = staticmethod(load_stored)
     try:
         yield
     finally:
         PreTrainedModel._load_pretrained_model = staticmethod(load)
+        mxfp4.convert_moe_packed_tensors = dequantize
         _leaves_in_files.reset(token)
+
+
+def _recorded_for_each(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Record calls of a function that writes to memory of its own, which operations cannot record.
+
+    Its tensors and its result have experts in the first dim, and it treats each alone.
+    """
+    name = f"{function.__module__}:{function.__name__}"
+
+    @functools.wraps(function)
+    def recorded(*tensors: Tensor, **kwargs: Any) -> Tensor:
+        if not all(isinstance(tensor, StoredTensor) for tensor in tensors):
+            return function(*tensors, **kwargs)
+        first = function(*(torch.empty_like(tensor[:1], device="meta") for tensor in tensors), **kwargs)
+        of_experts = zip(*(tensor.split(1) for tensor in tensors), strict=True)
+        arguments = [(tuple(tensor.value for tensor in of_expert), kwargs) for of_expert in of_experts]
+        values = (Computed(name, of_expert, None, tuple(first.shape), first.dtype) for of_expert in arguments)
+        return torch.cat([StoredTensor(value, tensors[0].device) for value in values])
+
+    return recorded
+
+
+def read_or_left_in_file(file: Path) -> Mapping[str, Tensor]:
+    """Return name -> tensor of a safetensors file: inside :func:`weights_left_in_files` each a ``StoredTensor``."""
+    return stored_tensors([str(file)]) if _leaves_in_files.get() else load_file(file)
+
+
+def replace_value(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter another value, in memory or in files, for all that refer to it."""
+    torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))
 
 
 def read_weights(module: nn.Module) -> None:
@@ -159,7 +207,7 @@ def read_weights(module: nn.Module) -> None:
         return
     for parameter in module.parameters():
         if isinstance(parameter, StoredTensor):
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.read(), parameter.requires_grad))
+            replace_value(parameter, parameter.read())
     FILES.close()
 
 
@@ -168,7 +216,9 @@ def _read_buffers(model: nn.Module) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, StoredTensor):
-                module._buffers[name] = buffer.read()
+                module._buffers[name] = read = buffer.read()
+                # transformers marks what it has loaded, and draws the rest anew.
+                vars(read).update({key: mark for key, mark in vars(buffer).items() if key != "value"})
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
@@ -177,7 +227,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
         _SET_DATA(tensor, data)
         tensor.value = data.value
     else:
-        torch.utils.swap_tensors(tensor, nn.Parameter(data, tensor.requires_grad))
+        replace_value(tensor, data)
 
 
 def _unwritten(tensor: StoredTensor) -> Tensor:

@@ -12,9 +12,12 @@ Trees can be pickled, so one rank records how all weights are made of files, and
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -221,7 +224,7 @@ class Concatenated:
     parts: tuple[StoredValue, ...]
     dim: int
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """See :attr:`StoredValue.shape`."""
         return _with(self.parts[0].shape, self.dim, sum(part.shape[self.dim] for part in self.parts))
@@ -316,7 +319,7 @@ class Computed:
     """The result of an operation that needs whole tensors.
 
     Attributes:
-        operation: its name in torch, such as ``aten.mul.Tensor``.
+        operation: its name in torch, such as ``aten.mul.Tensor``, or that of any function: ``module:function``.
         arguments: its arguments and keyword arguments, values in the place of tensors.
         index: which of its results; None: it has one.
     """
@@ -335,10 +338,8 @@ class Computed:
     def write_to(self, out: Tensor, region: Region) -> None:
         """See :meth:`StoredValue.write_to`."""
         args, kwargs = tree_map_only(_KINDS, read, self.arguments, is_leaf=_is_value)
-        operation: Any = torch.ops
-        for name in self.operation.split("."):
-            operation = getattr(operation, name)
-        found = operation(*args, **kwargs)
+        module, _, name = self.operation.rpartition(":")
+        found = attrgetter(name)(importlib.import_module(module) if module else torch.ops)(*args, **kwargs)
         out.copy_((found if self.index is None else found[self.index])[region])
 
 

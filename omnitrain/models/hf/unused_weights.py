@@ -57,7 +57,8 @@ def unused_line(unused: Mapping[str, int] | None) -> str:
         return ""
     return (
         f"the foundation's checkpoint holds {sum(unused.values())} tensors that this model does not use: "
-        f"{listed(unused)}; they are not trained or saved; an export of the foundation alone copies them"
+        f"{listed(unused)}; they are not trained or saved; an export of the foundation alone copies them, unless the "
+        "checkpoint is quantized"
     )
 
 

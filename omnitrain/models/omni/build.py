@@ -32,12 +32,14 @@ from omnitrain.models.hf.load import (
     require_sub_configs,
     resolve,
 )
+from omnitrain.models.hf.stored_tensor import read_weights, weights_left_in_files
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.peers import is_spread
 from omnitrain.recipe import Decoder, Encoder, HFSource
 from omnitrain.recipe.component_configs import AudioEncoderConfig, OmniConfig, TokenDecoderConfig, VisionEncoderConfig
 from omnitrain.recipe.problems import problem_lines
 
+M = TypeVar("M", bound=PreTrainedModel)
 Node = TypeVar("Node", bound=BaseModel)
 
 _CONFIGS = (AudioEncoderConfig, TokenDecoderConfig, VisionEncoderConfig)
@@ -71,13 +73,13 @@ def build_foundation_model(
         require_sub_configs(source)
     if isinstance(source, PreTrainedModel) and is_spread(source):
         raise UserError("the model is parallelized already; build a new model for another layout")
-    with _on(init_device):
+    with _on(init_device), weights_left_in_files():
         model = resolve(_described(source, init_device), foundation_class, torch_dtype, foundation_config)
     if model.get_output_embeddings() is None:
         raise UserError(
             f"{type(model).__name__} has no language-model head; the foundation must be a causal language model"
         )
-    return model if init_device == "meta" else model.to(init_device)
+    return model if init_device == "meta" else _read_to(model, init_device)
 
 
 def build_omni_model(
@@ -220,7 +222,9 @@ def _from_checkpoint(
 ) -> OmniModel:
     config = omni_config_at(config_path or weights_path or "")
     if weights_path and init_device != "meta":
-        return OmniModel.from_pretrained(str(weights_path), dtype=torch_dtype, config=config).to(init_device)
+        with weights_left_in_files():
+            model = OmniModel.from_pretrained(str(weights_path), dtype=torch_dtype, config=config)
+        return _read_to(model, init_device)
     with _on(init_device):
         model = OmniModel(config)
     dtype = torch_dtype or torch.float32
@@ -272,6 +276,13 @@ def require_device(device: str) -> None:
 
 def _on(device: str) -> Any:
     return torch.device("meta") if device == "meta" else nullcontext()
+
+
+def _read_to(model: M, device: str) -> M:
+    """Read weights that are in files to a device, tensor by tensor, and move the others there."""
+    model.to(device)
+    read_weights(model)
+    return model
 
 
 def _described(source: Source, init_device: str) -> Source:

@@ -16,9 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    PrefixChange,
     WeightConverter,
     WeightTransform,
     apply_converters,
@@ -38,7 +36,7 @@ from omnitrain.models.adapters.files import (
     save_adapter_configs,
     split_weights,
 )
-from omnitrain.models.components.model import ComponentModel
+from omnitrain.models.hf.conversions import conversions_of
 from omnitrain.peers import Peers, all_or_raise
 
 FILE_BYTES = 5 * 2**30
@@ -62,7 +60,7 @@ class ModelFiles:
 
 
 def save_whole(
-    model: ComponentModel, folder: Path, peers: Peers, file_bytes: int = FILE_BYTES, previous: Path | None = None
+    model: PreTrainedModel, folder: Path, peers: Peers, file_bytes: int = FILE_BYTES, previous: Path | None = None
 ) -> None:
     """Write the config, the weights and LoRA adapters (in PEFT's files) exactly as a single process would.
 
@@ -85,7 +83,7 @@ def save_whole(
     write_model(files, [on_host(piece) for piece in pieces], folder, peers, previous)
 
 
-def files_of(model: ComponentModel, peers: Peers, file_bytes: int = FILE_BYTES) -> ModelFiles:
+def files_of(model: PreTrainedModel, peers: Peers, file_bytes: int = FILE_BYTES) -> ModelFiles:
     """Return the files of ``model``. Nothing in them changes while it trains. All ``peers`` call this."""
     small = all_or_raise(peers, lambda: small_files(lambda into: _save_configs(model, into)) if peers.rank == 0 else {})
     values = model.state_dict(keep_vars=True)
@@ -95,7 +93,8 @@ def files_of(model: ComponentModel, peers: Peers, file_bytes: int = FILE_BYTES) 
         )
         for file, tensors in adapter_tensors(model).items()
     ]
-    base = {name: value for name, value in values.items() if name not in model.adapter_names}
+    _, added = split_weights(model, values)
+    base = {name: value for name, value in values.items() if name not in added}
     names_by_file = _names_by_file(base, file_bytes)
     weights = [
         WeightFile(
@@ -108,7 +107,7 @@ def files_of(model: ComponentModel, peers: Peers, file_bytes: int = FILE_BYTES) 
     return ModelFiles(small, adapters, weights)
 
 
-def model_pieces(model: ComponentModel, owners: PieceOwners) -> list[Piece]:
+def model_pieces(model: PreTrainedModel, owners: PieceOwners) -> list[Piece]:
     """Return the pieces of the weights that this rank writes; tied weights once."""
     values = model.state_dict(keep_vars=True)
     pieces = [owners.piece(name, values[name], number) for number, name in enumerate(_names_once(values).values())]
@@ -156,7 +155,7 @@ def write_small(small: Mapping[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def _save_configs(model: ComponentModel, folder: Path) -> None:
+def _save_configs(model: PreTrainedModel, folder: Path) -> None:
     shows_progress = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # it would count zero tensors
     try:
@@ -244,7 +243,7 @@ class _AsInCheckpoint:
         return revert_weight_conversion(model, dict(zip(self.names, tensors, strict=True)))
 
 
-def _groups(model: ComponentModel, values: Mapping[str, Tensor]) -> list[Group]:
+def _groups(model: PreTrainedModel, values: Mapping[str, Tensor]) -> list[Group]:
     """Return the groups of a file, tensor by tensor as far as transformers converts them alone."""
     first = _names_once(values)
     marks = {key: torch.empty(1) for key in first}  # tied names share one
@@ -279,15 +278,12 @@ def _groups(model: ComponentModel, values: Mapping[str, Tensor]) -> list[Group]:
     return groups
 
 
-def keep_conversions(model: ComponentModel) -> None:
+def keep_conversions(model: PreTrainedModel) -> None:
     """Remember the conversions that saving reverts: transformers finds them by class names, which FSDP changes."""
-    if getattr(model, "_weight_conversions", None) is None:  # it does not come from a checkpoint
-        known = get_model_conversion_mapping(model, add_legacy=False)
-        # No prefix of a checkpoint is known, as in `revert_weight_conversion`.
-        model._weight_conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+    model._weight_conversions = conversions_of(model)
 
 
-def _conversions_of(model: ComponentModel) -> _Conversions:
+def _conversions_of(model: PreTrainedModel) -> _Conversions:
     """Return the conversions that :func:`revert_weight_conversion` reverts."""
     keep_conversions(model)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}

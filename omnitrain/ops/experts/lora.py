@@ -54,11 +54,12 @@ def merge_expert_adapter(module: nn.Module, weight: str, dtype: torch.dtype | No
     matrices = module.get_parameter(weight)
     scales = dict(adapter_scales(module))
     a, b = (module.get_parameter(name) for name in parameter_names(weight))
-    merged = torch.empty_like(matrices, dtype=dtype)
-    for expert, (frozen, first, second) in enumerate(zip(matrices, a, b, strict=True)):
+    merged = []
+    for frozen, first, second in zip(matrices, a, b, strict=True):
         delta = scales[weight] * (second @ first)
-        merged[expert] = frozen.float() + (delta.mT if module.is_transposed else delta)
-    matrices.data = merged
+        of_expert = frozen.float() + (delta.mT if module.is_transposed else delta)
+        merged.append(of_expert.to(dtype or matrices.dtype))
+    matrices.data = torch.stack(merged)
     for name in parameter_names(weight):
         delattr(module, name)
     del scales[weight]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import swap_tensors
 
-from omnitrain.models.hf.stored_tensor import StoredTensor
+from omnitrain.models.hf.stored_tensor import StoredTensor, replace_value
 from omnitrain.models.hf.stored_values import FILES, InFile, StoredValue, cast, leaves_of
 from omnitrain.ops.collectives import gathered_objects
 
@@ -89,17 +89,17 @@ class WeightLoader:
                     stored = self._stored.pop(name)
                     if name not in self.absent:
                         whole = StoredTensor(cast(stored, parameter.dtype), self._device)
-                        _replace(parameter, _own(parameter, whole))
+                        replace_value(parameter, _own(parameter, whole))
                 elif name in self.absent:
                     self._broadcast(parameter, name)
                 else:
-                    _replace(parameter, _own(parameter, self._broadcast(parameter, name)))
+                    replace_value(parameter, _own(parameter, self._broadcast(parameter, name)))
 
     def finish(self) -> None:
         """Read the parameters that no unit has, and close the files."""
         for parameter in self._model.parameters():
             if isinstance(parameter, StoredTensor):
-                _replace(parameter, parameter.read())
+                replace_value(parameter, parameter.read())
         FILES.close()
 
     @torch.no_grad()
@@ -187,11 +187,6 @@ def _own(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
-
-
-def _replace(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter another value, for all that refer to it."""
-    swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

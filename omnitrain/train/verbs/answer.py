@@ -54,7 +54,8 @@ def answer(
     media = {"image": images, "audio": audios, "video": videos}
     if missing := [f"no {m} at {str(f)!r}" for m, files in media.items() for f in files if not Path(f).is_file()]:
         raise UserError(*missing)
-    model, processor = load_checkpoint(checkpoint)
+    device = use_device(Train())
+    model, processor = load_checkpoint(checkpoint, init_device=str(device))
     content: list[dict[str, Any]] = [{"type": m, "text": None} for m, files in media.items() for _ in files]
     message = {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}
     row = Row(id="prompt", source="prompt", messages=[message], media={m: list(f) for m, f in media.items()}, extra={})
@@ -62,7 +63,6 @@ def answer(
     if isinstance(prepared, Rejected):
         raise UserError(prepared.reason)
     sampling = {name: Sampling(temperature=temperature) for name in ("text", *model.decoders)}
-    model.to(use_device(Train()))
     generated = generate(model, processor, [prepared], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)[0]
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,20 +9,27 @@ from typing import Any, cast
 import torch
 from transformers import LlavaProcessor, PreTrainedModel
 
-from omnitrain.checkpoint.disk import set_default_modes
+from omnitrain.checkpoint.disk import free_bytes, size_text
 from omnitrain.data.chat.media_template import template_of, template_with_media
 from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.errors import UserError
+from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.adapters.lora import merge_lora
 from omnitrain.models.encoders.vision import VisionAdapter
 from omnitrain.models.hf.load import as_dict
+from omnitrain.models.hf.stored_tensor import operations_recorded, weights_left_in_files
+from omnitrain.models.hf.stored_values import FILES
+from omnitrain.models.hf.unused_weights import listed
 from omnitrain.models.omni.build import cast_decoder
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.transformers_class import as_transformers_class
 from omnitrain.parallel.fsdp.units import stays_fp32
+from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.train.build_from_recipe import load_checkpoint
-from omnitrain.train.metrics.display import quiet_libraries, show_unused
+from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.display import quiet_libraries
+from omnitrain.train.metrics.weights import weights_shown
 from omnitrain.train.verbs.export_as_source import export_as_source, match_source
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,6 +67,7 @@ def export(
     Raises:
         UserError: the model does not exist, the folder has files, the dtype is unknown, or ``source`` is not the
             checkpoint of the foundation.
+        TrainingError: the disk is full, or another error of the disk.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -67,22 +75,28 @@ def export(
     if dtype is not None and dtype not in _DTYPES:
         raise UserError(f"dtype: found {dtype!r}; expected one of {', '.join(_DTYPES)}")
     quiet_libraries()
-    model, processor = load_checkpoint(checkpoint)
-    merge_lora(model, None if dtype is None else _DTYPES[dtype])
-    if dtype is not None:
-        for component in (model.foundation, *model.encoders.values()):
-            _cast(component, _DTYPES[dtype])
-        for decoder in model.decoders.values():
-            cast_decoder(decoder, _DTYPES[dtype])
-    if foundation_only or not (model.encoders or model.decoders):
-        said = _write_foundation(model, processor, folder, None if dtype is None else _DTYPES[dtype], source)
-    elif source is not None:
+    with weights_left_in_files():
+        model, processor = load_checkpoint(checkpoint)
+    with operations_recorded():
+        merge_lora(model, None if dtype is None else _DTYPES[dtype])
+        if dtype is not None:
+            for component in (model.foundation, *model.encoders.values()):
+                _cast(component, _DTYPES[dtype])
+            for decoder in model.decoders.values():
+                cast_decoder(decoder, _DTYPES[dtype])
+    has_class = foundation_only or not (model.encoders or model.decoders)
+    if source is not None and not has_class:
         raise UserError("--source: only an export of the foundation's class has its files; add --foundation-only")
-    else:
-        show_unused(model.config.unused_tensors)
-        said = _write_with_components(model, processor, folder)
-    set_default_modes(folder.glob("*.safetensors"))
-    return said
+    try:
+        with weights_shown(console):
+            if has_class:
+                return _write_foundation(model, processor, folder, None if dtype is None else _DTYPES[dtype], source)
+            return _write_with_components(model, processor, folder) + _left_out(model)
+    except OSError as error:
+        free = size_text(free_bytes(folder))
+        raise TrainingError(f"the export to {folder} is not complete: {error}; {free} are free there") from error
+    finally:
+        FILES.close()
 
 
 def _write_foundation(
@@ -97,14 +111,13 @@ def _write_foundation(
         except UserError as error:
             if source is not None:
                 raise
-            reason = f", without the files of its source: {error}; --source says where it is"
+            reason = f", without the files of its source: {error}; --source can name another copy of it"
         else:
             return exported + export_as_source(model.foundation, processor, matched, folder, dtype)
-    show_unused(model.config.unused_tensors)
     _set_end_token(model, processor)
-    model.foundation.save_pretrained(folder)
+    save_whole(model.foundation, folder, SINGLE_PROCESS)
     processor.renderer.save_pretrained(folder)
-    return exported + reason
+    return exported + reason + _left_out(model)
 
 
 def _write_with_components(model: OmniModel, processor: OmniProcessor, folder: Path) -> str:
@@ -114,7 +127,7 @@ def _write_with_components(model: OmniModel, processor: OmniProcessor, folder: P
         whole = as_transformers_class(model)
     except UserError as reason:
         model.config.foundation = as_dict(model.foundation.config)
-        model.save_pretrained(folder)
+        save_whole(model, folder, SINGLE_PROCESS)
         _set_chat_template(processor)
         processor.save_pretrained(folder)
         return (
@@ -123,6 +136,16 @@ def _write_with_components(model: OmniModel, processor: OmniProcessor, folder: P
         )
     _save_whole(whole, model, processor, folder)
     return f"exported to {folder} as {type(whole).__name__}, which reads images, but not videos as this model does"
+
+
+def _left_out(model: OmniModel) -> str:
+    unused = model.config.unused_tensors
+    if not unused:
+        return ""
+    return (
+        f"; left out {sum(unused.values())} tensors of the foundation's checkpoint that this model does not use: "
+        f"{listed(unused)}"
+    )
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -169,7 +192,7 @@ def _save_whole(whole: Any, model: OmniModel, processor: OmniProcessor, folder: 
             torch.nn.init.zeros_(embedding.weight[rows:])
     whole.generation_config = model.foundation.generation_config
     whole.generation_config.suppress_tokens = [whole.config.image_token_id]  # nobody trained it
-    whole.save_pretrained(folder)
+    save_whole(whole, folder, SINGLE_PROCESS)
     _set_chat_template(processor)
     renderer, shown = processor.renderer, {"image": start + placeholder}
     if isinstance(renderer, ChatRenderer):

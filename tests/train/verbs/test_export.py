@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 import omnitrain as ot
+from omnitrain.checkpoint.safetensors_file import SafetensorsFile
 from omnitrain.data.packing.sample import Sample
-from omnitrain.errors import UserError
+from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import generate
 from omnitrain.models.omni.transformers_class import as_transformers_class
@@ -43,9 +45,15 @@ def test_a_whole_model_has_the_same_logits_and_processor_there(tmp_path: Path) -
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "plain")
     ids = torch.arange(5, 30)[None]
     assert torch.equal(plain.eval()(input_ids=ids).logits, ours.foundation.eval()(input_ids=ids).logits)
-    one, other = (AutoProcessor.from_pretrained(tmp_path / name) for name in ("plain", "llava"))
-    said = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
-    assert one.apply_chat_template(said, tokenize=True) == other.apply_chat_template(said, tokenize=True)
+    source, files = tmp_path / "llava", tmp_path / "plain"
+    assert {file.name for file in files.iterdir()} == {file.name for file in source.iterdir()}
+    changed = {file.name for file in source.iterdir() if file.read_bytes() != (files / file.name).read_bytes()}
+    assert changed == {"config.json", "generation_config.json"}  # the template ends answers with another token
+    end = AutoProcessor.from_pretrained(files).tokenizer.eos_token_id
+    for name in changed:
+        before, after = (json.loads((folder / name).read_text()) for folder in (source, files))
+        inside = [config.get("text_config", config) for config in (before, after)]
+        assert [inside[1].pop("eos_token_id"), inside[0].pop("eos_token_id")] == [[end, 2], 2] and before == after
 
 
 def test_a_model_without_a_class_is_an_omni_folder_and_its_foundation_alone_has_the_dtype_asked_for(
@@ -182,3 +190,19 @@ def test_unknown_dtypes_and_full_folders_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"dtype: found '{dtype}'; expected one of float32, bfloat16, float16"):
             export(saved, tmp_path / "plain", dtype)
     assert not (tmp_path / "plain").exists()
+
+
+@pytest.mark.parametrize("foundation_only", [False, True])
+def test_a_full_disk_is_told_with_the_space_that_is_left(
+    foundation_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "saved")
+    tiny_processor(model).save_pretrained(tmp_path / "saved")
+    monkeypatch.setattr(SafetensorsFile, "write", write)
+    told = r"the export to .*plain is not complete: \[Errno 28\] No space left on device; [\d.,]+ [MG]iB are free there"
+    with pytest.raises(TrainingError, match=told):
+        export(tmp_path / "saved", tmp_path / "plain", foundation_only=foundation_only)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2_5OmniForConditionalGeneration
+from transformers import Qwen2_5OmniForConditionalGeneration
 
 import omnitrain as ot
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import add_lora, find_adapters
 from omnitrain.models.hf.load import config_at, foundation_class
+from omnitrain.models.hf.source_checkpoint import SourceCheckpoint
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.lora import Lora
-from omnitrain.train.metrics.console import console
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.export import export
 from tests.families import FAMILIES
@@ -87,43 +89,12 @@ def logits(folder: Path) -> Tensor:
         return model.eval()(input_ids=torch.arange(5, 25)[None]).logits
 
 
-@pytest.mark.parametrize(
-    ("family", "more", "text"),
-    [
-        ("qwen3_moe", {}, {}),  # experts apart on the disk, together in the model
-        ("deepseek_v3", MTP, {}),
-        ("gemma3", {}, {"tie_word_embeddings": True}),
-        ("qwen2_5_vl", {}, {}),
-        ("qwen3_vl_moe", {}, {}),
-    ],
-)
-def test_a_model_that_did_not_train_is_its_source_file_by_file(
-    tmp_path: Path, family: str, more: dict[str, Tensor], text: dict[str, Any]
-) -> None:
-    original = source(tmp_path / "source", family, more, **text)
-    said = export(saved(tmp_path / "saved", original), tmp_path / "plain")
-    copied = f"copied 2 tensors that this model does not use from {original}: model.layers.61.* (2)"
-    assert copied in said if more else "copied" not in said
-    assert_same_tensors(tmp_path / "plain", original)
-    assert len(tensors_by_file(original)) > 1
-    assert torch.equal(logits(tmp_path / "plain"), logits(original))
-
-
-def test_a_part_of_a_model_in_stages_is_exported_with_the_others(tmp_path: Path) -> None:
+def test_a_trained_part_of_a_model_in_stages_is_exported_with_the_others_as_they_were(tmp_path: Path) -> None:
     original, plain = tmp_path / "source", tmp_path / "plain"
     Qwen2_5OmniForConditionalGeneration(in_stages()).to(torch.bfloat16).save_pretrained(original)
-    torch.save({}, original / "spk_dict.pt")  # the voices, without which transformers loads no whole one
     others = {name for name in load_file(original / "model.safetensors") if not name.startswith("thinker.")}
-    said = export(saved(tmp_path / "saved", original), plain)
-    assert f"; copied {len(others)} tensors that this model does not use from {original}: talker.* (" in said
-    assert_same_tensors(plain, original)
-    whole = Qwen2_5OmniForConditionalGeneration  # whose own `from_pretrained` returns no report
-    _, info = PreTrainedModel.from_pretrained.__func__(whole, plain, output_loading_info=True)
-    assert not any(info.values())
-    whole.from_pretrained(plain)
-
-    export(saved(tmp_path / "trained", original, moved_by=1.0), tmp_path / "later")
-    before, after = (load_file(folder / "model.safetensors") for folder in (original, tmp_path / "later"))
+    export(saved(tmp_path / "trained", original, moved_by=1.0), plain)
+    before, after = (load_file(folder / "model.safetensors") for folder in (original, plain))
     assert {name for name in before if torch.equal(before[name], after[name])} == others
 
 
@@ -207,10 +178,10 @@ def test_a_source_that_is_gone_is_told_and_can_be_named_where_it_is_now(tmp_path
     original = source(tmp_path / "source", "deepseek_v3", MTP)
     checkpoint, now = saved(tmp_path / "saved", original), tmp_path / "now"
     original.rename(now)
-    with console.capture() as printed:
-        said = export(checkpoint, tmp_path / "own")
-    assert f"without the files of its source: no checkpoint at '{original}'" in said and "--source says where" in said
-    assert "holds 2 tensors that this model does not use: model.layers.61.* (2)" in " ".join(printed.get().split())
+    said = export(checkpoint, tmp_path / "own")
+    assert f"without the files of its source: no checkpoint at '{original}'" in said
+    assert "; --source can name another copy of it; left out 2 tensors of the foundation's checkpoint that" in said
+    assert said.endswith("this model does not use: model.layers.61.* (2)")
     assert "copied 2 tensors" in export(checkpoint, tmp_path / "plain", source=str(now))
     assert_same_tensors(tmp_path / "plain", now)
     other = source(tmp_path / "other", "qwen3")
@@ -240,13 +211,27 @@ def test_tied_weights_that_the_source_has_twice_are_twice_in_the_export(tmp_path
     assert not torch.equal(later["lm_head.weight"], twice["lm_head.weight"])
 
 
-def test_a_source_of_quantized_weights_gives_no_files(tmp_path: Path) -> None:
-    original = source(tmp_path / "source", "qwen3")
-    checkpoint = saved(tmp_path / "saved", original)
+def test_a_source_of_quantized_weights_gives_no_files_but_a_copy_that_is_not_does(tmp_path: Path) -> None:
+    original = source(tmp_path / "source", "deepseek_v3", MTP)
+    checkpoint, copy = saved(tmp_path / "saved", original), shutil.copytree(original, tmp_path / "copy")
     config = json.loads((original / "config.json").read_text())
     (original / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     said = export(checkpoint, tmp_path / "plain")
-    assert f"without the files of its source: the weights at '{original}' are quantized" in said
+    reason = f"the weights at '{original}' are quantized, and those of this model are not"
+    assert f"without the files of its source: {reason}; --source can name another copy of it; left out 2 tens" in said
+    assert "copied 2 tensors" in export(checkpoint, tmp_path / "named", source=str(copy))
+    assert_same_tensors(tmp_path / "named", copy)
+
+
+def test_a_source_in_bin_files_gives_no_files(tmp_path: Path) -> None:
+    original = source(tmp_path / "source", "qwen3")
+    tensors = {name: tensor for of in tensors_by_file(original).values() for name, tensor in of.items()}
+    for file in original.glob("model*"):
+        file.unlink()
+    torch.save(tensors, original / "pytorch_model.bin")
+    said = export(saved(tmp_path / "saved", original), tmp_path / "plain", "bfloat16")
+    assert f"without the files of its source: '{original}' has no weights in safetensors files; --source can" in said
+    assert torch.equal(logits(tmp_path / "plain"), logits(original))
 
 
 def test_an_export_with_attached_components_takes_no_source(tmp_path: Path) -> None:
@@ -255,3 +240,22 @@ def test_an_export_with_attached_components_takes_no_source(tmp_path: Path) -> N
     tiny_processor(model).save_pretrained(tmp_path / "saved")
     with pytest.raises(UserError, match="--source: only an export of the foundation's class has its files; add --fou"):
         export(tmp_path / "saved", tmp_path / "omni", source=str(tmp_path))
+
+
+def test_of_a_source_on_the_hub_only_needed_files_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = source(tmp_path / "source", "qwen3")
+    names = [
+        *(file.name for file in original.iterdir()),
+        *("spk_dict.pt", "LICENSE", "chat_template.jinja", "tokenizer.model"),
+    ]
+    kept: list[str] = []
+
+    def snapshot_download(repository: str, **patterns: Any) -> str:
+        unneeded = ["original/consolidated.00.pth", "pytorch_model-00001-of-00002.bin", "onnx/model.onnx", "a.gguf"]
+        kept.extend(filter_repo_objects([*names, *unneeded], **patterns))
+        return str(original)
+
+    monkeypatch.setattr("omnitrain.models.hf.load.snapshot_download", snapshot_download)
+    assert SourceCheckpoint.open("organization/model").folder == original and kept == names
