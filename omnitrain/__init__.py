@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from omnitrain.train.build_from_recipe import load_checkpoint
     from omnitrain.train.evaluate.evaluate import heldout_loss
     from omnitrain.train.trainer import Trainer
+    from omnitrain.train.verbs.data_stats import data_stats
+    from omnitrain.train.verbs.preview import preview
     from omnitrain.train.verbs.verify import verify
 
 __version__ = "0.1.0"
@@ -89,6 +91,7 @@ _HOMES = {
     "build_omni_model": "omnitrain.models.omni.build",
     "build_parallelize_model": "omnitrain.parallel.parallelize",
     "clip_gradients": "omnitrain.optim.gradients",
+    "data_stats": "omnitrain.train.verbs.data_stats",
     "gather_heads_scatter_seq": "omnitrain.parallel.sequence.head_exchange",
     "gather_seq_scatter_heads": "omnitrain.parallel.sequence.head_exchange",
     "gathered": "omnitrain.parallel.fsdp.summon",
@@ -105,6 +108,7 @@ _HOMES = {
     "open_sources": "omnitrain.data.sources.rows",
     "pack_all": "omnitrain.data.packing.fill_pack",
     "parse_layout": "omnitrain.recipe",
+    "preview": "omnitrain.train.verbs.preview",
     "save_optimizer": "omnitrain.checkpoint.optimizer",
     "serving": "omnitrain.parallel.serving",
     "step_planner": "omnitrain.parallel.step.plan",
@@ -146,6 +150,7 @@ __all__ = [
     "build_omni_model",
     "build_parallelize_model",
     "clip_gradients",
+    "data_stats",
     "gather_heads_scatter_seq",
     "gather_seq_scatter_heads",
     "gathered",
@@ -162,6 +167,7 @@ __all__ = [
     "open_sources",
     "pack_all",
     "parse_layout",
+    "preview",
     "save_optimizer",
     "serving",
     "step_planner",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -48,13 +49,14 @@ def styles(curves: Sequence[Curve]) -> list[Style]:
     ]
 
 
-def draw_curves(curves: Sequence[Curve], name: str, title: str) -> str:
-    """Return curves over steps as SVG.
+def draw_curves(curves: Sequence[Curve], name: str, title: str, x: str = "step") -> str:
+    """Return curves over steps, or over another whole number, as SVG.
 
     Args:
         curves: at least one and at most :data:`MAX_CURVES`.
         name: start of the ids in the figure.
         title: what it shows.
+        x: label of the horizontal axis.
     """
     figure, axes = _figure(*_SIZE)
     most = min(_MAX_POINTS, _MAX_POINTS_OF_FIGURE // len(curves))
@@ -76,7 +78,7 @@ def draw_curves(curves: Sequence[Curve], name: str, title: str) -> str:
         axes.set_xlim(min(steps) - 1, min(steps) + 1)  # otherwise steps would have decimals
     if is_wide(curves):
         axes.set_yscale("log")
-    axes.set_xlabel("step", color=TEXT, fontsize=_FONT)
+    axes.set_xlabel(x, color=TEXT, fontsize=_FONT)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.grid(True, color=GRID, linewidth=0.6)
     return svg_of(figure, name, escape(title))
@@ -92,33 +94,69 @@ def _marks(values: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of time in a lane.
+    """A stretch of time, or of something else, in a lane.
 
     Attributes:
         lane: index of the lane, from the top.
-        start: start in seconds.
-        seconds: duration.
+        start: its left end.
+        length: its length.
         color: index of its colour.
     """
 
     lane: int
     start: float
-    seconds: float
+    length: float
     color: int
 
 
-def draw_bars(bars: Sequence[Bar], lanes: Sequence[str], name: str, title: str) -> str:
-    """Return bars over time as SVG, with a lane for each of ``lanes``; times are shown in milliseconds."""
+def draw_bars(
+    bars: Sequence[Bar], lanes: Sequence[str], name: str, title: str, x: str, end: float | None = None
+) -> str:
+    """Return bars as SVG, with a lane for each of ``lanes``.
+
+    Args:
+        bars: the bars.
+        lanes: names of the lanes, from the top.
+        name: start of the ids in the figure.
+        title: what it shows.
+        x: label of the horizontal axis, with its unit.
+        end: right end of the axis, if it is not that of the last bar.
+    """
     figure, axes = _figure(9.0, 0.7 + 0.24 * len(lanes))
     by_color: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for bar in bars:
-        by_color.setdefault((bar.lane, bar.color), []).append((1e3 * bar.start, 1e3 * bar.seconds))
+        by_color.setdefault((bar.lane, bar.color), []).append((bar.start, bar.length))
     for (lane, index), spans in sorted(by_color.items()):
         axes.broken_barh(spans, (lane - 0.4, 0.8), facecolors=color(index), linewidth=0)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_yticks(range(len(lanes)), lanes)
-    axes.set_xlabel("ms", color=TEXT, fontsize=_FONT)
+    if end is not None:
+        axes.set_xlim(0, end)
+    axes.set_xlabel(x, color=TEXT, fontsize=_FONT)
     axes.grid(True, axis="x", color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return svg_of(figure, name, escape(title))
+
+
+def draw_histogram(edges: Sequence[float], counts: Mapping[str, Sequence[int]], name: str, title: str, x: str) -> str:
+    """Return stacked bars as SVG.
+
+    Args:
+        edges: ends of the bins, one more than bins.
+        counts: name -> number of values in each bin; the names have the colours 0, 1, ...
+        name: start of the ids in the figure.
+        title: what it shows.
+        x: label of the horizontal axis.
+    """
+    figure, axes = _figure(*_SIZE)
+    below = [0] * (len(edges) - 1)
+    for index, of_name in enumerate(counts.values()):
+        widths = [right - left for left, right in pairwise(edges)]
+        axes.bar(edges[:-1], of_name, widths, bottom=below, align="edge", color=color(index), edgecolor=BACK)
+        below = [low + count for low, count in zip(below, of_name, strict=True)]
+    axes.set_xlabel(x, color=TEXT, fontsize=_FONT)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axes.grid(True, axis="y", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     return svg_of(figure, name, escape(title))
 

@@ -15,15 +15,16 @@ class Plots:
 
     Args:
         labels: names of the runs.
+        prefix: start of the names of its figures.
     """
 
-    def __init__(self, labels: Sequence[str]) -> None:
-        self.labels = labels
+    def __init__(self, labels: Sequence[str], prefix: str = "f") -> None:
+        self.labels, self._prefix = labels, prefix
         self._numbers = count()
 
     def name(self) -> str:
         """Return a name that no other figure of the page has."""
-        return f"f{next(self._numbers)}"
+        return f"{self._prefix}{next(self._numbers)}"
 
     def curves(self, title: str, curves: Sequence[Curve]) -> str:
         """Return a figure and its table; nothing without curves."""
