@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from omnitrain.cli.main import app
+from omnitrain.data.chat.parts import media_parts
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
 from omnitrain.report.data.pack_view import GapView, ItemView, PackView, TokenView, view_pack
 from omnitrain.report.data.preview import DataPreview
 from omnitrain.train.verbs.preview import loader_of, model_without_weights, preview
+from tests.data.render.test_template_renderer import processor_of
+from tests.data.render.test_template_renderer import row as row_of
 from tests.report.parsed import self_contained
 from tests.tiny import part, png, tiny_model, tiny_processor, tiny_recipe, tiny_row, write_parquet
 
@@ -169,7 +173,38 @@ def test_a_row_longer_than_a_pack_is_shown_as_rejected_and_a_number_of_packs_is_
         preview(recipe, ["data.pack_tokens=30"])
 
 
-def test_positions_of_several_axes_are_all_shown() -> None:
-    view, pack = view_of([("a", "b"), ("cc", "d")])
-    assert np.array_equal(view.position_ids, pack.position_ids.numpy())
-    assert [sample.positions for sample in view.samples] == [((0, n - 1),) for n in pack.info.lengths]
+@pytest.mark.parametrize(("family", "axes"), [("qwen3_vl", 3), ("qwen2_5_omni", 3), ("gemma3", 1)])
+def test_media_that_the_foundation_reads_are_where_its_processor_puts_them(
+    family: str, axes: int, tmp_path: Path
+) -> None:
+    processor = processor_of(family)
+    shown = ["i+look\n\n+i+ here\n"] if family == "gemma3" else ["v+look\n\n+i+ here\n"]
+    rows = [row_of(*shown, "so 日"), row_of("i+and", "b")]
+    samples = [processor.sample(row, index) for index, row in enumerate(rows)]
+    with_axes = [
+        replace(one, position_ids=np.stack([one.position_ids // (i + 1) for i in range(axes)])) for one in samples
+    ]
+    pack = Pack.from_samples(with_axes)
+    view = view_pack(pack, [rows[index] for index in pack.info.indices], processor, 4096)
+    assert view.samples[1].positions[-1] == (0, (pack.info.lengths[1] - 1) // axes)
+    assert view.position_ids.shape == (axes, pack.num_tokens)
+    for sample in view.samples:
+        items = [piece for piece in sample.pieces if isinstance(piece, ItemView)]
+        firsts = [item for item in items if item.part is not None]
+        assert [item.part for item in firsts] == media_parts(sample.row.messages) and not sample.others
+        assert all(item.component == f"foundation.{item.part.modality}" for item in firsts if item.part is not None)
+        assert all(len(piece.position) == axes for piece in sample.pieces if isinstance(piece, ItemView | TokenView))
+    tokens = sum(piece.num_tokens for sample in view.samples for piece in sample.pieces if isinstance(piece, ItemView))
+    assert tokens == sum(len(batch.positions) for batch in pack.inputs.values())
+    page = DataPreview("native", (view,), (), 8).save(tmp_path / "preview.html")
+    assert self_contained(page).counts["img"] == 3
+
+
+def test_media_without_tokens_of_their_own_are_shown_beside_their_sample(tmp_path: Path) -> None:
+    processor, row = tiny_processor(tiny_model()), tiny_row("images_to_text", 0)
+    read_by_the_forward = replace(processor.sample(row), spans=())
+    view = view_pack(Pack.from_samples([read_by_the_forward]), [row], processor, 160)
+    assert view.samples[0].others == tuple(media_parts(row.messages)) and len(view.samples[0].others) == 2
+    shown = DataPreview("forward", (view,), (), 8)
+    assert self_contained(shown.save(tmp_path / "preview.html")).counts["img"] == 2
+    assert "own forward places: image of 8 x 8 pixels, image of 8 x 8 pixels" in " ".join(str(shown).split())

@@ -105,12 +105,10 @@ class Packing:
     Attributes:
         packs: the packs.
         rows_per_pack: rows that are read for a pack, rejected ones included.
-        shares: of each data set, its share of the rows that are read.
     """
 
     packs: Sequence[PackMeasure]
     rows_per_pack: float
-    shares: Sequence[float]
 
 
 def pack_measures(measured: Sequence[Sequence[Measured]], data: Data, *, seed: int, packs: int, alone: bool) -> Packing:
@@ -136,4 +134,4 @@ def pack_measures(measured: Sequence[Sequence[Measured]], data: Data, *, seed: i
         chosen = packer.choose()
         made.append(PackMeasure(len(chosen), sum(map(len, chosen)), sum(one.num_predicted for one in chosen)))
     read = packer.state.next_index - len(packer.state.held)
-    return Packing(made, read / packs, order.shares)
+    return Packing(made, read / packs)

@@ -75,6 +75,9 @@ def _sample(sample: SampleView, color: str, max_frames: int) -> Iterator[Rendera
         else:
             text.append(_item(piece, sample, max_frames), style=f"bold {color}" if piece.is_predicted else color)
     yield text.append("]]" * is_open, style="dim")
+    if sample.others:
+        words = ", ".join(medium_of(sample.row, part, max_frames).words for part in sample.others)
+        yield Text(f"  media that the foundation's own forward places: {words}", style=color)
 
 
 def _item(item: ItemView, sample: SampleView, max_frames: int) -> str:

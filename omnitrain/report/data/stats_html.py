@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omnitrain.report.chapters.plots import Plots, grid
-from omnitrain.report.data.stats import DataStats, Histogram
+from omnitrain.report.data.numbers import DataNumbers, Histogram
 from omnitrain.report.figures import Bar, draw_bars, draw_histogram
 from omnitrain.report.html import Cell, Raw, chapter, figure, note, swatch, table, text_of
 from omnitrain.report.svg import NUM_COLORS
@@ -14,12 +14,12 @@ _LANES = 40  # sources that are drawn
 _LENGTHS = ("min", "mean", "median", "p95", "max")
 
 
-def chapters(stats: DataStats, plots: Plots) -> list[str]:
+def chapters(stats: DataNumbers, plots: Plots) -> list[str]:
     """Return all chapters; ``plots`` draws the figures."""
     return [_overview(stats), _lengths(stats, plots), _modalities(stats, plots), _packs(stats, plots), _rejected(stats)]
 
 
-def _overview(stats: DataStats) -> str:
+def _overview(stats: DataNumbers) -> str:
     titles = ("data set", "rows", "measured", "rejected", "share", "epochs")
     rows = [(one.name, one.rows, one.measured, one.rejected, one.share, one.epochs) for one in stats.data_sets]
     words = (
@@ -29,13 +29,13 @@ def _overview(stats: DataStats) -> str:
     return chapter("overview", "Data sets", [table(titles, rows), note(words)])
 
 
-def _lengths(stats: DataStats, plots: Plots) -> str:
+def _lengths(stats: DataNumbers, plots: Plots) -> str:
     shown = _histogram("Tokens of samples", "tokens", stats.lengths, plots)
-    rows = [(one.name, one.samples, *(one.length[key] for key in _LENGTHS)) for one in stats.sources]
+    rows: list[list[Cell]] = [[one.name, one.samples, *map(one.length.get, _LENGTHS)] for one in stats.sources]
     return chapter("lengths", "Lengths", [grid(shown), table(("source", "samples", *_LENGTHS), rows)])
 
 
-def _modalities(stats: DataStats, plots: Plots) -> str:
+def _modalities(stats: DataNumbers, plots: Plots) -> str:
     kinds = sorted({kind for source in stats.sources for kind in source.tokens})
     lanes = stats.sources[:_LANES]
     bars = []
@@ -60,7 +60,7 @@ def _modalities(stats: DataStats, plots: Plots) -> str:
     return chapter("modalities", "Modalities", [figure(svg, title, is_wide=True), legend.text, table(titles, rows)])
 
 
-def _packs(stats: DataStats, plots: Plots) -> str:
+def _packs(stats: DataNumbers, plots: Plots) -> str:
     packing = stats.packing
     if packing is None:
         return chapter("packs", "Packs", [note("No pack can be filled: all rows were rejected.")])
@@ -72,7 +72,7 @@ def _packs(stats: DataStats, plots: Plots) -> str:
     return chapter("packs", "Packs", [table(titles, [row]), note(words), grid(shown)])
 
 
-def _rejected(stats: DataStats) -> str:
+def _rejected(stats: DataNumbers) -> str:
     if not stats.rejected:
         return chapter("rejected", "Rejected rows", [note("None of the rows that were measured.")])
     rows = [(one.source, one.rows, one.reason, f"{one.example}: {one.words}") for one in stats.rejected]

@@ -8,12 +8,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from omnitrain.report.data.stats import DataStats, Histogram
+from omnitrain.report.data.numbers import DataNumbers, Histogram
 
 _BAR = 50  # characters of the longest bar of a histogram
 
 
-def stats_lines(stats: DataStats) -> Iterator[RenderableType]:
+def stats_lines(stats: DataNumbers) -> Iterator[RenderableType]:
     """Yield tables and histograms."""
     yield _data_sets(stats)
     yield _lengths(stats)
@@ -30,7 +30,7 @@ def stats_lines(stats: DataStats) -> Iterator[RenderableType]:
     yield table
 
 
-def _data_sets(stats: DataStats) -> Table:
+def _data_sets(stats: DataNumbers) -> Table:
     table = Table("data set", "rows", "measured", "rejected", "share", f"epochs in {stats.steps:,} steps")
     for one in stats.data_sets:
         epochs = "none" if one.epochs is None else f"{one.epochs:.3g}"
@@ -39,7 +39,7 @@ def _data_sets(stats: DataStats) -> Table:
     return table
 
 
-def _lengths(stats: DataStats) -> Table:
+def _lengths(stats: DataNumbers) -> Table:
     names = ("min", "mean", "median", "p95", "max")
     table = Table("tokens of samples", "samples", "rejected", *names)
     for one in stats.sources:
@@ -48,7 +48,7 @@ def _lengths(stats: DataStats) -> Table:
     return table
 
 
-def _shares(stats: DataStats) -> Table:
+def _shares(stats: DataNumbers) -> Table:
     kinds = sorted({kind for source in stats.sources for kind in source.tokens})
     table = Table("share of tokens", *kinds, "in the loss")
     for one in stats.sources:
@@ -57,7 +57,7 @@ def _shares(stats: DataStats) -> Table:
     return table
 
 
-def _packing(stats: DataStats) -> Text:
+def _packing(stats: DataNumbers) -> Text:
     packing = stats.packing
     if packing is None:
         return Text("no pack can be filled: all rows were rejected", style="bold red")

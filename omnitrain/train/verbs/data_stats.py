@@ -11,7 +11,7 @@ from omnitrain.data.sources.rows import open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.recipe import Recipe
-from omnitrain.report.data.stats import DataStats, stats_of
+from omnitrain.report.data.stats import DataStats
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.progress import Activity
 from omnitrain.train.verbs.preview import model_without_weights, recipe_and_name
@@ -52,7 +52,7 @@ def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, ro
                 found.append(row)
                 activity.update(f"measuring {source.name}: {len(found):,} of {min(rows, len(source)):,} rows")
             measured.append(found)
-    return stats_of(name, resolved, sources, measured, _packing(resolved, measured, contract))
+    return DataStats.of(name, resolved, sources, measured, _packing(resolved, measured, contract))
 
 
 def _packing(recipe: Recipe, measured: Sequence[Sequence[Measured]], contract: Contract) -> Packing | None:
