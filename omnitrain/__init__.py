@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from omnitrain.parallel.schedule.accumulate import accumulate_gradients
     from omnitrain.parallel.sequence.head_exchange import gather_heads_scatter_seq, gather_seq_scatter_heads
     from omnitrain.parallel.serving import serving
+    from omnitrain.parallel.spawn.errors import RankError
+    from omnitrain.parallel.spawn.launch import RankResults, launch
     from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state, loss_peers
     from omnitrain.parallel.step.plan import step_planner
     from omnitrain.parallel.verify.verify import VerifyReport, VerifyRow
@@ -75,6 +77,8 @@ _HOMES = {
     "ParallelPlan": "omnitrain.recipe",
     "ParallelState": "omnitrain.parallel.state",
     "Precision": "omnitrain.recipe",
+    "RankError": "omnitrain.parallel.spawn.errors",
+    "RankResults": "omnitrain.parallel.spawn.launch",
     "Recipe": "omnitrain.recipe",
     "Rejected": "omnitrain.data.packing.sample",
     "Row": "omnitrain.data.sources.rows",
@@ -100,6 +104,7 @@ _HOMES = {
     "gradient_norm": "omnitrain.optim.gradients",
     "heldout_loss": "omnitrain.train.evaluate.evaluate",
     "init_parallel_state": "omnitrain.parallel.state",
+    "launch": "omnitrain.parallel.spawn.launch",
     "layout_of": "omnitrain.parallel.layout",
     "load_checkpoint": "omnitrain.train.build_from_recipe",
     "load_optimizer": "omnitrain.checkpoint.optimizer",
@@ -134,6 +139,8 @@ __all__ = [
     "ParallelPlan",
     "ParallelState",
     "Precision",
+    "RankError",
+    "RankResults",
     "Recipe",
     "Rejected",
     "Row",
@@ -159,6 +166,7 @@ __all__ = [
     "gradient_norm",
     "heldout_loss",
     "init_parallel_state",
+    "launch",
     "layout_of",
     "load_checkpoint",
     "load_optimizer",

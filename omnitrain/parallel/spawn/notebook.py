@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import pickle
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,15 @@ def main_without_file() -> Iterator[None]:
         yield
     finally:
         main.__file__ = file
+
+
+def lines_of_cells() -> dict[str, list[str]]:
+    """Return name -> lines of code that is in no file, such as the cells of a notebook, for tracebacks elsewhere."""
+    return {
+        name: list(entry[2])
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None and not Path(name).is_file()
+    }
 
 
 def _main_has_file() -> bool:
