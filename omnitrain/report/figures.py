@@ -1,4 +1,4 @@
-"""Draw the figures of a report as SVG: lines over steps, bars of a traced step, ranks of a mesh."""
+"""Draw the figures of a report as SVG: lines over steps, bars, histograms."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from omnitrain.page.svg import BACK, GRID, NUM_COLORS, TEXT, color, svg_of
 from omnitrain.report.curves import Curve, is_wide, thinned
-from omnitrain.report.svg import BACK, GRID, NUM_COLORS, TEXT, color, svg_of
 
 MAX_CURVES = 24  # more in one figure cannot be told apart
 _MAX_POINTS, _MAX_POINTS_OF_FIGURE = 400, 4000
@@ -158,55 +158,6 @@ def draw_histogram(edges: Sequence[float], counts: Mapping[str, Sequence[int]], 
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.grid(True, axis="y", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
-    return svg_of(figure, name, escape(title))
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangle with words at its top; of the innermost ones, in the middle.
-
-    Attributes:
-        x: left edge.
-        y: upper edge.
-        width: width.
-        height: height.
-        words: what it says.
-        color: index of its colour; None: a frame without one.
-    """
-
-    x: float
-    y: float
-    width: float
-    height: float
-    words: str
-    color: int | None = None
-
-
-def draw_boxes(boxes: Sequence[Box], width: float, height: float, name: str, title: str) -> str:
-    """Return boxes as SVG; outer ones come first. ``width`` and ``height`` are in inches, like the boxes."""
-    from matplotlib.patches import Rectangle
-
-    figure = Figure(figsize=(width, height))
-    FigureCanvasSVG(figure)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_axis_off()
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
-    for box in boxes:
-        is_rank = box.color is not None
-        face = color(box.color) if box.color is not None else "none"
-        line = BACK if is_rank else TEXT
-        axes.add_patch(Rectangle((box.x, box.y), box.width, box.height, facecolor=face, edgecolor=line, linewidth=0.7))
-        middle, top = box.y + box.height / 2, box.y + 0.12
-        axes.text(
-            box.x + (box.width / 2 if is_rank else 0.06),
-            middle if is_rank else top,
-            box.words,
-            color=BACK if is_rank else TEXT,
-            fontsize=_FONT,
-            ha="center" if is_rank else "left",
-            va="center",
-        )
     return svg_of(figure, name, escape(title))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
+from omnitrain.page.html import Cell, Raw, figure, note, swatch, table, text_of
 from omnitrain.report.curves import Curve
 from omnitrain.report.figures import MAX_CURVES, draw_curves, styles
-from omnitrain.report.html import Cell, Raw, figure, note, swatch, table, text_of
 
 
 class Plots:

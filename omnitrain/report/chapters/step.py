@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from omnitrain.page.html import Cell, Raw, chapter, figure, heading, note, swatch, table, text_of
 from omnitrain.report.chapters.plots import Plots
 from omnitrain.report.figures import Bar, draw_bars
-from omnitrain.report.html import Cell, Raw, chapter, figure, heading, note, swatch, table, text_of
 from omnitrain.report.run_record import RunRecord
 from omnitrain.report.timeline import ACTIVITIES, RankTime, lanes_of, read_step, union
 

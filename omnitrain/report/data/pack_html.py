@@ -10,14 +10,14 @@ from PIL import Image
 from omnitrain.data.chat.parts import MediaPart
 from omnitrain.data.sources.media import Waveform
 from omnitrain.data.sources.rows import Row
+from omnitrain.page.html import Cell, Raw, chapter, figure, note, swatch, table
+from omnitrain.page.svg import NUM_COLORS
 from omnitrain.report.chapters.plots import Plots, grid
 from omnitrain.report.curves import Curve
 from omnitrain.report.data.medium import Medium, medium_of
 from omnitrain.report.data.pack_view import GapView, ItemView, PackView, Piece, RejectedView, SampleView, TokenView
 from omnitrain.report.figures import Bar, draw_bars, draw_curves
-from omnitrain.report.html import Cell, Raw, chapter, figure, note, swatch, table
 from omnitrain.report.media import MediaBudget
-from omnitrain.report.svg import NUM_COLORS
 
 _LEGEND = (
     "Each sample has a colour. Filled tokens are predicted: the loss has them. A dashed frame: the last token is "

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
+from omnitrain.page.whole import own_prefix, part_of_notebook, whole_page
+from omnitrain.page.write import require_matplotlib, write_page
 from omnitrain.report.data.pack_text import pack_lines, rejected_lines
 from omnitrain.report.data.pack_view import PackView, RejectedView
-from omnitrain.report.write import require_matplotlib, write_page
 
 _MEDIA_ROOM = 3_000_000  # bytes of a page for media
 _COLUMNS = 120  # of the text
@@ -40,16 +40,10 @@ class DataPreview:
         Raises:
             UserError: matplotlib is missing, or the file is something else.
         """
-        chapters = self._chapters("f")
-        from omnitrain.report.page import whole_page
-
-        return write_page(whole_page(self.name, "preview of the data", chapters), Path(file))
+        return write_page(whole_page(self.name, "preview of the data", self._chapters("f")), Path(file))
 
     def _repr_html_(self) -> str:
-        chapters = self._chapters(f"p{uuid.uuid4().hex[:8]}-")  # a notebook has figures of several cells
-        from omnitrain.report.page import part_of_notebook
-
-        return part_of_notebook(chapters)
+        return part_of_notebook(self._chapters(own_prefix()))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for number, pack in enumerate(self.packs, 1):

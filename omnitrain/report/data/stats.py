@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
+from omnitrain.page.whole import own_prefix, part_of_notebook, whole_page
+from omnitrain.page.write import require_matplotlib, write_page
 from omnitrain.report.data.numbers import DataNumbers
 from omnitrain.report.data.stats_text import stats_lines
-from omnitrain.report.write import require_matplotlib, write_page
 
 _COLUMNS = 120  # of the text
 
@@ -38,16 +38,10 @@ class DataStats(DataNumbers):
         Raises:
             UserError: matplotlib is missing, or the file is something else.
         """
-        chapters = self._chapters("f")
-        from omnitrain.report.page import whole_page
-
-        return write_page(whole_page(self.name, "statistics of the data", chapters), Path(file))
+        return write_page(whole_page(self.name, "statistics of the data", self._chapters("f")), Path(file))
 
     def _repr_html_(self) -> str:
-        chapters = self._chapters(f"p{uuid.uuid4().hex[:8]}-")  # a notebook has figures of several cells
-        from omnitrain.report.page import part_of_notebook
-
-        return part_of_notebook(chapters)
+        return part_of_notebook(self._chapters(own_prefix()))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from stats_lines(self)

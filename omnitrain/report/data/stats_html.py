@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from omnitrain.page.html import Cell, Raw, chapter, figure, note, swatch, table, text_of
+from omnitrain.page.svg import NUM_COLORS
 from omnitrain.report.chapters.plots import Plots, grid
 from omnitrain.report.data.numbers import DataNumbers, Histogram
 from omnitrain.report.figures import Bar, draw_bars, draw_histogram
-from omnitrain.report.html import Cell, Raw, chapter, figure, note, swatch, table, text_of
-from omnitrain.report.svg import NUM_COLORS
 
 _LANES = 40  # sources that are drawn
 _LENGTHS = ("min", "mean", "median", "p95", "max")
