@@ -11,6 +11,11 @@ from omnitrain.packages import install_command
 from omnitrain.page.whole import MARK
 
 
+def has_matplotlib() -> bool:
+    """Return whether figures can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def require_matplotlib(what: str) -> None:
     """Check that figures can be drawn.
 
@@ -20,7 +25,7 @@ def require_matplotlib(what: str) -> None:
     Raises:
         UserError: matplotlib is missing.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         raise UserError(f"{what} needs matplotlib; {install_command('report')}")
 
 
