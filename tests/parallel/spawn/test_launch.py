@@ -67,23 +67,51 @@ def test_a_number_of_ranks_below_one_is_refused() -> None:
         ot.launch(add_up, 0)
 
 
-CELLS = (
-    "import torch.distributed as dist\nimport omnitrain as ot\nscale = 3",
-    "def triple(value):\n    print('on', dist.get_rank())\n    return scale * value + dist.get_rank()\n",
-    "found = ot.launch(triple, 2, 5)\nprint(found.results)",
-    "def broken(names):\n    return names[dist.get_rank()]  # one name is missing\n\not.launch(broken, 2, ['a'])",
-)
+CELLS = """
+import threading
+import torch.distributed as dist
+import omnitrain as ot
+
+scale, lock = 3, threading.Lock()  # the lock cannot be pickled; an attribute below has its name
+#---
+def triple(value):
+    print("on", dist.get_rank(), ot.__version__)
+    return scale * value + dist.get_rank()
+#---
+print(ot.launch(triple, 2, 5).results)
+#---
+class Holder:
+    def __init__(self):
+        self.lock = scale
+
+def add_one(value):  # two functions that call each other, and a class
+    return twice(value - 1) + Holder().lock if value % 2 else value + 1
+
+def twice(value):
+    return 2 * add_one(value)
+
+print(ot.launch(add_one, 2, 5).results)
+#---
+def broken(names):
+    return names[dist.get_rank()]  # one name is missing
+
+ot.launch(broken, 2, ["a"])
+"""
 
 
 @pytest.mark.slow
 def test_notebook_cells_run_on_ranks_and_an_error_shows_the_line_of_its_cell() -> None:
-    book: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    book: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS.split("#---\n")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         with contextlib.suppress(CellExecutionError):
             NotebookClient(book, timeout=240, kernel_name="python3").execute()
     lines = "".join(output["text"] for output in book.cells[2].outputs).splitlines()
-    assert sorted(lines[:2]) == ["[rank 0] on 0", "[rank 1] on 1"] and lines[2] == "(15, 16)"
-    (error,) = [output for output in book.cells[3].outputs if output["output_type"] == "error"]
+    assert (
+        sorted(lines[:2]) == [f"[rank {rank}] on {rank} {ot.__version__}" for rank in range(2)]
+        and lines[2] == "(15, 16)"
+    )
+    assert book.cells[3].outputs[0]["text"] == "(13, 13)\n"
+    (error,) = [output for output in book.cells[4].outputs if output["output_type"] == "error"]
     assert error["ename"] == "RankError" and "rank 1 raised IndexError" in error["evalue"]
     assert "return names[dist.get_rank()]  # one name is missing" in error["evalue"]
