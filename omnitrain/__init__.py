@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from omnitrain.parallel.schedule.accumulate import accumulate_gradients
     from omnitrain.parallel.sequence.head_exchange import gather_heads_scatter_seq, gather_seq_scatter_heads
     from omnitrain.parallel.serving import serving
+    from omnitrain.parallel.spawn.errors import RankError
+    from omnitrain.parallel.spawn.launch import RankResults, launch
     from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state, loss_peers
     from omnitrain.parallel.step.plan import step_planner
     from omnitrain.parallel.verify.verify import VerifyReport, VerifyRow
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from omnitrain.train.build_from_recipe import load_checkpoint
     from omnitrain.train.evaluate.evaluate import heldout_loss
     from omnitrain.train.trainer import Trainer
+    from omnitrain.train.verbs.data_stats import data_stats
+    from omnitrain.train.verbs.preview import preview
     from omnitrain.train.verbs.verify import verify
 
 __version__ = "0.1.0"
@@ -73,6 +77,8 @@ _HOMES = {
     "ParallelPlan": "omnitrain.recipe",
     "ParallelState": "omnitrain.parallel.state",
     "Precision": "omnitrain.recipe",
+    "RankError": "omnitrain.parallel.spawn.errors",
+    "RankResults": "omnitrain.parallel.spawn.launch",
     "Recipe": "omnitrain.recipe",
     "Rejected": "omnitrain.data.packing.sample",
     "Row": "omnitrain.data.sources.rows",
@@ -89,6 +95,7 @@ _HOMES = {
     "build_omni_model": "omnitrain.models.omni.build",
     "build_parallelize_model": "omnitrain.parallel.parallelize",
     "clip_gradients": "omnitrain.optim.gradients",
+    "data_stats": "omnitrain.train.verbs.data_stats",
     "gather_heads_scatter_seq": "omnitrain.parallel.sequence.head_exchange",
     "gather_seq_scatter_heads": "omnitrain.parallel.sequence.head_exchange",
     "gathered": "omnitrain.parallel.fsdp.summon",
@@ -97,6 +104,7 @@ _HOMES = {
     "gradient_norm": "omnitrain.optim.gradients",
     "heldout_loss": "omnitrain.train.evaluate.evaluate",
     "init_parallel_state": "omnitrain.parallel.state",
+    "launch": "omnitrain.parallel.spawn.launch",
     "layout_of": "omnitrain.parallel.layout",
     "load_checkpoint": "omnitrain.train.build_from_recipe",
     "load_optimizer": "omnitrain.checkpoint.optimizer",
@@ -105,6 +113,7 @@ _HOMES = {
     "open_sources": "omnitrain.data.sources.rows",
     "pack_all": "omnitrain.data.packing.fill_pack",
     "parse_layout": "omnitrain.recipe",
+    "preview": "omnitrain.train.verbs.preview",
     "save_optimizer": "omnitrain.checkpoint.optimizer",
     "serving": "omnitrain.parallel.serving",
     "step_planner": "omnitrain.parallel.step.plan",
@@ -130,6 +139,8 @@ __all__ = [
     "ParallelPlan",
     "ParallelState",
     "Precision",
+    "RankError",
+    "RankResults",
     "Recipe",
     "Rejected",
     "Row",
@@ -146,6 +157,7 @@ __all__ = [
     "build_omni_model",
     "build_parallelize_model",
     "clip_gradients",
+    "data_stats",
     "gather_heads_scatter_seq",
     "gather_seq_scatter_heads",
     "gathered",
@@ -154,6 +166,7 @@ __all__ = [
     "gradient_norm",
     "heldout_loss",
     "init_parallel_state",
+    "launch",
     "layout_of",
     "load_checkpoint",
     "load_optimizer",
@@ -162,6 +175,7 @@ __all__ = [
     "open_sources",
     "pack_all",
     "parse_layout",
+    "preview",
     "save_optimizer",
     "serving",
     "step_planner",

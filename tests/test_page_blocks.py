@@ -171,8 +171,16 @@ def test_the_cell_of_the_verify_page_is_verified(hub: dict[str, str]) -> None:
     assert ended.stdout.count("equal") == 2 and not ended.returncode, ended.stderr
 
 
+def test_the_data_of_a_recipe_is_shown_and_measured(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_recipe(here, 7).rename(here / "my.yaml")
+    names = run("data-preview.md", 0)
+    assert len(names["shown"].packs) == 2 and (here / "preview.html").is_file()
+    assert names["stats"].pack_tokens == 512 and "[('train', " in capsys.readouterr().out
+
+
 RUN: dict[str, set[int]] = {
     "README.md": {0, 1},
+    "data-preview.md": {0},
     "lora.md": {0},
     "models.md": {0},
     "recipes.md": {0, 1, 3},
@@ -251,6 +259,7 @@ def test_every_command_of_the_pages_runs() -> None:
     assert [page.name for page in PAGES if commands_here(page.name)] == [
         "README.md",
         "checkpoints.md",
+        "data-preview.md",
         "models.md",
         "recipes.md",
         "report.md",
@@ -267,7 +276,7 @@ def test_a_model_of_the_hub_is_checked_without_its_weights(here: Path, hub: dict
     assert done.exit_code == 0 and "vision_tower" in done.stdout, done.output
 
 
-@pytest.mark.parametrize("page", ["README.md", "checkpoints.md", "recipes.md", "report.md"])
+@pytest.mark.parametrize("page", ["README.md", "checkpoints.md", "data-preview.md", "recipes.md", "report.md"])
 def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, on a tiny quickstart with its samples' names, two steps, and answers of two tokens."""
     monkeypatch.setattr("omnitrain.recipe.shipped._PACKAGE", here)
@@ -295,6 +304,9 @@ def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, m
         done = CliRunner().invoke(app, [*words, *limit])
         leave_process_groups()
         assert done.exit_code == 0, (words, done.output, done.exception)
+    if page == "data-preview.md":
+        assert {file.name for file in here.iterdir()} >= {"preview.html", "stats.html", "stats.json"}
+        return
     assert {file.name for file in (here / "runs" / "mine").iterdir()} >= {"recipe.yaml", "metrics.jsonl", "checkpoints"}
 
 

@@ -1,4 +1,4 @@
-"""Every shipped recipe trains, with tiny models and data in place of those that it names."""
+"""Every shipped recipe trains, and shows its data, with tiny models and data in place of those that it names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.shipped import list_recipes
+from omnitrain.report.data.pack_view import ItemView
 from omnitrain.train.trainer import Trainer
+from omnitrain.train.verbs.data_stats import data_stats
+from omnitrain.train.verbs.preview import preview
 from tests.families import FAMILIES
 from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_row, tiny_tokenizer, write_parquet
 from tests.tiny_processors import llava
@@ -60,9 +63,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+def look_at(recipe: Recipe) -> None:
+    """A pack has all that its samples have, and the packs that a run fills have as many tokens as expected."""
+    (pack,) = preview(recipe, packs=1).packs
+    items = [piece for sample in pack.samples for piece in sample.pieces if isinstance(piece, ItemView)]
+    assert len(items) == len(pack.samples) and all(item.part is not None for item in items)  # each row has one medium
+    assert 0 < pack.predicted["text"] < pack.num_tokens <= pack.capacity
+    stats = data_stats(recipe, rows=4)
+    assert not stats.rejected and all(data_set.epochs > 0 for data_set in stats.data_sets)
+    assert stats.packing.tokens_per_step == pytest.approx(stats.packing.fill * pack.capacity * stats.packs_per_step)
+
+
 def run(name: str, output_dir: Path, *overrides: str) -> set[str]:
     """Train two steps; returns the parts of the model whose weights moved (times of frames: only by weight decay)."""
     recipe = Recipe.load(name, [*SMALL, f"output_dir={output_dir}", *overrides])
+    look_at(recipe)
     trainer = Trainer(recipe)
     before = {key: value.clone() for key, value in trainer.model.named_parameters()}
     trainer.fit()
@@ -108,6 +123,7 @@ def test_a_run_that_may_be_stopped_keeps_its_newest_and_its_best_checkpoint_and_
     parts = [f"model.foundation={tiny['llava']}", *data]
     often = ["train.save_every=1", "evaluation={loss_every: 1, max_new_tokens: 1}", "train.micro_batches=2"]
     overrides = [*SMALL, *parts, *often, f"output_dir={tmp_path / 'run'}"]
+    look_at(Recipe.load("preemptible", overrides))
     for steps in (2, 4):
         Trainer(Recipe.load("preemptible", [*overrides, f"train.steps={steps}"]), resume="auto").fit()
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
@@ -120,6 +136,12 @@ def steps_on_a_rank(name: str, overrides: list[str]) -> int:
     return Trainer(Recipe.load(name, [*SMALL, *overrides])).fit().step
 
 
+def run_on_ranks(ranks: RankPool, world: int, name: str, overrides: list[str]) -> list[int]:
+    """Train two steps; returns the steps of each rank."""
+    look_at(Recipe.load(name, [*SMALL, *overrides]))
+    return ranks.run(steps_on_a_rank, name, overrides, timeout_s=120, world=world)
+
+
 def test_experts_and_rows_lie_on_several_ranks(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3_moe']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
@@ -130,7 +152,7 @@ def test_experts_and_rows_lie_on_several_ranks(ranks: RankPool, tiny: dict[str, 
         "parallel.default.expert_chunks=2",
     ]
     overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
-    assert ranks.run(steps_on_a_rank, "long_experts", overrides, timeout_s=120, world=4) == [2] * 4
+    assert run_on_ranks(ranks, 4, "long_experts", overrides) == [2] * 4
     (line,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1:])
     assert all(layer["load"] >= 1 and layer["bytes"] > 0 for layer in line["experts"].values())
 
@@ -141,7 +163,7 @@ def test_rows_and_calls_of_the_tower_lie_on_several_ranks(
     parts = [f"model.foundation={tiny['llama']}", f"model.encoders.image_encoder.tower={tiny['qwen2_5_vl']}"]
     layout = ["parallel.default.ulysses=2", "parallel.components.image_encoder.ulysses=2"]
     overrides = [*parts, *layout, f"data.train=[{{path: {tiny['images']}}}]", f"output_dir={tmp_path / 'run'}"]
-    assert ranks.run(steps_on_a_rank, "long_documents", overrides, timeout_s=120, world=4) == [2] * 4
+    assert run_on_ranks(ranks, 4, "long_documents", overrides) == [2] * 4
 
 
 def test_stages_of_a_pipeline_train_interleaved(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
@@ -149,7 +171,7 @@ def test_stages_of_a_pipeline_train_interleaved(ranks: RankPool, tiny: dict[str,
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
     layout = ["parallel.components.foundation.pp=2", "train.micro_batches=3"]
     overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
-    assert ranks.run(steps_on_a_rank, "pipeline", overrides, timeout_s=120, world=2) == [2] * 2
+    assert run_on_ranks(ranks, 2, "pipeline", overrides) == [2] * 2
 
 
 def test_all_pipeline_ranks_encode_the_images_of_a_step(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
@@ -157,14 +179,14 @@ def test_all_pipeline_ranks_encode_the_images_of_a_step(ranks: RankPool, tiny: d
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
     layout = ["parallel.components.foundation.pp=2", "train.micro_batches=3"]
     overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
-    assert ranks.run(steps_on_a_rank, "separate_encoder", overrides, timeout_s=120, world=2) == [2] * 2
+    assert run_on_ranks(ranks, 2, "separate_encoder", overrides) == [2] * 2
 
 
 def test_a_tower_trains_on_a_rank_of_its_own(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
     overrides = [*parts, "train.micro_batches=4", f"output_dir={tmp_path / 'run'}"]
-    assert ranks.run(steps_on_a_rank, "vision_section", overrides, timeout_s=120, world=2) == [2] * 2
+    assert run_on_ranks(ranks, 2, "vision_section", overrides) == [2] * 2
 
 
 def test_two_towers_share_a_rank_of_their_own(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
@@ -174,7 +196,7 @@ def test_two_towers_share_a_rank_of_their_own(ranks: RankPool, tiny: dict[str, s
     parts += [f"model.foundation={tiny['qwen3']}", "model.encoders.image_encoder.projector.factor=2"]
     parts += [f"data.train=[{{path: {tiny['images']}}}, {{path: {tiny['speech']}}}]", "train.micro_batches=4"]
     overrides = [*parts, f"output_dir={tmp_path / 'run'}"]
-    assert ranks.run(steps_on_a_rank, "media_section", overrides, timeout_s=120, world=3) == [2] * 3
+    assert run_on_ranks(ranks, 3, "media_section", overrides) == [2] * 3
     rows = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["encoders"]
     assert all(rows[name]["busy"] > 0 for name in ("image_encoder", "audio_encoder"))
 
@@ -187,7 +209,15 @@ def test_forwards_and_backwards_of_stages_with_experts_run_in_turn(
     foundation = "parallel.components.foundation"
     layout = [f"{foundation}.ep=2", f"{foundation}.pp=1", f"{foundation}.schedule.chunks=null", "train.micro_batches=4"]
     overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
-    assert ranks.run(steps_on_a_rank, "overlapped_experts", overrides, timeout_s=120, world=2) == [2] * 2
+    assert run_on_ranks(ranks, 2, "overlapped_experts", overrides) == [2] * 2
+
+
+def test_the_quickstart_shows_its_data() -> None:
+    (pack,) = preview("quickstart", packs=1).packs
+    components = {piece.component for sample in pack.samples for piece in sample.pieces if isinstance(piece, ItemView)}
+    assert components == {"image_encoder", "audio_encoder", "image_decoder", "audio_decoder"} and pack.fill > 0.95
+    stats = data_stats("quickstart", rows=100)
+    assert stats.packing.fill > 0.95 and len(stats.sources) == 8 and not stats.rejected
 
 
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:

@@ -33,7 +33,16 @@ if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
     from omnitrain.train.run_state.run_folder import Resume
 
-_WITH_RECIPE = ("check", "run", "resume", "profile", "verify", "schedule")  # the verbs that take overrides
+_WITH_RECIPE = (
+    "check",
+    "run",
+    "resume",
+    "preview",
+    "data",
+    "profile",
+    "verify",
+    "schedule",
+)  # the verbs that take overrides
 
 
 class _Verbs(TyperGroup):
@@ -80,6 +89,9 @@ OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Overrides, such as train.steps=20.")
 ]
 
+PageOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Also write one page that needs no network.")
+]
 RanksOption = Annotated[int, typer.Option("--nproc", help="Number of ranks to start on this machine.", min=1)]
 RestartsOption = Annotated[
     int,
@@ -99,6 +111,8 @@ _MODEL_VERBS = (
     "check",
     "run",
     "resume",
+    "preview",
+    "data",
     "profile",
     "verify",
     "schedule",
@@ -371,6 +385,61 @@ def _all_problems(recipe: Recipe, name: str, num_ranks: int) -> Iterator[None]:
         from omnitrain.train.verbs.check import problems_of_start
 
         raise UserError(problem_list(name, problems_of_start(recipe, error, num_ranks))) from None
+
+
+@app.command()
+def preview(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    packs: Annotated[int, typer.Option(help="Number of packs to show.", min=1)] = 2,
+    output: PageOption = None,
+) -> None:
+    """Show packs as the model gets them: tokens, loss mask, media, positions, and rows that were rejected."""
+    from omnitrain.recipe import Recipe
+
+    resolved = Recipe.load(recipe, overrides)
+
+    from omnitrain.train.metrics.console import console
+    from omnitrain.train.verbs.preview import preview as make_preview
+
+    shown = make_preview(resolved, packs=packs)
+    console.print(shown, soft_wrap=True)
+    if output is not None:
+        typer.echo(shown.save(output))
+
+
+data_verbs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.add_typer(data_verbs, name="data")
+
+
+@data_verbs.callback()
+def data() -> None:
+    """Measure the data of a recipe."""
+
+
+@data_verbs.command()
+def stats(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    rows: Annotated[int, typer.Option(help="Number of rows of each data set to measure.", min=1)] = 2000,
+    output: PageOption = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write the numbers.")
+    ] = None,
+) -> None:
+    """Measure lengths, modalities, rejected rows, epochs and the expected fill of packs, as a run would read them."""
+    from omnitrain.recipe import Recipe
+
+    resolved = Recipe.load(recipe, overrides)
+
+    from omnitrain.train.metrics.console import console
+    from omnitrain.train.verbs.data_stats import data_stats
+
+    found = data_stats(resolved, rows=rows)
+    console.print(found)
+    for file in (output and found.save(output), json_file and found.save_json(json_file)):
+        if file is not None:
+            typer.echo(file)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,9 @@ from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks
 from omnitrain.optim.gradients import Holders
+from omnitrain.page.html import heading
+from omnitrain.page.whole import own_prefix, part_of_notebook
+from omnitrain.page.write import has_matplotlib
 from omnitrain.parallel.layout_table import LayoutRow, LayoutTable
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.pipeline.apply import Pipeline
@@ -22,10 +26,13 @@ from omnitrain.parallel.sequence.async_ulysses.apply import AsyncUlyssesModules
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
 from omnitrain.plan import StepPlan
+from omnitrain.plan.mesh import DENSE_AXES
+from omnitrain.plan.mesh_picture import mesh_picture
 from omnitrain.plan.schedule.encoders import EncoderWindows
 from omnitrain.recipe.parallel import MAIN, ComponentPlan, Section
 
 _ATTRIBUTE = "_applied_layout"
+_OF_PLAN = ("component", "section", "mode", "mesh", "units", "recompute", "offload", "sequence")
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +197,40 @@ class ModelLayout:
             )
             for component in self.components.values()
         )
+
+    def facts_of_sections(self) -> list[dict[str, Any]]:
+        """Return name, first rank, components and sizes of axes of each section, as pictures and reports need them."""
+        return [
+            {
+                "name": state.section,
+                "first_rank": state.first_rank,
+                "components": [name for name, section in self.section_of.items() if section == state.section],
+                "axes": {axis: state.size(axis) for axis in DENSE_AXES},  # in the order in which ranks are numbered
+                "ep": state.ep_size,
+            }
+            for state in list(self.state.sections.values()) or [self.state]
+        ]
+
+    def _repr_html_(self) -> str:
+        """Pictures of the ranks, if matplotlib is installed, and a table; the sizes of weights are in :meth:`table`."""
+        prefix = own_prefix()
+        pictures = [
+            mesh_picture(facts, index, f"{prefix}{index}")
+            for index, facts in enumerate(self.facts_of_sections())
+            if has_matplotlib()
+        ]
+        rows = LayoutTable(
+            _row(
+                one.name,
+                section_text(self.state_of(one.name)) if self.sections else "",
+                one.plan,
+                one.num_units,
+                [],
+                _sequence(one.plan, one.async_ulysses, one.tokens),
+            )
+            for one in self.components.values()
+        )
+        return part_of_notebook([*pictures, heading("Layout (mesh: copies x shards)"), rows.as_html(_OF_PLAN)])
 
     def offloaded(self, model: OmniModel) -> list[nn.Parameter]:
         """Return the trained parameters whose optimizer state lives in host memory."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+
+from omnitrain.page.html import Cell, heading, table
+from omnitrain.page.whole import part_of_notebook
 
 _COLUMNS = (
     "component",
@@ -62,17 +66,31 @@ class LayoutTable(tuple[LayoutRow, ...]):
     def __rich__(self) -> Table:
         has_sections = any(row.section for row in self)
         columns = [name for name in _COLUMNS if name != "section" or has_sections]
-        table = Table(*columns, title=_TITLE, title_justify="left")
+        shown = Table(*columns, title=_TITLE, title_justify="left")
         for row in self:
             section = (row.section,) if has_sections else ()
             trainable = f"{row.trainable:,}" if row.trainable else "frozen"
             sizes = (str(row.units), f"{row.parameters:,}", trainable)
             others = (row.dtypes, row.recompute, row.offload, row.sequence)
-            table.add_row(row.name, *section, row.mode, row.mesh, *sizes, *others)
-        return table
+            shown.add_row(row.name, *section, row.mode, row.mesh, *sizes, *others)
+        return shown
+
+    def _repr_html_(self) -> str:
+        return part_of_notebook([heading(_TITLE), self.as_html(_COLUMNS)])
+
+    def as_html(self, columns: Sequence[str]) -> str:
+        """Return some columns as an HTML table; without sections, it has no such column."""
+        has_sections = any(row.section for row in self)
+        shown = [name for name in columns if name != "section" or has_sections]
+        return table(shown, [[_cell(row, name) for name in shown] for row in self])
 
     def __repr__(self) -> str:
         console = Console(width=160)
         with console.capture() as capture:
             console.print(self.__rich__())
         return capture.get()
+
+
+def _cell(row: LayoutRow, column: str) -> Cell:
+    value: Cell = getattr(row, "name" if column == "component" else column)
+    return "frozen" if column == "trainable" and not value else value

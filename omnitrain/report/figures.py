@@ -1,10 +1,11 @@
-"""Draw the figures of a report as SVG: lines over steps, bars of a traced step, ranks of a mesh."""
+"""Draw the figures of a report as SVG: lines over steps, bars, histograms."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -12,8 +13,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from omnitrain.page.svg import BACK, GRID, NUM_COLORS, TEXT, color, svg_of
 from omnitrain.report.curves import Curve, is_wide, thinned
-from omnitrain.report.svg import BACK, GRID, NUM_COLORS, TEXT, color, svg_of
 
 MAX_CURVES = 24  # more in one figure cannot be told apart
 _MAX_POINTS, _MAX_POINTS_OF_FIGURE = 400, 4000
@@ -48,13 +49,14 @@ def styles(curves: Sequence[Curve]) -> list[Style]:
     ]
 
 
-def draw_curves(curves: Sequence[Curve], name: str, title: str) -> str:
-    """Return curves over steps as SVG.
+def draw_curves(curves: Sequence[Curve], name: str, title: str, x: str = "step") -> str:
+    """Return curves over steps, or over another whole number, as SVG.
 
     Args:
         curves: at least one and at most :data:`MAX_CURVES`.
         name: start of the ids in the figure.
         title: what it shows.
+        x: label of the horizontal axis.
     """
     figure, axes = _figure(*_SIZE)
     most = min(_MAX_POINTS, _MAX_POINTS_OF_FIGURE // len(curves))
@@ -76,7 +78,7 @@ def draw_curves(curves: Sequence[Curve], name: str, title: str) -> str:
         axes.set_xlim(min(steps) - 1, min(steps) + 1)  # otherwise steps would have decimals
     if is_wide(curves):
         axes.set_yscale("log")
-    axes.set_xlabel("step", color=TEXT, fontsize=_FONT)
+    axes.set_xlabel(x, color=TEXT, fontsize=_FONT)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.grid(True, color=GRID, linewidth=0.6)
     return svg_of(figure, name, escape(title))
@@ -92,83 +94,70 @@ def _marks(values: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of time in a lane.
+    """A stretch of time, or of something else, in a lane.
 
     Attributes:
         lane: index of the lane, from the top.
-        start: start in seconds.
-        seconds: duration.
+        start: its left end.
+        length: its length.
         color: index of its colour.
     """
 
     lane: int
     start: float
-    seconds: float
+    length: float
     color: int
 
 
-def draw_bars(bars: Sequence[Bar], lanes: Sequence[str], name: str, title: str) -> str:
-    """Return bars over time as SVG, with a lane for each of ``lanes``; times are shown in milliseconds."""
+def draw_bars(
+    bars: Sequence[Bar], lanes: Sequence[str], name: str, title: str, x: str, end: float | None = None
+) -> str:
+    """Return bars as SVG, with a lane for each of ``lanes``.
+
+    Args:
+        bars: the bars.
+        lanes: names of the lanes, from the top.
+        name: start of the ids in the figure.
+        title: what it shows.
+        x: label of the horizontal axis, with its unit.
+        end: right end of the axis, if it is not that of the last bar.
+    """
     figure, axes = _figure(9.0, 0.7 + 0.24 * len(lanes))
     by_color: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for bar in bars:
-        by_color.setdefault((bar.lane, bar.color), []).append((1e3 * bar.start, 1e3 * bar.seconds))
+        by_color.setdefault((bar.lane, bar.color), []).append((bar.start, bar.length))
     for (lane, index), spans in sorted(by_color.items()):
         axes.broken_barh(spans, (lane - 0.4, 0.8), facecolors=color(index), linewidth=0)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_yticks(range(len(lanes)), lanes)
-    axes.set_xlabel("ms", color=TEXT, fontsize=_FONT)
+    if end is not None:
+        axes.set_xlim(0, end)
+    axes.set_xlabel(x, color=TEXT, fontsize=_FONT)
     axes.grid(True, axis="x", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     return svg_of(figure, name, escape(title))
 
 
-@dataclass(frozen=True)
-class Box:
-    """A rectangle with words at its top; of the innermost ones, in the middle.
+def draw_histogram(edges: Sequence[float], counts: Mapping[str, Sequence[int]], name: str, title: str, x: str) -> str:
+    """Return stacked bars as SVG.
 
-    Attributes:
-        x: left edge.
-        y: upper edge.
-        width: width.
-        height: height.
-        words: what it says.
-        color: index of its colour; None: a frame without one.
+    Args:
+        edges: ends of the bins, one more than bins.
+        counts: name -> number of values in each bin; the names have the colours 0, 1, ...
+        name: start of the ids in the figure.
+        title: what it shows.
+        x: label of the horizontal axis.
     """
-
-    x: float
-    y: float
-    width: float
-    height: float
-    words: str
-    color: int | None = None
-
-
-def draw_boxes(boxes: Sequence[Box], width: float, height: float, name: str, title: str) -> str:
-    """Return boxes as SVG; outer ones come first. ``width`` and ``height`` are in inches, like the boxes."""
-    from matplotlib.patches import Rectangle
-
-    figure = Figure(figsize=(width, height))
-    FigureCanvasSVG(figure)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_axis_off()
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
-    for box in boxes:
-        is_rank = box.color is not None
-        face = color(box.color) if box.color is not None else "none"
-        line = BACK if is_rank else TEXT
-        axes.add_patch(Rectangle((box.x, box.y), box.width, box.height, facecolor=face, edgecolor=line, linewidth=0.7))
-        middle, top = box.y + box.height / 2, box.y + 0.12
-        axes.text(
-            box.x + (box.width / 2 if is_rank else 0.06),
-            middle if is_rank else top,
-            box.words,
-            color=BACK if is_rank else TEXT,
-            fontsize=_FONT,
-            ha="center" if is_rank else "left",
-            va="center",
-        )
+    figure, axes = _figure(*_SIZE)
+    below = [0] * (len(edges) - 1)
+    for index, of_name in enumerate(counts.values()):
+        widths = [right - left for left, right in pairwise(edges)]
+        axes.bar(edges[:-1], of_name, widths, bottom=below, align="edge", color=color(index), edgecolor=BACK)
+        below = [low + count for low, count in zip(below, of_name, strict=True)]
+    axes.set_xlabel(x, color=TEXT, fontsize=_FONT)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axes.grid(True, axis="y", color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
     return svg_of(figure, name, escape(title))
 
 

@@ -1,9 +1,10 @@
-"""Put images, sounds and spectrograms into a page, up to a number of bytes."""
+"""Put images, sounds, spectrograms and strips of videos into a page, up to a number of bytes."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -15,6 +16,8 @@ _PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".gif": "image/gif", ".w
 _SOUNDS = {".wav": "audio/wav", ".flac": "audio/flac", ".ogg": "audio/ogg", ".mp3": "audio/mpeg"}
 _LARGE = 50_000  # bytes from which a picture is made smaller
 _LONGEST_SIDE = 320  # pixels of a picture that is made smaller
+_SOUND_SECONDS = 20  # of a decoded sound that the player has
+_FRAMES, _FRAME_HEIGHT = 12, 96  # most frames of a strip, and most pixels of their height
 _WINDOW = 512  # samples of a spectrogram's window
 _COLUMNS, _ROWS = 160, 64  # pixels of a spectrogram
 _DECIBELS = 70.0  # from its brightest to its darkest pixel
@@ -46,6 +49,23 @@ class MediaBudget:
             return _note(f"{file.name} cannot be read")
         return _note(f"{file.name} is no image or sound")
 
+    def image(self, image: Image.Image, words: str) -> str:
+        """Return the HTML of a decoded image; ``words``: what it is."""
+        return self._fit(_img(*_compressed(image), words))
+
+    def frames(self, frames: Sequence[Image.Image], words: str) -> str:
+        """Return the HTML of a video as a strip of its frames, from the first to the last."""
+        kept = [frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), _FRAMES)).round().astype(int)]
+        left = f", {len(kept)} shown" if len(kept) < len(frames) else ""
+        return self._fit(_img(*_compressed(_strip(kept), len(kept)), words + left))
+
+    def sound(self, samples: np.ndarray, rate: int, words: str) -> str:
+        """Return the HTML of a sound: a spectrogram of all of it, and a player; ``samples``: ``[n]`` float."""
+        stream = io.BytesIO()
+        soundfile.write(stream, samples[: _SOUND_SECONDS * rate], rate, format="FLAC")
+        cut = f", of which the player has {_SOUND_SECONDS} s" if len(samples) > _SOUND_SECONDS * rate else ""
+        return self._fit(_player(samples, stream.getvalue(), "audio/flac", words + cut))
+
     def _fit(self, html: str) -> str:
         if len(html) > self._room:
             self.left_out += 1
@@ -76,10 +96,8 @@ def _picture(file: Path) -> str:
     with Image.open(io.BytesIO(data)) as image:
         image.load()
         if len(data) > _LARGE:
-            still = image.convert("RGB")
-            still.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
-            data, kind = _saved(still, "JPEG"), "image/jpeg"
-    return f'<img src="{_uri(data, kind)}" alt="{escape(file.name)}">'
+            data, kind = _small(image)
+    return _img(data, kind, file.name)
 
 
 def _sound(file: Path) -> str:
@@ -91,10 +109,44 @@ def _sound(file: Path) -> str:
         stream = io.BytesIO()
         soundfile.write(stream, samples, rate, format="FLAC")
         data, kind = min((data, kind), (stream.getvalue(), "audio/flac"), key=lambda pair: len(pair[0]))
-    picture = _saved(spectrogram(samples.mean(axis=1)), "PNG")
-    words = escape(f"{file.name}: {len(samples) / rate:.2f} s, 0 to {rate / 2000:g} kHz")
-    shown = f'<img class="spectrogram" src="{_uri(picture, "image/png")}" alt="{words}" title="{words}">'
-    return f'<span class="sound">{shown}<audio controls preload="metadata" src="{_uri(data, kind)}"></audio></span>'
+    words = f"{file.name}: {len(samples) / rate:.2f} s, 0 to {rate / 2000:g} kHz"
+    return _player(samples.mean(axis=1), data, kind, words)
+
+
+def _player(samples: np.ndarray, data: bytes, kind: str, words: str) -> str:
+    picture = _img(_saved(spectrogram(samples), "PNG"), "image/png", words, ' class="spectrogram"')
+    return f'<span class="sound">{picture}<audio controls preload="metadata" src="{_uri(data, kind)}"></audio></span>'
+
+
+def _img(data: bytes, kind: str, words: str, attributes: str = "") -> str:
+    shown = escape(words)
+    return f'<img{attributes} src="{_uri(data, kind)}" alt="{shown}" title="{shown}">'
+
+
+def _compressed(image: Image.Image, parts: int = 1) -> tuple[bytes, str]:
+    """The bytes and the kind of an image; one that is large for its number of ``parts`` is made smaller."""
+    data = _saved(image, "PNG")
+    return (data, "image/png") if len(data) <= _LARGE * parts else _small(image, parts)
+
+
+def _small(image: Image.Image, parts: int = 1) -> tuple[bytes, str]:
+    still = image.convert("RGB")
+    still.thumbnail((_LONGEST_SIDE * parts, _LONGEST_SIDE))
+    return _saved(still, "JPEG"), "image/jpeg"
+
+
+def _strip(frames: Sequence[Image.Image]) -> Image.Image:
+    """Frames side by side, with a gap."""
+    small = [frame.convert("RGBA") for frame in frames]
+    for frame in small:
+        frame.thumbnail((frame.width, _FRAME_HEIGHT))
+    gap = max(1, small[0].width // 16)
+    strip = Image.new("RGBA", (sum(f.width + gap for f in small) - gap, max(f.height for f in small)))
+    left = 0
+    for frame in small:
+        strip.paste(frame, (left, 0))
+        left += frame.width + gap
+    return strip
 
 
 def _saved(image: Image.Image, kind: str) -> bytes:

@@ -1,21 +1,16 @@
-"""Put the chapters of a report into one page that needs nothing else."""
+"""Put the chapters of a report into one page."""
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Sequence
-from html import escape
 
+from omnitrain.page.whole import whole_page
 from omnitrain.report.chapters import layout, samples, settings, step, training
 from omnitrain.report.chapters.plots import Plots
 from omnitrain.report.curves import Metrics
 from omnitrain.report.run_record import RunRecord
-from omnitrain.report.theme import SCRIPT, STYLE
 
-MARK = '<meta name="generator" content="omnitrain report">'
 _LARGEST = 4_700_000  # bytes of a page, media included
-_TITLE = re.compile(r'<section id="([^"]+)"><h2><a[^>]*>([^<]+)')
 
 
 def page_of(runs: Sequence[RunRecord]) -> str:
@@ -36,28 +31,4 @@ def page_of(runs: Sequence[RunRecord]) -> str:
     ]
     room = _LARGEST - len("".join(before).encode())
     chapters = [*before[:3], samples.samples(runs, room), *before[3:]]
-    return _page(", ".join(run.label for run in runs), chapters)
-
-
-def _page(names: str, chapters: Sequence[str]) -> str:
-    found = [_TITLE.match(chapter) for chapter in chapters]
-    links = "".join(f'<a href="#{one[1]}">{one[2]}</a>' for one in found if one is not None)
-    written = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-{MARK}
-<link rel="icon" href="data:,">
-<title>{escape(names)}: report</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<header><button type="button">light / dark</button><h1>{escape(names)}</h1>
-<p class="note">Report of omnitrain, written {written}</p><nav>{links}</nav></header>
-<main>{"".join(chapters)}</main>
-<script>{SCRIPT}</script>
-</body>
-</html>
-"""
+    return whole_page(", ".join(run.label for run in runs), "report", chapters)

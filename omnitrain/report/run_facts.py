@@ -12,8 +12,6 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.fused.install import FusedOp
 from omnitrain.parallel.layout import ModelLayout
-from omnitrain.parallel.state import ParallelState
-from omnitrain.plan.mesh import DENSE_AXES
 from omnitrain.report.doctor import examine_without_imports
 from omnitrain.report.run_record import ENVIRONMENT_FILE, LAYOUT_FILE
 
@@ -41,22 +39,7 @@ def layout_facts(
     return {
         "components": [asdict(row) for row in component_rows(model, ops)],
         "layout": [asdict(row) for row in rows],
-        "sections": [] if layout is None else [_section(state, layout) for state in _states(layout)],
-    }
-
-
-def _states(layout: ModelLayout) -> list[ParallelState]:
-    return list(layout.state.sections.values()) or [layout.state]
-
-
-def _section(state: ParallelState, layout: ModelLayout) -> dict[str, Any]:
-    """Name, first rank, components, and the size of each axis, in the order in which ranks are numbered."""
-    return {
-        "name": state.section,
-        "first_rank": state.first_rank,
-        "components": [name for name, section in layout.section_of.items() if section == state.section],
-        "axes": {axis: state.size(axis) for axis in DENSE_AXES},
-        "ep": state.ep_size,
+        "sections": [] if layout is None else layout.facts_of_sections(),
     }
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnitrain.errors import UserError
-from omnitrain.packages import install_command
+from omnitrain.page.write import require_matplotlib, write_page
 from omnitrain.report.run_record import read_runs
 
 
@@ -26,17 +23,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         UserError: matplotlib is missing, a folder has no run or a run without metrics, or the file cannot be written.
     """
     runs = read_runs(folders)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(f"a report needs matplotlib; {install_command('report')}")
-    from omnitrain.report.page import MARK, page_of
+    require_matplotlib("a report")
+    from omnitrain.report.page import page_of
 
-    try:
-        if output.is_file() and MARK not in output.read_text(encoding="utf-8", errors="replace")[:1000]:
-            raise UserError(f"{output} exists and is no report; name another file with --output")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = output.with_name(f"{output.name}.tmp")
-        unfinished.write_text(page_of(runs), encoding="utf-8")
-        os.replace(unfinished, output)
-    except OSError as error:
-        raise UserError(f"{output} cannot be written ({error.strerror}); name another file with --output") from None
-    return output
+    return write_page(page_of(runs), output)

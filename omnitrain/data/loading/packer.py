@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Generic
 
 from omnitrain.data.loading.order import SampleOrder
 from omnitrain.data.loading.slots import SlotState
-from omnitrain.data.packing.fill_pack import fill_pack, num_tokens
-from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.packing.fill_pack import Held, fill_pack, num_tokens
+from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import DataError
 from omnitrain.recipe import Data
 
 _MAX_FAILURES = 1000  # consecutive rejected rows; since the order is shuffled, the others would fail as well
 
 
-class SlotPacker:
+class SlotPacker(Generic[Held]):
     """Chooses the samples of a slot's packs, independently of all other slots."""
 
     def __init__(
         self,
         data: Data,
         order: SampleOrder,
-        take: Callable[[], Sample | Rejected],
+        take: Callable[[], Held | Rejected],
         state: SlotState,
         alone: bool,
     ) -> None:
@@ -37,7 +38,7 @@ class SlotPacker:
         """
         self._data, self._order, self._take, self._alone = data, order, take, alone
         self._next_index, self._num_unread = state.next_index, len(state.held)
-        self._held: list[Sample] = []
+        self._held: list[Held] = []
         self._held_tokens = 0
         self._failures = 0  # rows rejected since the last good one
         self._failed: set[tuple[int, int]] = set()  # source and row of each of them
@@ -50,7 +51,7 @@ class SlotPacker:
         held = tuple(sample.index for sample in self._held)
         return SlotState(self._next_index, held, dict(sorted(self._num_rejected.items())))
 
-    def choose(self) -> list[Sample]:
+    def choose(self) -> list[Held]:
         """Return the samples of the next pack.
 
         Raises:
@@ -75,7 +76,7 @@ class SlotPacker:
     def _draw(self) -> None:
         drawn = self._take()
         self._next_index = max(self._next_index, drawn.index + self._order.slots)
-        if isinstance(drawn, Sample):
+        if not isinstance(drawn, Rejected):
             self._held.append(drawn)
             self._held_tokens += len(drawn)
             self._failures = 0

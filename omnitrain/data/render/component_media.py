@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from omnitrain.data.chat.parts import MediaPart
 from omnitrain.data.packing.sample import Features, MediaItem
-from omnitrain.data.sources.media import costing_one_row, decode_audio, decode_image, decode_video
+from omnitrain.data.sources.media import costing_one_row, decode_medium
 from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.errors import UserError
 
@@ -58,7 +58,7 @@ class AttachedMedia:
         name, adapter = (self.writers if part.is_target else self.readers)[part.modality]
         data = row.media_bytes(part.modality, part.position)
         with row.naming_file(part.modality, part.position):
-            media = _decode(part.modality, data, adapter.max_frames)
+            media = decode_medium(part.modality, data, adapter.max_frames)
             with costing_one_row(f"{name} cannot prepare this {part.modality}"):
                 features, num_tokens = adapter.prepare(part.modality, media)
         return name, MediaItem(features, num_tokens)
@@ -72,11 +72,3 @@ def _by_modality(kind: str, adapters: Mapping[str, MediaAdapter]) -> dict[str, t
                 raise UserError(f"model.{kind}: {owners[modality][0]!r} and {name!r} both handle {modality}; keep one")
             owners[modality] = (name, adapter)
     return owners
-
-
-def _decode(modality: str, data: bytes, max_frames: int) -> Any:
-    if modality == "image":
-        return decode_image(data)
-    if modality == "audio":
-        return decode_audio(data)
-    return decode_video(data, max_frames)

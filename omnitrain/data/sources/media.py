@@ -107,6 +107,19 @@ def decode_clip(data: bytes, max_frames: int) -> Clip:
     return clip
 
 
+def decode_medium(modality: str, data: bytes, max_frames: int) -> Image.Image | Waveform | list[Image.Image]:
+    """Decode an image, a sound, or at most ``max_frames`` frames of a video.
+
+    Raises:
+        ValueError: ``data`` is damaged, or not of ``modality``.
+    """
+    if modality == "image":
+        return decode_image(data)
+    if modality == "audio":
+        return decode_audio(data)
+    return decode_video(data, max_frames)
+
+
 def decode_soundtrack(data: bytes) -> Waveform | None:
     """Decode the sound of a video; None if it has no sound.
 

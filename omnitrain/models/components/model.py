@@ -36,6 +36,11 @@ class ComponentModel(PreTrainedModel):
         raise NotImplementedError
 
     @property
+    def runner(self) -> Any:
+        """What runs the foundation, and knows how it was tested: a ``FoundationRunner``."""
+        raise NotImplementedError
+
+    @property
     def encoders(self) -> dict[str, Any]:
         """Component name -> encoder."""
         return {name: self.get_submodule(name) for name in self.encoder_names}

@@ -42,6 +42,7 @@ from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.relay import ONE_STAGE, EncoderRelay, StageRelay
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
+from omnitrain.models.omni.summary import components_html
 from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
 from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import seed_blocks, seed_foundation
@@ -111,6 +112,9 @@ class OmniModel(ComponentModel):
         if self.draws:
             seed_blocks(text_blocks(self.foundation))
         return runner
+
+    def _repr_html_(self) -> str:
+        return components_html(self)
 
     @cached_property
     def draws(self) -> bool:

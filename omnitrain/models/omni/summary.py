@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.hf.hub_kernels import kernels_of
-from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention import plain_implementation
 from omnitrain.ops.fused.install import FusedOp
+from omnitrain.page.html import heading, table
+from omnitrain.page.whole import part_of_notebook
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,26 @@ class ComponentRow:
     ops: str
 
 
-def component_rows(model: OmniModel, fused: Mapping[str, Mapping[str, FusedOp]] | None = None) -> list[ComponentRow]:
+def component_rows(
+    model: ComponentModel, fused: Mapping[str, Mapping[str, FusedOp]] | None = None
+) -> list[ComponentRow]:
     """Return the table that start-up prints; ``fused``: component name -> result of :func:`fuse_ops`."""
     done = fused or {}
     return [_row(model, name, parameters, done.get(name, {})) for name, parameters in model.components.items()]
 
 
+def components_html(model: ComponentModel) -> str:
+    """Return the table as the output of a notebook's cell."""
+    titles = ("component", "class", "parameters", "trainable", "dtype", "ops")
+    rows = [
+        (row.name, row.class_name, row.parameters, row.trainable or "frozen", row.dtype, row.ops)
+        for row in component_rows(model)
+    ]
+    return part_of_notebook([heading(type(model).__name__), table(titles, rows)])
+
+
 def _row(
-    model: OmniModel, name: str, parameters: dict[str, nn.Parameter], fused: Mapping[str, FusedOp]
+    model: ComponentModel, name: str, parameters: dict[str, nn.Parameter], fused: Mapping[str, FusedOp]
 ) -> ComponentRow:
     values = list(parameters.values())
     fused_ops = [f"{op}: {done.backend} ({done.classes.total()})" for op, done in fused.items() if done.classes]
@@ -55,7 +69,7 @@ def _row(
     )
 
 
-def _class_name(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]) -> str:
+def _class_name(model: ComponentModel, name: str, parameters: dict[str, nn.Parameter]) -> str:
     if name in model.runner.native.components and name != "foundation":
         # The component lies inside the foundation: show the modules that hold its parameters.
         return ", ".join(sorted({".".join(path.split(".")[1:3]) for path in parameters}))
@@ -65,7 +79,7 @@ def _class_name(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]
     return names[0] + (f" ({names[1]})" if names[1:] else "")
 
 
-def _ops(model: OmniModel, name: str) -> list[str]:
+def _ops(model: ComponentModel, name: str) -> list[str]:
     if name in model.runner.native.components and name != "foundation":
         return []
     module = model.get_submodule(name)

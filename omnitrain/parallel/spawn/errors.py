@@ -16,11 +16,15 @@ class RankError(RuntimeError):
 
     Attributes:
         ranks: the ranks that died, raised or did not return in time. The rank that failed first comes first.
+        tracebacks: rank -> traceback of what it raised.
+        output: what each rank printed, if :func:`launch` started them.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+    def __init__(self, message: str, ranks: Sequence[int], tracebacks: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
         self.ranks = list(ranks)
+        self.tracebacks = dict(tracebacks or {})
+        self.output: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def failure(name: str, timeout_s: float, reports: Mapping[int, Report]) -> RankE
         rank, report = next(iter(failed.items()))
         lines += [f"rank {rank} raised:", report.traceback]
     lines += _stacks(late)
-    error = RankError("\n".join(lines), ranks)
+    error = RankError("\n".join(lines), ranks, {rank: report.traceback for rank, report in failed.items()})
     first = reports[ranks[0]]
     if isinstance(first, Failed) and first.error is not None:
         error.__cause__ = pickle.loads(first.error)

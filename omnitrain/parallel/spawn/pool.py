@@ -19,7 +19,7 @@ from typing import Any
 
 from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.errors import Died, Late, RankError, Report, failure
-from omnitrain.parallel.spawn.notebook import main_without_file, pickled
+from omnitrain.parallel.spawn.notebook import lines_of_cells, main_without_file, pickled
 from omnitrain.parallel.spawn.worker import (
     Case,
     Clean,
@@ -27,6 +27,7 @@ from omnitrain.parallel.spawn.worker import (
     Failed,
     Finish,
     Message,
+    Printed,
     Stack,
     Where,
     receive,
@@ -70,9 +71,15 @@ class RankPool:
             self._context.set_forkserver_preload(["omnitrain.parallel.spawn.worker", *preload])
         self._ranks: dict[int, _Worker] = {}
         self._numbers = itertools.count()
+        self._on_print: Callable[[int, str], None] | None = None
 
     def run(
-        self, function: Callable[..., Any] | str, *args: Any, timeout_s: float, world: int | None = None
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        timeout_s: float,
+        world: int | None = None,
+        on_print: Callable[[int, str], None] | None = None,
     ) -> list[Any]:
         """Call ``function(*args)`` on ranks 0 .. world - 1, with ``torch.distributed`` initialised.
 
@@ -81,6 +88,8 @@ class RankPool:
             args: arguments; they and the results must be picklable. Tensors are copied.
             timeout_s: time limit of the call in seconds, without the start of the ranks.
             world: number of ranks; None: all.
+            on_print: gets each rank and whole lines that it prints, as they come. The ranks then have the environment
+                of a launcher (``RANK``, ``WORLD_SIZE``, ...). None: they print to where this process does.
 
         Returns:
             The return value of each rank.
@@ -97,7 +106,9 @@ class RankPool:
         self._start(world)
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="omnitrain-ranks-") as folder, self._discarding_on_error(world):
-            case = Case(next(self._numbers), call, world, str(Path(folder, "store")), timeout_s)
+            cells = None if on_print is None else lines_of_cells()
+            case = Case(next(self._numbers), call, world, str(Path(folder, "store")), timeout_s, cells)
+            self._on_print = on_print
             reports = self._reports(case)
             error = failure(name, timeout_s, reports)
             if error is not None:
@@ -189,6 +200,8 @@ class RankPool:
                 except (EOFError, OSError):
                     received[rank] = self._discard_dead(rank)
                     continue
+                if isinstance(message, Printed) and message.number == number and self._on_print is not None:
+                    self._on_print(rank, message.text)
                 if isinstance(message, kinds) and message.number == number:
                     received[rank] = message
             if received:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
+import linecache
 import multiprocessing
 import os
 import pickle
@@ -13,7 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -36,6 +39,8 @@ class Case:
         world: number of ranks.
         store: path of the file of its ``FileStore``.
         timeout_s: timeout of its collectives, in seconds.
+        cells: name of a cell of a notebook -> its lines, which tracebacks then show. The rank gets the environment of a
+            launcher, and sends what it prints. None: it prints to where its parent does.
     """
 
     number: int
@@ -43,6 +48,15 @@ class Case:
     world: int
     store: str
     timeout_s: float
+    cells: Mapping[str, Sequence[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Printed:
+    """Whole lines that the function printed."""
+
+    number: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -107,7 +121,7 @@ class Ready:
     number: int = -1
 
 
-Message = Case | Finish | Where | Done | Failed | Stack | Clean | Ready
+Message = Case | Finish | Where | Printed | Done | Failed | Stack | Clean | Ready
 
 
 def send(connection: Connection, message: Message) -> None:
@@ -174,6 +188,23 @@ class _Rank:
             send(self._connection, message)
 
     def _run(self, case: Case) -> None:
+        with self._as_launched(case.number, case.world, case.cells) if case.cells is not None else nullcontext():
+            report = self._report(case)
+        self._send(report)
+
+    @contextlib.contextmanager
+    def _as_launched(self, number: int, world: int, cells: Mapping[str, Sequence[str]]) -> Iterator[None]:
+        """Give this process the environment of a rank, and send what is printed in it."""
+        ranks = {"RANK": self._rank, "LOCAL_RANK": self._rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ.update({name: str(value) for name, value in ranks.items()})
+        for name, lines in cells.items():
+            linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
+        stream = _SentLines(lambda text: self._send(Printed(number, text)))
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+            yield
+        stream.end()
+
+    def _report(self, case: Case) -> Done | Failed:
         try:
             dist.init_process_group(
                 "gloo",
@@ -184,10 +215,30 @@ class _Rank:
             )
             torch.manual_seed(0)
             function, args = pickle.loads(case.call)
-            report: Done | Failed = Done(case.number, pickle.dumps(_resolve(function)(*args)))
+            return Done(case.number, pickle.dumps(_resolve(function)(*args)))
         except (Exception, SystemExit) as error:  # the pool reports any error of the case
-            report = _failed(case.number, error)
-        self._send(report)
+            return _failed(case.number, error)
+
+
+class _SentLines(io.TextIOBase):
+    """A stream that sends each line when it is whole."""
+
+    def __init__(self, send_text: Callable[[str], None]) -> None:
+        self._send_text, self._rest = send_text, ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        whole, newline, self._rest = (self._rest + text).rpartition("\n")
+        if newline:
+            self._send_text(whole + newline)
+        return len(text)
+
+    def end(self) -> None:
+        """Send the last line, if it has no end."""
+        if self._rest:
+            self.write("\n")
 
 
 def _resolve(function: Callable[..., Any] | str) -> Callable[..., Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
+from omnitrain.page.html import Cell, Raw, figure, note, swatch, table, text_of
 from omnitrain.report.curves import Curve
 from omnitrain.report.figures import MAX_CURVES, draw_curves, styles
-from omnitrain.report.html import Cell, Raw, figure, note, swatch, table, text_of
 
 
 class Plots:
@@ -15,15 +15,16 @@ class Plots:
 
     Args:
         labels: names of the runs.
+        prefix: start of the names of its figures.
     """
 
-    def __init__(self, labels: Sequence[str]) -> None:
-        self.labels = labels
+    def __init__(self, labels: Sequence[str], prefix: str = "f") -> None:
+        self.labels, self._prefix = labels, prefix
         self._numbers = count()
 
     def name(self) -> str:
         """Return a name that no other figure of the page has."""
-        return f"f{next(self._numbers)}"
+        return f"{self._prefix}{next(self._numbers)}"
 
     def curves(self, title: str, curves: Sequence[Curve]) -> str:
         """Return a figure and its table; nothing without curves."""

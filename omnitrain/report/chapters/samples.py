@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from omnitrain.report.html import Cell, Raw, chapter, heading, note, table
+from omnitrain.page.html import Cell, Raw, chapter, heading, note, table
 from omnitrain.report.media import MediaBudget
 from omnitrain.report.run_record import Line, RunRecord
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from omnitrain.report.html import Raw, chapter, heading, note, table
+from omnitrain.page.html import Raw, chapter, heading, note, table
 from omnitrain.report.run_record import RunRecord
 
 

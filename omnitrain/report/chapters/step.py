@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from omnitrain.page.html import Cell, Raw, chapter, figure, heading, note, swatch, table, text_of
 from omnitrain.report.chapters.plots import Plots
 from omnitrain.report.figures import Bar, draw_bars
-from omnitrain.report.html import Cell, Raw, chapter, figure, heading, note, swatch, table, text_of
 from omnitrain.report.run_record import RunRecord
 from omnitrain.report.timeline import ACTIVITIES, RankTime, lanes_of, read_step, union
 
@@ -51,7 +51,7 @@ def step(runs: Sequence[RunRecord], plots: Plots) -> str:
 def _step(title: str, ranks: Sequence[RankTime], plots: Plots) -> list[str]:
     shown = [rank for rank in ranks if rank.rank < _RANKS]
     lanes = lanes_of(shown)
-    svg = draw_bars(_bars(lanes), [_lane(rank, lane) for rank, lane in lanes], plots.name(), title)
+    svg = draw_bars(_bars(lanes), [_lane(rank, lane) for rank, lane in lanes], plots.name(), title, "ms")
     used = [activity for activity in ACTIVITIES if any(rank.seconds[activity] for rank in ranks)]
     travels = any(rank.in_transit for rank in ranks)
     communication = ("communication", "hidden", "exposed") if travels else ()
@@ -76,7 +76,7 @@ def _lane(rank: RankTime, lane: str) -> str:
 
 
 def _bars(lanes: Sequence[tuple[RankTime, str]]) -> list[Bar]:
-    """Bars of all lanes, from the first start of any rank; what nobody could tell apart is one bar."""
+    """Bars of all lanes in milliseconds, from the first start of any rank; what nobody could tell apart is one bar."""
     first, last = min(rank.start for rank, _ in lanes), max(rank.end for rank, _ in lanes)
     gap = (last - first) / _COLUMNS
     bars = []
@@ -84,5 +84,5 @@ def _bars(lanes: Sequence[tuple[RankTime, str]]) -> list[Bar]:
         for color, activity in enumerate(ACTIVITIES):
             events = [e for e in rank.events if e.lane == lane and e.activity == activity]
             joined = union((event.start - first, event.end - first + gap) for event in events)
-            bars += [Bar(index, start, end - gap - start, color) for start, end in joined]
+            bars += [Bar(index, 1e3 * start, 1e3 * (end - gap - start), color) for start, end in joined]
     return bars

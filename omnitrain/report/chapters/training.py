@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from omnitrain.page.html import Cell, chapter, heading, note, table
 from omnitrain.report.chapters.plots import Plots, grid
 from omnitrain.report.curves import Curve, Metrics
-from omnitrain.report.html import Cell, chapter, heading, note, table
 from omnitrain.report.run_record import Line, RunRecord
 
 _MOST_LAYERS = 64  # rows of a table

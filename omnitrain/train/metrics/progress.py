@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal and in a notebook, lines elsewhere."""
+"""The progress of a run: a bar on a terminal, a bar and the loss in a notebook, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
+
+from omnitrain.page.small_curve import SmallCurve
 
 _BAR_COLUMNS = 60  # a narrower terminal gets lines
 _LINE_SECONDS = 30.0
@@ -93,7 +95,7 @@ class _TerminalBar:
     def on_step(self, loss: float) -> None:
         pass
 
-    def on_values(self) -> None:
+    def on_values(self, loss: float) -> None:
         pass
 
     def stop(self) -> None:
@@ -101,10 +103,11 @@ class _TerminalBar:
 
 
 class _NotebookBar:
-    """One output of the cell, replaced as the run goes on. It needs no widgets."""
+    """One output of the cell, replaced as the run goes on: the bar, and the loss below. It needs no widgets."""
 
     def __init__(self, state: _State, console: Console) -> None:
         self.state = state
+        self._curve = SmallCurve("loss of each step")
 
     def start(self) -> None:
         from IPython.display import display
@@ -113,15 +116,20 @@ class _NotebookBar:
         self._drawn_at = time.monotonic()
 
     def on_step(self, loss: float) -> None:
+        self._curve.add(self.state.step, loss)
         if time.monotonic() - self._drawn_at >= _NOTEBOOK_SECONDS:
-            self.on_values()
+            self._draw()
 
-    def on_values(self) -> None:
+    def on_values(self, loss: float) -> None:
+        self._curve.add(self.state.step, loss)
+        self._draw()
+
+    def _draw(self) -> None:
         self._handle.update(self._drawn(), raw=True)
         self._drawn_at = time.monotonic()
 
     def stop(self) -> None:
-        self.on_values()
+        self._draw()
 
     def _drawn(self) -> dict[str, str]:
         state, plain = self.state, io.StringIO()
@@ -131,6 +139,7 @@ class _NotebookBar:
         bar = f'<progress value="{state.step}" max="{state.steps}" style="width: 40%"></progress>'
         lines = [f"{bar} {times}", html.escape(_GAP.join(state.values))]
         drawn = f'<div style="font-family: monospace; white-space: pre-wrap">{"<br>".join(lines)}</div>'
+        drawn += self._curve.svg(state.steps)
         return {"text/plain": plain.getvalue().rstrip("\n"), "text/html": drawn}
 
 
@@ -147,7 +156,7 @@ class _Lines:
         if time.monotonic() - self._printed_at >= _LINE_SECONDS:
             self._print([f"loss {loss:.3f}"])
 
-    def on_values(self) -> None:
+    def on_values(self, loss: float) -> None:
         self._print(self.state.values)
 
     def stop(self) -> None:
@@ -189,7 +198,7 @@ class StepProgress:
         self._state.advance(step)
         if values:
             self._state.values = tuple(values)
-            self._view.on_values()
+            self._view.on_values(loss)
         else:
             self._view.on_step(loss)
 

@@ -26,7 +26,7 @@ def show_training(console: Console, clock: Any) -> None:
         for step in range(201, 1201):
             clock.now += 0.07
             values = VALUES + ["held-out text 0.201", "rows skipped: 3 (rejected.jsonl)"] * (step == 1200)
-            shown.advance(step, 2.5, values if step % 600 == 0 else ())
+            shown.advance(step, 5 - step / 400, values if step % 600 == 0 else ())
     with Activity(console, "evaluation") as activity:
         for answers in range(0, 1600, 400):
             clock.now += 20

@@ -1,4 +1,7 @@
-"""The look of a page: its style sheet for light and dark, and the script of the button that changes between them."""
+"""The look of a page: its style sheet for light and dark, and the script of the button that changes between them.
+
+All rules are for what is inside of the class ``omnitrain``, so that a part of a page can be shown in a notebook.
+"""
 
 _LIGHT = (
     "--back:#fff;--text:#1c1e21;--soft:#5f656d;--line:#dfe2e6;--link:#0b57a4;"
@@ -12,21 +15,15 @@ _DARK = (
 )
 
 STYLE = f"""
-:root{{color-scheme:light;{_LIGHT}}}
-@media (prefers-color-scheme:dark){{:root:not([data-theme=light]){{color-scheme:dark;{_DARK}}}}}
-:root[data-theme=dark]{{color-scheme:dark;{_DARK}}}
+.omnitrain{{color-scheme:light;{_LIGHT}}}
+@media (prefers-color-scheme:dark){{.omnitrain:not([data-theme=light]){{color-scheme:dark;{_DARK}}}}}
+.omnitrain[data-theme=dark]{{color-scheme:dark;{_DARK}}}
+.omnitrain{{
 *{{box-sizing:border-box}}
-body{{margin:0;background:var(--back);color:var(--text);font:15px/1.5 system-ui,sans-serif}}
-header,main{{max-width:72rem;margin:0 auto;padding:0 1rem}}
-header{{padding-top:1.5rem}}
-h1{{font-size:1.6rem;margin:0}}
 h2{{font-size:1.25rem;margin:2.5rem 0 .75rem;border-bottom:1px solid var(--line);padding-bottom:.25rem}}
 h3{{font-size:1rem;margin:1.25rem 0 .5rem}}
 a{{color:var(--link)}}
 h2 a{{color:inherit;text-decoration:none}}
-nav{{display:flex;flex-wrap:wrap;gap:.25rem 1rem;margin:.75rem 0}}
-button{{float:right;font:inherit;color:inherit;background:none;border:1px solid var(--line);border-radius:.3rem;
-padding:.15rem .6rem;cursor:pointer}}
 .note{{color:var(--soft);font-size:.87rem}}
 .figures{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,22rem),1fr));gap:1rem}}
 figure{{margin:0;min-width:0}}
@@ -49,9 +46,36 @@ pre{{overflow-x:auto;font-size:.82rem;line-height:1.4;border:1px solid var(--lin
 td img{{image-rendering:pixelated;width:6rem;max-width:100%}}
 td p{{margin:0 0 .25rem;white-space:pre-wrap;overflow-wrap:anywhere;min-width:7rem;max-width:30rem}}
 .sound{{display:inline-block;width:11rem}}
-td .spectrogram{{width:100%;height:4rem;image-rendering:auto;display:block}}
+.item .sound{{display:block}}
+.sound .spectrogram{{width:100%;height:4rem;image-rendering:auto;display:block}}
 audio{{width:100%;height:2rem;display:block}}
 .bad{{color:var(--c1);font-weight:600}}
+.sample{{border-left:4px solid var(--c);padding-left:.75rem;margin:.75rem 0}}
+.sample h4{{font-size:.87rem;margin:0;overflow-wrap:anywhere}}
+.sample .note{{margin:0}}
+.tokens{{font:.82rem/1.6 ui-monospace,monospace;margin:.25rem 0;white-space:pre-wrap;overflow-wrap:anywhere}}
+.tokens b{{background:color-mix(in srgb,var(--c) 30%,transparent);border-bottom:2px solid var(--c)}}
+.tokens b.unread{{border:1px dashed var(--c)}}
+.tokens b:hover,.tokens span[title]:hover{{outline:1px solid var(--soft)}}
+.item{{display:inline-block;vertical-align:top;margin:.1rem;padding:.1rem .3rem;border:1px solid var(--line);
+border-radius:.3rem;font-family:system-ui,sans-serif;max-width:100%}}
+.item.predicted{{background:color-mix(in srgb,var(--c) 30%,transparent);border-color:var(--c)}}
+.item img{{display:block;image-rendering:pixelated;max-width:100%;height:4rem;object-fit:contain;object-position:left}}
+}}
+"""
+
+PAGE_STYLE = """
+body{margin:0;background:var(--back);color:var(--text);font:15px/1.5 system-ui,sans-serif}
+header,main{max-width:72rem;margin:0 auto;padding:0 1rem}
+header{padding-top:1.5rem}
+h1{font-size:1.6rem;margin:0}
+nav{display:flex;flex-wrap:wrap;gap:.25rem 1rem;margin:.75rem 0}
+button{float:right;font:inherit;color:inherit;background:none;border:1px solid var(--line);border-radius:.3rem;
+padding:.15rem .6rem;cursor:pointer}
+"""
+
+PART_STYLE = """
+div.omnitrain{background:var(--back);color:var(--text);font:14px/1.5 system-ui,sans-serif;padding:.5rem}
 """
 
 SCRIPT = """

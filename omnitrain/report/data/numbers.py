@@ -1,0 +1,253 @@
+"""What a recipe's data sets have, in numbers, and how a run would read and pack them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from omnitrain.data.loading.measure import Measure, Measured, Packing
+from omnitrain.data.packing.sample import Rejected
+from omnitrain.data.sources.rows import RowSource
+from omnitrain.recipe import Recipe
+
+_BINS = 20
+_VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\S*/\S*|\d+(?:\.\d+)?")  # parts of a reason that differ from row to row
+
+
+@dataclass(frozen=True)
+class DataSetStats:
+    """A data set of ``data.train``.
+
+    Attributes:
+        name: its name in metrics.
+        rows: its rows.
+        measured: rows that were prepared for these numbers.
+        rejected: of these, rows that training skips.
+        share: its share of the rows that a run reads.
+        epochs: how often a run reads each of its rows; None: nothing can be packed.
+    """
+
+    name: str
+    rows: int
+    measured: int
+    rejected: int
+    share: float
+    epochs: float | None
+
+
+@dataclass(frozen=True)
+class SourceStats:
+    """The samples of a source, by which metrics are split.
+
+    Attributes:
+        name: its name.
+        samples: number of samples that were measured.
+        rejected: number of rows that were rejected.
+        length: ``min``, ``mean``, ``median``, ``p95`` and ``max`` of the samples' tokens.
+        predicted: share of its tokens that the loss has.
+        tokens: ``text``, ``image``, ``image predicted``, ... -> share of its tokens.
+        items: modality -> images, sounds or videos of a sample, on average.
+    """
+
+    name: str
+    samples: int
+    rejected: int
+    length: Mapping[str, float]
+    predicted: float
+    tokens: Mapping[str, float]
+    items: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RejectedStats:
+    """Rows that were rejected for one reason, in which numbers, paths and quoted words are ``...``.
+
+    Attributes:
+        source: their source.
+        reason: why.
+        rows: number of rows.
+        example: id of one of them.
+        words: why that one was rejected.
+    """
+
+    source: str
+    reason: str
+    rows: int
+    example: str
+    words: str
+
+
+@dataclass(frozen=True)
+class PackingStats:
+    """Packs as a run fills them.
+
+    Attributes:
+        packs: number of packs that were filled to find out.
+        fill: share of their room that has tokens.
+        samples: samples of a pack, on average.
+        predicted: tokens of a pack that the loss has, on average.
+        samples_per_step: samples of a step over all ranks, on average.
+        tokens_per_step: tokens of a step over all ranks, on average.
+    """
+
+    packs: int
+    fill: float
+    samples: float
+    predicted: float
+    samples_per_step: float
+    tokens_per_step: float
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """``edges``: ends of the bins; ``counts``: name -> values in each bin."""
+
+    edges: Sequence[float]
+    counts: Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class DataNumbers:
+    """All numbers.
+
+    Attributes:
+        name: name of the recipe.
+        steps: steps of its run.
+        packs_per_step: packs of a step over all ranks.
+        pack_tokens: the most tokens of a pack.
+        data_sets: the data sets.
+        sources: the sources in them, by name.
+        rejected: reasons for which rows were rejected; those of most rows first.
+        packing: how packs are filled; None: all rows were rejected.
+        lengths: histogram of the samples' tokens, by source.
+        fills: histogram of the packs' tokens.
+    """
+
+    name: str
+    steps: int
+    packs_per_step: int
+    pack_tokens: int
+    data_sets: Sequence[DataSetStats]
+    sources: Sequence[SourceStats]
+    rejected: Sequence[RejectedStats]
+    packing: PackingStats | None
+    lengths: Histogram
+    fills: Histogram
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        recipe: Recipe,
+        sources: Sequence[RowSource],
+        measured: Sequence[Sequence[Measured]],
+        packing: Packing | None,
+    ) -> Self:
+        """Return the numbers of a recipe.
+
+        Args:
+            name: name of the recipe.
+            recipe: the recipe.
+            sources: its training data sets.
+            measured: rows of each data set.
+            packing: how these rows fill packs; None: all of them were rejected.
+        """
+        train, room = recipe.train, recipe.data.pack_tokens
+        every = [row for rows in measured for row in rows]
+        samples = [row for row in every if isinstance(row, Measure)]
+        names = sorted({row.source for row in every})
+        shares = [one.weight / sum(other.weight for other in recipe.data.train) for one in recipe.data.train]
+        packs = [] if packing is None else packing.packs
+        return cls(
+            name=name,
+            steps=train.steps,
+            packs_per_step=train.micro_batches,
+            pack_tokens=room,
+            data_sets=[
+                _data_set(source, rows, share, recipe, packing)
+                for source, rows, share in zip(sources, measured, shares, strict=True)
+            ],
+            sources=[_source(one, [row for row in every if row.source == one]) for one in names],
+            rejected=_rejected([row for row in every if isinstance(row, Rejected)]),
+            packing=None if packing is None else _packing(packing, room, train.micro_batches),
+            lengths=_histogram({one: [len(row) for row in samples if row.source == one] for one in names}, None),
+            fills=_histogram({"packs": [pack.num_tokens for pack in packs]}, room),
+        )
+
+
+def _data_set(
+    source: RowSource, rows: Sequence[Measured], share: float, recipe: Recipe, packing: Packing | None
+) -> DataSetStats:
+    drawn = None if packing is None else packing.rows_per_pack * recipe.train.micro_batches * recipe.train.steps
+    return DataSetStats(
+        name=source.name,
+        rows=len(source),
+        measured=len(rows),
+        rejected=sum(isinstance(row, Rejected) for row in rows),
+        share=share,
+        epochs=None if drawn is None else drawn * share / len(source),
+    )
+
+
+def _source(name: str, rows: Sequence[Measured]) -> SourceStats:
+    samples = [row for row in rows if isinstance(row, Measure)]
+    lengths = np.array([len(sample) for sample in samples] or [0])
+    total = max(1, int(lengths.sum()))
+    tokens: Counter[str] = Counter()
+    items: Counter[str] = Counter()
+    for sample in samples:
+        tokens.update(sample.tokens)
+        items.update(sample.items)
+    return SourceStats(
+        name=name,
+        samples=len(samples),
+        rejected=len(rows) - len(samples),
+        length={
+            "min": int(lengths.min()),
+            "mean": float(lengths.mean()),
+            "median": float(np.median(lengths)),
+            "p95": float(np.percentile(lengths, 95)),
+            "max": int(lengths.max()),
+        },
+        predicted=sum(sample.num_predicted for sample in samples) / total,
+        tokens={kind: count / total for kind, count in sorted(tokens.items())},
+        items={modality: count / len(samples) for modality, count in sorted(items.items())},
+    )
+
+
+def _rejected(rows: Sequence[Rejected]) -> list[RejectedStats]:
+    groups: dict[tuple[str, str], list[Rejected]] = {}
+    for row in rows:
+        groups.setdefault((row.source, _VARIABLE.sub("...", row.reason)), []).append(row)
+    found = [
+        RejectedStats(source, reason, len(of_reason), of_reason[0].id, of_reason[0].reason)
+        for (source, reason), of_reason in groups.items()
+    ]
+    return sorted(found, key=lambda one: (-one.rows, one.source, one.reason))
+
+
+def _packing(packing: Packing, room: int, packs_per_step: int) -> PackingStats:
+    packs, count = packing.packs, len(packing.packs)
+    tokens = sum(pack.num_tokens for pack in packs)
+    samples = sum(pack.num_samples for pack in packs) / count
+    return PackingStats(
+        packs=count,
+        fill=tokens / (count * room),
+        samples=samples,
+        predicted=sum(pack.num_predicted for pack in packs) / count,
+        samples_per_step=samples * packs_per_step,
+        tokens_per_step=tokens / count * packs_per_step,
+    )
+
+
+def _histogram(values: Mapping[str, Sequence[int]], end: int | None) -> Histogram:
+    """Count whole numbers in at most 20 bins of one width (but the last), from 0 to ``end`` or to the largest."""
+    top = end or max((value for of_name in values.values() for value in of_name), default=0)
+    edges = [*range(0, top + 1, -(-(top + 1) // _BINS)), top + 1]
+    counts = {name: np.histogram(of_name, edges)[0].tolist() for name, of_name in values.items() if len(of_name)}
+    return Histogram(edges, counts)

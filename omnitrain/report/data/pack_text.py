@@ -1,0 +1,85 @@
+"""Packs and rejected rows in a terminal: predicted text is bold and between [[ and ]]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from omnitrain.report.data.medium import medium_of
+from omnitrain.report.data.pack_view import GapView, ItemView, PackView, RejectedView, SampleView, TokenView
+
+_COLORS = ("blue", "dark_orange", "green", "magenta", "yellow", "cyan", "red")
+_BAR = 60  # characters of the bar of a full pack
+_LETTERS = 400  # of the messages of a rejected row
+
+
+def pack_lines(number: int, pack: PackView, max_frames: int) -> Iterator[RenderableType]:
+    """Yield the lines about a pack.
+
+    Args:
+        number: its place among all, from 1.
+        pack: the pack.
+        max_frames: most frames that are read of a video.
+    """
+    predicted = ", ".join(f"{name} {count:,}" for name, count in pack.predicted.items() if count) or "none"
+    words = f"{len(pack.samples)} samples, {pack.num_tokens:,} of {pack.capacity:,} tokens ({pack.fill:.1%} full)"
+    yield Text.assemble((f"pack {number}", "bold"), f": {words}; predicted: {predicted}")
+    yield _bar(pack)
+    for index, sample in enumerate(pack.samples):
+        yield from _sample(sample, _color(index), max_frames)
+
+
+def rejected_lines(rows: Sequence[RejectedView]) -> Iterator[RenderableType]:
+    """Yield the lines about rows that are skipped."""
+    if not rows:
+        yield Text("no row was rejected")
+    for row in rows:
+        rejected = row.rejected
+        yield Text.assemble((f"rejected: {rejected.source}: {rejected.id}", "bold red"), f": {rejected.reason}")
+        said = " | ".join(row.texts)
+        yield Text(f"  {said[:_LETTERS]}{'...' * (len(said) > _LETTERS)}", style="dim")
+
+
+def _color(index: int) -> str:
+    return _COLORS[index % len(_COLORS)]
+
+
+def _bar(pack: PackView) -> Text:
+    """The samples in their colours, and the room that is left."""
+    text = Text()
+    done = 0
+    for index, sample in enumerate(pack.samples):
+        end = round(_BAR * (sample.start + sample.num_tokens) / pack.capacity)
+        text.append("\u2588" * (end - done), style=_color(index))
+        done = end
+    return text.append("\u2591" * (_BAR - done), style="dim")
+
+
+def _sample(sample: SampleView, color: str, max_frames: int) -> Iterator[RenderableType]:
+    positions = ", ".join(f"{first} to {last}" for first, last in sample.positions)
+    name = f"{sample.row.source}: {sample.row.id}"
+    yield Text.assemble((name, f"bold {color}"), f": {sample.num_tokens:,} tokens, positions {positions}")
+    text = Text("  ")
+    is_open = False
+    for piece in sample.pieces:
+        is_predicted = isinstance(piece, TokenView) and piece.is_predicted
+        if is_predicted != is_open:
+            text.append("[[" if is_predicted else "]]", style="dim")
+            is_open = is_predicted
+        if isinstance(piece, TokenView):
+            text.append(piece.text.replace("\n", "\u21b5"), style=f"bold {color}" if is_predicted else "")
+        elif isinstance(piece, GapView):
+            text.append(f" ({piece.num_tokens:,} tokens are not shown) ", style="dim")
+        else:
+            text.append(_item(piece, sample, max_frames), style=f"bold {color}" if piece.is_predicted else color)
+    yield text.append("]]" * is_open, style="dim")
+    if sample.others:
+        words = ", ".join(medium_of(sample.row, part, max_frames).words for part in sample.others)
+        yield Text(f"  media that the foundation's own forward places: {words}", style=color)
+
+
+def _item(item: ItemView, sample: SampleView, max_frames: int) -> str:
+    words = f"{item.component} {'writes' if item.is_predicted else 'reads'} {item.num_tokens:,} tokens"
+    return f"<{words}: {medium_of(sample.row, item.part, max_frames).words}>" if item.part is not None else f"<{words}>"

@@ -1,0 +1,71 @@
+"""Packs of a recipe as people look at them: in a terminal, in a notebook, on a page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from omnitrain.page.whole import own_prefix, part_of_notebook, whole_page
+from omnitrain.page.write import require_matplotlib, write_page
+from omnitrain.report.data.pack_text import pack_lines, rejected_lines
+from omnitrain.report.data.pack_view import PackView, RejectedView
+
+_MEDIA_ROOM = 3_000_000  # bytes of a page for media
+_COLUMNS = 120  # of the text
+
+
+@dataclass(frozen=True)
+class DataPreview:
+    """The first packs of a recipe. A notebook shows it as HTML, a terminal as text.
+
+    Attributes:
+        name: name of the recipe.
+        packs: the packs, as the model gets them.
+        rejected: rows that were read for these packs, and that training skips.
+        max_frames: most frames that are read of a video.
+    """
+
+    name: str
+    packs: tuple[PackView, ...]
+    rejected: tuple[RejectedView, ...]
+    max_frames: int
+
+    def save(self, file: str | Path) -> Path:
+        """Write one page that needs nothing else, and return its path. An older page there is replaced.
+
+        Raises:
+            UserError: matplotlib is missing, or the file is something else.
+        """
+        return write_page(whole_page(self.name, "preview of the data", self._chapters("f")), Path(file))
+
+    def _repr_html_(self) -> str:
+        return part_of_notebook(self._chapters(own_prefix()))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for number, pack in enumerate(self.packs, 1):
+            yield from pack_lines(number, pack, self.max_frames)
+        yield from rejected_lines(self.rejected)
+
+    def __str__(self) -> str:
+        stream = io.StringIO()
+        Console(file=stream, width=_COLUMNS, color_system=None, force_jupyter=False).print(self)
+        return stream.getvalue()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _chapters(self, prefix: str) -> Sequence[str]:
+        require_matplotlib("a preview as a page")
+        from omnitrain.report.chapters.plots import Plots
+        from omnitrain.report.data.pack_html import PackPages
+        from omnitrain.report.media import MediaBudget
+
+        budget = MediaBudget(_MEDIA_ROOM)
+        pages = PackPages(Plots([self.name], prefix), budget, self.max_frames)
+        rejected = pages.rejected(self.rejected)  # first, so that they have room
+        packs = [pages.pack(number, pack) for number, pack in enumerate(self.packs, 1)]
+        return [*packs, rejected]

@@ -1,0 +1,63 @@
+"""``omnitrain data stats``: measure the data of a recipe as a run would read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omnitrain.data.loading.measure import Measured, Packing, measure, pack_measures
+from omnitrain.data.packing.sample import Rejected
+from omnitrain.data.sources.rows import open_sources
+from omnitrain.errors import UserError
+from omnitrain.models.components.contract import Contract
+from omnitrain.recipe import Recipe
+from omnitrain.report.data.stats import DataStats
+from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.progress import Activity
+from omnitrain.train.verbs.preview import model_without_weights, recipe_and_name
+
+_MOST_PACKS = 200  # that are filled to find the fill
+
+
+def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, rows: int = 2000) -> DataStats:
+    """Measure the training data of a recipe: lengths, modalities, rejected rows, epochs, expected fill.
+
+    Rows are prepared as in training, media included, but no weights are read.
+
+    Args:
+        recipe: the recipe, a YAML file, or the name of a shipped recipe.
+        overrides: overrides such as ``data.pack_tokens=512``, for a file or a name.
+        rows: rows of each data set to measure. Of a larger one, so many are drawn at random, always the same ones.
+
+    Raises:
+        UserError: the recipe, its model or its data cannot be used.
+    """
+    if rows < 1:
+        raise UserError(f"rows: found {rows}; expected a number above 0")
+    resolved, name = recipe_and_name(recipe, overrides)
+    model, processor = model_without_weights(resolved)
+    contract, sources = model.runner.contract, open_sources(resolved.data.train)
+    measured: list[Sequence[Measured]] = []
+    with Activity(console, "measuring rows") as activity:
+        for source in sources:
+            found: list[Measured] = []
+            of_source = measure(
+                source,
+                processor,
+                most=rows,
+                max_tokens=resolved.data.pack_tokens,
+                without_tails=contract.without_tails,
+            )
+            for row in of_source:
+                found.append(row)
+                activity.update(f"measuring {source.name}: {len(found):,} of {min(rows, len(source)):,} rows")
+            measured.append(found)
+    return DataStats.of(name, resolved, sources, measured, _packing(resolved, measured, contract))
+
+
+def _packing(recipe: Recipe, measured: Sequence[Sequence[Measured]], contract: Contract) -> Packing | None:
+    """Fill packs as a run does; None: all rows were rejected."""
+    if all(isinstance(row, Rejected) for rows in measured for row in rows):
+        return None
+    packs = min(_MOST_PACKS, recipe.train.steps * recipe.train.micro_batches)
+    return pack_measures(measured, recipe.data, seed=recipe.train.seed, packs=packs, alone=not contract.packs)

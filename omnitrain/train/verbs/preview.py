@@ -1,0 +1,92 @@
+"""``omnitrain preview``: the first packs of a recipe, as the model gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omnitrain.data.loading.loader import StepLoader, build_dataloader
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.rows import Row
+from omnitrain.errors import UserError
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.recipe import Recipe
+from omnitrain.report.data.pack_view import view_pack, view_rejected
+from omnitrain.report.data.preview import DataPreview
+from omnitrain.train.build_from_recipe import build_from_recipe
+from omnitrain.train.metrics.display import quiet_libraries
+
+
+def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs: int = 2) -> DataPreview:
+    """Return the first packs of a recipe, which are those of the first steps of its run.
+
+    It reads no weights: the model has only shapes.
+
+    Args:
+        recipe: the recipe, a YAML file, or the name of a shipped recipe.
+        overrides: overrides such as ``data.pack_tokens=512``, for a file or a name.
+        packs: number of packs.
+
+    Returns:
+        The packs, and the rows that were rejected while they were made. It prints as text, is shown as HTML in a
+        notebook, and writes a page with ``save``.
+
+    Raises:
+        UserError: the recipe, its model or its data cannot be used.
+    """
+    if packs < 1:
+        raise UserError(f"packs: found {packs}; expected a number above 0")
+    resolved, name = recipe_and_name(recipe, overrides)
+    model, processor = model_without_weights(resolved)
+    loader = loader_of(resolved, model, processor)
+    drawn: list[Pack] = []
+    for step in loader:
+        drawn += step
+        if len(drawn) >= packs:
+            break
+    views = [
+        view_pack(pack, [_row(loader, index) for index in pack.info.indices], processor, resolved.data.pack_tokens)
+        for pack in drawn[:packs]
+    ]
+    rejected = [view_rejected(one, _row(loader, one.index)) for one in loader.rejected.values()]
+    reader = processor.readers.get("video")
+    max_frames = reader[1].max_frames if reader is not None else resolved.data.max_frames
+    return DataPreview(name, tuple(views), tuple(rejected), max_frames)
+
+
+def recipe_and_name(recipe: Recipe | str | Path, overrides: Sequence[str]) -> tuple[Recipe, str]:
+    """Return a recipe, and what to call it.
+
+    Raises:
+        UserError: overrides of a recipe that is loaded already, or the recipe has mistakes.
+    """
+    if not isinstance(recipe, Recipe):
+        return Recipe.load(recipe, list(overrides)), Path(recipe).stem
+    if overrides:
+        raise UserError("overrides change a recipe while it is loaded; give them to Recipe.load")
+    return recipe, Path(recipe.output_dir).name
+
+
+def model_without_weights(recipe: Recipe) -> tuple[OmniModel, OmniProcessor]:
+    """Build the model of a recipe with shapes only, and the processor of its rows."""
+    quiet_libraries()
+    return build_from_recipe(recipe, init_device="meta")
+
+
+def loader_of(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> StepLoader:
+    """Return the loader of a recipe's steps, in this process and for one rank."""
+    contract = model.runner.contract
+    return build_dataloader(
+        recipe.data.model_copy(update={"workers": 0}),
+        processor,
+        seed=recipe.train.seed,
+        alone=not contract.packs,
+        without_tails=contract.without_tails,
+        slots=recipe.train.micro_batches,
+    )
+
+
+def _row(loader: StepLoader, index: int) -> Row:
+    _, source, position = loader.order[index]
+    return loader.sources[source][position]

@@ -1,0 +1,57 @@
+"""Models, layouts and plans as the outputs of a notebook's cells."""
+
+from __future__ import annotations
+
+import re
+
+import omnitrain as ot
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.recipe.parallel import Section
+from tests.parallel.laid_out import laid_out
+from tests.tiny import tiny_model
+
+
+def cells(html: str) -> list[list[str]]:
+    """The words of each row of its tables."""
+    assert html.startswith("<style>") and html.count("<div") == html.count("</div>") and "http" not in html
+    return [re.findall(r"<t[hd][^>]*>(?:<data[^>]*>)?([^<]*)", row) for row in re.findall(r"<tr>(.*?)</tr>", html)]
+
+
+def test_a_model_shows_its_components() -> None:
+    model = tiny_model()
+    model.image_encoder.requires_grad_(False)
+    titles, foundation, *others = cells(model._repr_html_())
+    assert titles[:4] == ["component", "class", "parameters", "trainable"]
+    size = f"{sum(p.numel() for p in model.components['foundation'].values()):,}"
+    assert foundation[:4] == ["foundation", "Qwen3ForCausalLM", size, size]
+    trainable = {row[0]: row[3] for row in others}
+    assert trainable["image_encoder"] == "frozen" and set(trainable) == set(model.components) - {"foundation"}
+
+
+def shown() -> tuple[str, str]:
+    layout = ot.layout_of(model := laid_out(components={"image_encoder": {"mode": "replicate"}}))
+    return layout._repr_html_(), layout.table(model)._repr_html_()
+
+
+def test_a_layout_shows_its_ranks_and_components(ranks: RankPool) -> None:
+    layout, table = ranks.run(shown, timeout_s=60, world=2)[0]
+    assert layout.count("<svg") == 1 and "dp_shard 2" in layout
+    rows = {row[0]: row for row in cells(layout)}
+    assert rows["component"][:4] == ["component", "mode", "mesh", "units"] and "parameters" not in rows["component"]
+    assert rows["image_encoder"][1:3] == ["replicate", "2 x 1"] and rows["foundation"][1:3] == ["fsdp2", "1 x 2"]
+    assert {row[0]: row[4] for row in cells(table)}["image_encoder"] == "7,008"  # parameters
+
+
+def test_a_plan_shows_what_it_sets() -> None:
+    plan = ot.ParallelPlan(
+        default=ot.ComponentPlan(recompute="full"),
+        components={"foundation": ot.ComponentPlan(tp=2, precision=ot.Precision(compute="bfloat16"))},
+        sections={"vision": Section(components=["image_encoder"], ranks=2)},
+        tp_plan={"layers.*.q<proj": "colwise"},
+    )
+    titles, default, foundation, vision, globs, glob = cells(plan._repr_html_())
+    assert titles == ["", "recompute", "tp", "precision", "components", "ranks"]
+    assert default == ["default", "full", "", "", "", ""]
+    assert foundation == ["foundation", "", "2", "compute: bfloat16", "", ""]
+    assert vision == ["vision", "", "", "", "image_encoder", "2"]
+    assert (globs, glob) == (["glob", "value"], ["layers.*.q&lt;proj", "colwise"])
