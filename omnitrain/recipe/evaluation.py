@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
+from omnitrain.recipe.functions import FunctionName
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.useless_keys import Idle
 
@@ -39,7 +40,7 @@ class Evaluation(Strict):
         default_factory=dict,
         description="`text` or the name of a decoder -> how its tokens are sampled. Unset: greedy.",
     )
-    scorer: str | None = Field(
+    scorer: FunctionName | None = Field(
         None,
         description="`FILE.py:FUNCTION` or `MODULE:FUNCTION`. The function takes the list of answers and returns "
         "{name: number}. Unset: exact match of the text, per source.",

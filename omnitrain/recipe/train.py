@@ -8,16 +8,41 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from omnitrain.recipe.functions import FunctionName
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.useless_keys import Idle
 
-_LOSS = re.compile(r"(heldout\.)?(heads\.[^.]+\.)?loss")  # in a line of metrics.jsonl, by its path
+# In a line of metrics.jsonl, by its path.
+_LOSS = re.compile(r"(heldout\.)?(heads\.[^.]+\.)?loss")
+_MEASURED = re.compile(rf"{_LOSS.pattern}|(heldout\.)?metrics\.[^.]+\.[^.]+")
 
 
 def _a_loss(path: str) -> str:
     if _LOSS.fullmatch(path) is None:
         raise ValueError("expected `loss`, `heads.HEAD.loss`, `heldout.loss` or `heldout.heads.HEAD.loss`")
     return path
+
+
+def _measured(path: str) -> str:
+    if _MEASURED.fullmatch(path) is None:
+        raise ValueError(
+            "expected `loss`, `heads.HEAD.loss` or `metrics.NAME.HEAD`, or one of them with `heldout.` before it"
+        )
+    return path
+
+
+class EarlyStopping(Strict):
+    """End of a run when a metric stops improving."""
+
+    metric: Annotated[str, AfterValidator(_measured)] = Field(
+        description="The metric of metrics.jsonl: `loss`, `heads.HEAD.loss` or `metrics.NAME.HEAD`, or one of them "
+        "with `heldout.` before it, such as `heldout.loss`."
+    )
+    patience: int = Field(
+        3, ge=1, description="End the run after so many measurements in a row without improvement of the best one."
+    )
+    min_delta: float = Field(0.0, ge=0, description="Least change that counts as an improvement.")
+    mode: Literal["min", "max"] = Field("min", description="`min`: lower is better; `max`: higher is better.")
 
 
 class Optimizer(Strict):
@@ -149,6 +174,25 @@ class Train(Strict):
     loss_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
         description="`text` or the name of a decoder -> weight of its mean loss in the total. Unset: 1.",
+    )
+    losses: dict[str, FunctionName] = Field(
+        default_factory=dict,
+        description="`text` or the name of a decoder -> your own loss in place of cross entropy: `FILE.py:FUNCTION` or "
+        "`MODULE:FUNCTION`. It takes logits `[n, classes]` and labels `[n]`, and returns the losses of the tokens "
+        "`[n]`.",
+    )
+    metrics: dict[Annotated[str, Field(pattern=r"^\w+$")], FunctionName] = Field(
+        default_factory=dict,
+        description="Name -> your own metric: `FILE.py:FUNCTION` or `MODULE:FUNCTION`, a function like those of "
+        "`losses`. metrics.jsonl has its mean over the predicted tokens of each head.",
+    )
+    callbacks: list[FunctionName] = Field(
+        default_factory=list,
+        description="Your own callbacks: `FILE.py:CLASS` or `MODULE:CLASS`, subclasses of `omnitrain.Callback` (or "
+        "functions that return one), made without arguments on every rank.",
+    )
+    early_stopping: EarlyStopping | None = Field(
+        None, description="End the run early if a metric stops improving. Unset: never."
     )
     log_every: int = Field(
         10,

@@ -98,6 +98,24 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
+    def _early_stopping_is_measured(self) -> Recipe:
+        stopping = self.train.early_stopping
+        if stopping is None:
+            return self
+        if stopping.metric.startswith("heldout.") and (self.evaluation is None or self.evaluation.loss_every is None):
+            raise ValueError(
+                f"`train.early_stopping.metric: {stopping.metric}` needs `evaluation.loss_every`: set it, or use a "
+                "metric of the training data, such as `loss`"
+            )
+        _, is_own, own = stopping.metric.partition("metrics.")
+        if is_own and (name := own.split(".")[0]) not in self.train.metrics:
+            raise ValueError(
+                f"`train.early_stopping.metric: {stopping.metric}`: `train.metrics` has no {name!r}; "
+                f"{hint(name, self.train.metrics)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _compile_agrees_with_plan(self) -> Recipe:
         plan = self.parallel.of(FOUNDATION)
         if not self.train.compile.enabled:
@@ -148,7 +166,8 @@ class Recipe(Strict):
     def check_heads(self, decoders: Iterable[str]) -> None:
         """Check that the heads that keys of the recipe name are ``text`` or in ``decoders``.
 
-        These keys are ``train.loss_weights``, ``train.keep_best`` and ``evaluation.sampling``.
+        These keys are ``train.loss_weights``, ``train.losses``, ``train.keep_best``, ``train.early_stopping.metric``
+        and ``evaluation.sampling``.
 
         Raises:
             ValidationError: lists every other name with the nearest valid one.
@@ -156,16 +175,20 @@ class Recipe(Strict):
         heads = {"text", *decoders}
         weights, sampling = self.train.loss_weights, self.evaluation.sampling if self.evaluation else {}
         named: dict[tuple[str, ...], Any] = {("train", "loss_weights", name): value for name, value in weights.items()}
+        named |= {("train", "losses", name): function for name, function in self.train.losses.items()}
         named |= {("evaluation", "sampling", name): rule for name, rule in sampling.items()}
         problems = [
             located(f"unknown name; {hint(path[-1], heads)}", path, value)
             for path, value in named.items()
             if path[-1] not in heads
         ]
-        _, is_of_head, best = (self.train.keep_best or "").partition("heads.")
-        if is_of_head and (name := best.removesuffix(".loss")) not in heads:
-            where = ("train", "keep_best")
-            problems.append(located(f"unknown head; {hint(name, heads)}", where, self.train.keep_best))
+        stopping = self.train.early_stopping
+        for where, metric in (
+            (("train", "keep_best"), self.train.keep_best),
+            (("train", "early_stopping", "metric"), stopping and stopping.metric),
+        ):
+            if metric and (name := _head_of(metric)) not in {None, *heads}:
+                problems.append(located(f"unknown head; {hint(str(name), heads)}", where, metric))
         if problems:
             raise ValidationError.from_exception_data("Recipe", problems)
 
@@ -196,6 +219,12 @@ class Recipe(Strict):
         if problems:
             raise RecipeError(problem_list(str(file), problems))
         return recipe
+
+
+def _head_of(metric: str) -> str | None:
+    """Return the head of ``heads.HEAD.loss`` or ``metrics.NAME.HEAD``; None: the metric is of all heads."""
+    parts = metric.removeprefix("heldout.").split(".")
+    return {"heads": parts[1:2], "metrics": parts[2:3]}.get(parts[0], [None])[0]
 
 
 def _read_mapping(file: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,10 +30,11 @@ from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.report.at_end import report_at_end
 from omnitrain.report.run_facts import write_facts
+from omnitrain.train.callbacks import Callback, CallbackError, Callbacks, load_callbacks
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, open_data
 from omnitrain.train.device import use_device
 from omnitrain.train.encoder_costs import EncoderCosts
-from omnitrain.train.evaluate.evaluate import Evaluator, load_scorer
+from omnitrain.train.evaluate.evaluate import Evaluation, Evaluator, load_scorer
 from omnitrain.train.evaluate.results import write_results
 from omnitrain.train.experts import ExpertsOfRun
 from omnitrain.train.interrupt import Interrupt, StoppedError
@@ -47,6 +48,7 @@ from omnitrain.train.metrics.display import (
     show_kept_memory,
     show_unused,
 )
+from omnitrain.train.metrics.early_stopping import StopWatcher
 from omnitrain.train.metrics.encoders import encoder_metrics
 from omnitrain.train.metrics.flops import run_flops
 from omnitrain.train.metrics.memory_estimate import kept_by_source
@@ -79,6 +81,7 @@ class RunSummary:
         checkpoint: the last checkpoint.
         scores: scores of the evaluation; empty without an evaluation.
         is_terminated: it was SIGTERM: a scheduler should start the run again.
+        stopped: why the run ended before its last step, by early stopping or a callback. None: it did not.
     """
 
     step: int
@@ -86,6 +89,7 @@ class RunSummary:
     checkpoint: Path
     scores: dict[str, float]
     is_terminated: bool = False
+    stopped: str | None = None
 
 
 class Trainer:
@@ -102,13 +106,14 @@ class Trainer:
         step: optimizer steps done.
     """
 
-    def __init__(self, recipe: Recipe, *, resume: Resume = False) -> None:
+    def __init__(self, recipe: Recipe, *, resume: Resume = False, callbacks: Sequence[Callback] = ()) -> None:
         """Build everything; nothing is written before :meth:`fit`.
 
         Args:
             recipe: the recipe of the run.
             resume: continue the run in ``recipe.output_dir`` from its newest checkpoint. "auto": from the newest one
                 that is not damaged; if it has none, start it.
+            callbacks: called before those of ``train.callbacks``; all ranks must pass the same.
 
         Raises:
             UserError: recipe, data and weights do not fit together.
@@ -126,6 +131,7 @@ class Trainer:
         self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # fails before the expensive steps
         require_trackers(recipe)
+        self.callbacks = Callbacks([*callbacks, *load_callbacks(recipe.train.callbacks)], self.ranks.peers)
         self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers, resume)
         self._continues = resume == "auto"
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
@@ -161,6 +167,7 @@ class Trainer:
             self.meter.continue_from(state.losses)
         self.save_times = SaveTimes(recipe, self.step)
         self._line: dict[str, Any] = {}  # the last line of metrics
+        self._stop_reason: str | None = None
         self._upcoming: StepBatch | UserError | TrainingError | None = None
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
@@ -174,9 +181,10 @@ class Trainer:
             NonFiniteError: a loss or gradient is not finite; the finished steps are saved.
             UserError: the data cannot be used; the finished steps are saved, unless they had nothing to predict.
             TrainingError: a data process was killed; the finished steps are saved.
+            CallbackError: a callback raised on some rank; the finished steps are saved.
         """
         train = self.recipe.train
-        if self.resumed is not None and self.step >= train.steps:
+        if self.resumed is not None and (self.step >= train.steps or train.early_stopping is not None):
             finished = self.ranks.first(self.folder.finished)
             if self.ranks.peers.any(finished is not None):
                 console.print(finished, soft_wrap=True)
@@ -204,37 +212,78 @@ class Trainer:
             if (metrics := self.ranks.first(self._open_folder)) is not None:
                 closing.enter_context(metrics)
             self.folder.require_shared(self.ranks.peers)
+            early = None
+            if metrics is not None and train.early_stopping is not None:
+                early = StopWatcher(train.early_stopping, metrics.earlier)
+            self._stop_reason = early.reason if early else None
+            self._tell("on_start")
             interrupted, heldout_losses = False, None
-            while self.step < train.steps and not interrupted:
+            stopped = self.ranks.peers.any(self._stop_reason is not None)
+            while self.step < train.steps and not (interrupted or stopped):
                 batch = first.pop() if first else self._next_batch(steps)
                 self._upcoming = self._fetched(steps) if self._looks_ahead() else None
                 loss, norm = self._measured_step(batch)
                 self.data_state = self.loader.state()
                 self._require_targets()
+                self._tell("on_step", loss, norm)
                 if not self.recipe.writes_metrics(self.step):
                     progress.advance(self.step, loss)
                 else:
                     line = self._metrics(norm)
                     if (heldout_losses := self._heldout_losses(interrupt)) is not None:
                         line["heldout"] = heldout_losses
+                        self._tell("on_evaluate", Evaluation(heldout_losses, [], {}, []))
+                    self._tell("on_log", line)
+                    if early:
+                        early.add(line)
+                        self._stop_reason = self._stop_reason or early.reason
                     if metrics is not None:
                         metrics.write(line)
                     self._line = line
                     progress.advance(self.step, loss, _shown(line))
-                is_due, interrupted = self.ranks.peers.any_of_each([self._save_is_due(), interrupt.requested])
-                if is_due and not interrupted:
-                    self._save()
+                is_due, interrupted, stopped = self.ranks.peers.any_of_each(
+                    [self._save_is_due(), interrupt.requested, self._stop_reason is not None]
+                )
+                if is_due and not (interrupted or stopped):
+                    self._tell("on_save", self._save())
                     interrupted = self.ranks.peers.any(interrupt.requested)
             checkpoint = self._save()
+            self._tell("on_save", checkpoint)
             if not interrupted:
+                reason = next(filter(None, self.ranks.peers.gather(self._stop_reason)), None) if stopped else None
+                if reason is not None and self.step < train.steps:
+                    console.print(f"stopped at step {self.step} of {train.steps}: {reason}", soft_wrap=True)
                 console.print(f"saved {checkpoint}")
                 with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
                     scores = self._evaluate(interrupt, heldout_losses)
                     if metrics is not None and scores:
                         metrics.track(self.step, {"scores": scores})
-                    return RunSummary(self.step, False, checkpoint, scores)
+                    summary = RunSummary(self.step, False, checkpoint, scores, stopped=reason)
+                    self._tell("on_end", summary)
+                    return summary
+            summary = RunSummary(self.step, True, checkpoint, {}, self.ranks.peers.any(interrupt.is_terminated))
+            self._tell("on_end", summary)
         console.print(f"interrupted at step {self.step} of {train.steps}; saved {checkpoint}", soft_wrap=True)
-        return RunSummary(self.step, True, checkpoint, {}, self.ranks.peers.any(interrupt.is_terminated))
+        return summary
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, on all ranks, as at its last step: save, then evaluate. Any rank may call it.
+
+        Args:
+            reason: what to print.
+        """
+        self._stop_reason = self._stop_reason or reason
+
+    def _tell(self, event: str, *arguments: Any) -> None:
+        """Call the callbacks for an event. If one raises on any rank, save the finished steps first."""
+        if not self.callbacks.has(event):
+            return
+        try:
+            with self.watch.paused("callbacks"):
+                self.callbacks.call(event, self, *arguments)
+        except CallbackError as error:
+            saved = self._saved_or_why_not("the steps so far") if self.step else "no step was done"
+            raise CallbackError(f"{error}\n  {saved}") from error.__cause__
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[Callable[[], None]]:
@@ -355,14 +404,14 @@ class Trainer:
             f"data, start a new run from these weights: model.checkpoint={self.folder.path} and another output_dir"
         )
 
-    def _saved_or_why_not(self) -> str:
-        """Save the steps before one that failed. An error of the disk must not hide why that step failed."""
+    def _saved_or_why_not(self, steps: str = "the steps before it") -> str:
+        """Save the finished ``steps`` after a failure. An error of the disk must not hide that failure."""
         try:
-            return f"the steps before it are saved in {self._save()}"
+            return f"{steps} are saved in {self._save()}"
         except LostRankError:  # it says itself why it failed
             raise
         except TrainingError as error:
-            return f"the steps before it could not be saved: {error}; {self._newest_checkpoint()}"
+            return f"{steps} could not be saved: {error}; {self._newest_checkpoint()}"
 
     def _newest_checkpoint(self) -> str:
         return f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint exists"
@@ -552,6 +601,7 @@ class Trainer:
         if scores is None:
             raise StoppedError
         scores |= {"seconds": time.perf_counter() - self._started}
+        losses = self.ranks.of_first(None if result is None else result.losses)
         skipped = merge_states(self.ranks.peers.gather_on_first(self.data_state)).rejected
 
         def write() -> None:
@@ -560,6 +610,7 @@ class Trainer:
             write_results(self.folder, self.step, result, scores, rejected, settings.saved_samples)
 
         self.ranks.first(write)
+        self._tell("on_evaluate", result or Evaluation(losses or {}, [], scores, []))
         return scores
 
 

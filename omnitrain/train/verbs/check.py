@@ -29,11 +29,18 @@ from omnitrain.parallel.expert.routing_record import RoutingOfRun
 from omnitrain.parallel.fsdp.units import find_units, stays_fp32, unit_names
 from omnitrain.parallel.layout import planned_table, section_text
 from omnitrain.parallel.resolve import dtype_of, resolve_without_ranks
+from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.recipe import ComponentPlan, ExpertsBalance, ParallelPlan, Recipe
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.recipe.parallel import PlanError
 from omnitrain.recipe.save import require_heads
-from omnitrain.train.build_from_recipe import build_from_recipe, build_without_tokenizer, require_ops
+from omnitrain.train.build_from_recipe import (
+    build_from_recipe,
+    build_without_tokenizer,
+    require_ops,
+    use_own_functions,
+)
+from omnitrain.train.callbacks import Callbacks, load_callbacks
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, spared
 from omnitrain.train.device import machines_for, require_devices, use_device
 from omnitrain.train.evaluate.evaluate import load_scorer
@@ -151,6 +158,7 @@ def _check_surroundings(recipe: Recipe, problems: _Problems) -> None:
     problems.attempt(lambda: RunFolder(recipe))
     problems.attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     problems.attempt(lambda: require_trackers(recipe))
+    problems.attempt(lambda: Callbacks(load_callbacks(recipe.train.callbacks), SINGLE_PROCESS))
 
 
 def problems_of_start(recipe: Recipe, error: UserError, num_ranks: int) -> list[str]:
@@ -178,6 +186,7 @@ def _model_checks(
     """Yield the checks of a run's model; without a processor, those that need none."""
     mixed = mixed_precision(recipe.train, device.type)
     yield lambda: require_heads(recipe, model.decoders)
+    yield lambda: use_own_functions(model, recipe.train)
     yield lambda: require_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     yield lambda: _require_plan(recipe, model, mixed, num_ranks)
     yield lambda: _require_rates(model, recipe)
