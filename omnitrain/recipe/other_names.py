@@ -33,7 +33,7 @@ OTHER_NAMES: dict[str, tuple[str, str]] = {
     "warmup_steps": ("train.optimizer.warmup_steps", ""),
     "warmup_ratio": ("train.optimizer.warmup_steps", "a number of steps"),
     "lr_scheduler_type": ("train.optimizer.schedule", ""),
-    "optim": ("train.optimizer", "which is AdamW"),
+    "optim": ("train.optimizer.kind", "`adamw` or `muon`"),
     "bf16": ("train.precision=bf16", ""),
     "fp16": ("train.precision=bf16", "there is no fp16, which would need loss scaling"),
     "seed": ("train.seed", ""),

@@ -46,8 +46,14 @@ class EarlyStopping(Strict):
 
 
 class Optimizer(Strict):
-    """AdamW with fp32 state, linear warm-up, cosine or linear decay (Loshchilov & Hutter 2019, 2017)."""
+    """AdamW or Muon with fp32 state, linear warm-up, cosine or linear decay (Loshchilov & Hutter 2019, 2017)."""
 
+    kind: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="`muon`: Muon for the matrices of hidden layers, experts included, and AdamW for the others "
+        "(embeddings, heads, norms, biases).",
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="Decay rate of Muon's momentum.")
     learning_rate: float = Field(3e-4, gt=0, description="Peak learning rate.")
     learning_rates: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
@@ -62,6 +68,11 @@ class Optimizer(Strict):
         0.1, ge=0, le=1, description="Final learning rate of `cosine` and `linear`, as a fraction of the peak."
     )
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay, on matrices only.")
+    weight_decays: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="Component, module or parameter -> its own weight decay, on matrices only. If several names match "
+        "a parameter, the longest path wins.",
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="Decay rates of the two moments."
     )
@@ -69,7 +80,9 @@ class Optimizer(Strict):
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the global gradient norm to this; null: never.")
 
     def idle(self) -> Iterator[Idle]:
-        """Yield the key that the schedule does not use."""
+        """Yield the keys that the schedule and the optimizer do not use."""
+        if self.kind == "adamw":
+            yield Idle("momentum", "but `kind: adamw` does not use it; remove it, or use `muon`")
         if self.schedule == "constant":
             yield Idle("final_ratio", "but `schedule: constant` never decays; remove it, or use `cosine` or `linear`")
 

@@ -20,7 +20,8 @@ from omnitrain.data.loading.slots import merge_states, rejected_by_source
 from omnitrain.errors import LostRankError, TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.device import mixed_seed, seed_device
-from omnitrain.optim.adamw import build_optimizer, learning_rate
+from omnitrain.optim.adamw import learning_rate
+from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.executor import OnOutput, OnPhase
@@ -38,7 +39,7 @@ from omnitrain.train.evaluate.evaluate import Evaluation, Evaluator, load_scorer
 from omnitrain.train.evaluate.results import write_results
 from omnitrain.train.experts import ExpertsOfRun
 from omnitrain.train.interrupt import Interrupt, StoppedError
-from omnitrain.train.lr_groups import peaks_of
+from omnitrain.train.lr_groups import decays_of, matrices_of, peaks_of
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.costs import WAIT_FOR_DATA
 from omnitrain.train.metrics.display import (
@@ -102,7 +103,7 @@ class Trainer:
         processor: turns data rows into samples.
         loader: the training data, step by step.
         evaluator: evaluates the model on held-out data; None: the recipe has no evaluation.
-        optimizer: AdamW.
+        optimizer: AdamW, or Muon and AdamW.
         step: optimizer steps done.
     """
 
@@ -141,7 +142,14 @@ class Trainer:
         self.flops = run_flops(prepared.flops, self.layout, self.device, dtype)
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         settings = recipe.train.optimizer
-        self.optimizer = build_optimizer(self.model, settings, offloaded, peaks_of(self.model, settings))
+        self.optimizer = build_optimizer(
+            self.model,
+            settings,
+            offloaded,
+            peaks_of(self.model, settings),
+            decays_of(self.model, settings),
+            matrices_of(self.model, settings),
+        )
         self._holders = None if self.layout is None else self.layout.holders(self.model)
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()

@@ -19,7 +19,7 @@ from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.recipe import Recipe, list_recipes, save_recipe
 from omnitrain.recipe.strict import Strict
 from omnitrain.train.build_from_recipe import build_from_recipe, require_ops
-from omnitrain.train.lr_groups import peaks_of
+from omnitrain.train.lr_groups import decays_of, peaks_of
 from omnitrain.train.useless_keys import require_effect
 from tests.tiny import CHAT, FOUNDATION, tiny_recipe
 
@@ -173,7 +173,14 @@ STANDS: dict[str, Always | Idle] = {
     "Optimizer.final_ratio": idle(
         "`schedule: constant` never decays", "train.optimizer.schedule=constant", "train.optimizer.final_ratio=0.5"
     ),
+    "Optimizer.kind": Always("weights are updated in one way or another"),
+    "Optimizer.momentum": idle("`kind: adamw` does not use it", "train.optimizer.momentum=0.9"),
     "Optimizer.weight_decay": SIZE,
+    "Optimizer.weight_decays": idle(
+        "longer names cover all trained parameters of 'foundation'",
+        "train.optimizer.weight_decays={foundation: 0.1, foundation.model: 0.2}",
+        base="text",
+    ),
     "Optimizer.betas": SIZE,
     "Optimizer.eps": SIZE,
     "Optimizer.max_grad_norm": SIZE,
@@ -335,6 +342,7 @@ def refuse_what_can_do_nothing(recipe: Recipe, base: Base, built: Callable[..., 
     require_effect(recipe, model, processor)
     require_ops(model, recipe.model.ops, torch.device("cpu"), torch.float32)
     peaks_of(model, recipe.train.optimizer)
+    decays_of(model, recipe.train.optimizer)
     resolve_without_ranks(model, recipe.parallel, None)
 
 

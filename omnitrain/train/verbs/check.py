@@ -45,7 +45,7 @@ from omnitrain.train.data import IDLE_STEPS, nothing_to_train, spared
 from omnitrain.train.device import machines_for, require_devices, use_device
 from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.launch.environment import world_size
-from omnitrain.train.lr_groups import peaks_of
+from omnitrain.train.lr_groups import decays_of, matrices_of, peaks_of
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries, show_components, show_contract, show_unused
 from omnitrain.train.metrics.trackers import require_trackers
@@ -245,10 +245,12 @@ def _trained_dtypes(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> dic
 
 
 def _require_rates(model: OmniModel, recipe: Recipe) -> None:
-    """Freeze the model as the plan says; check that something trains, and that ``learning_rates`` names it."""
+    """Freeze the model as the plan says; check that something trains, and that keys of the optimizer name it."""
     freeze(model, [name for name in model.components if recipe.parallel.of(name).freeze])
     trained_parameters(model)
     peaks_of(model, recipe.train.optimizer)
+    decays_of(model, recipe.train.optimizer)
+    matrices_of(model, recipe.train.optimizer)
 
 
 def _require_experts(model: OmniModel, settings: ExpertsBalance) -> None:
