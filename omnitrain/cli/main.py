@@ -269,6 +269,7 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
     Raises:
         UserError: a mistake in the recipe, or ``max_restarts`` without several ranks.
     """
+    from omnitrain.train.epochs import counts_samples, in_steps
     from omnitrain.train.launch.environment import global_rank, world_size
     from omnitrain.train.run_state.run_folder import RunFolder
 
@@ -277,7 +278,11 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
             "--max-restarts starts a run again on the ranks that are left, so it needs --nproc 2 or more; under "
             "torchrun, use torchrun's own --max-restarts, and --auto-resume"
         )
-    if resume and _says_it_is_finished(recipe):
+    if counts_samples(recipe) and world_size() == 1:
+        with _all_problems(recipe, name, nproc):
+            recipe = in_steps(recipe)
+        command = [*command, *_in_words(recipe)]
+    if resume and not counts_samples(recipe) and _says_it_is_finished(recipe):
         return
     # A run that has begun may continue, whatever else a check finds in its recipe.
     begins = not (resume and RunFolder(recipe).has_checkpoint)
@@ -298,6 +303,13 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
         if global_rank() == 0:
             typer.echo(resume_hint(recipe.output_dir))
         raise typer.Exit(EXIT_REQUEUE if summary.is_terminated else EXIT_INTERRUPTED)
+
+
+def _in_words(recipe: Recipe) -> list[str]:
+    """Return overrides that count in steps and packs, as ``recipe`` does, for ranks that need not measure again."""
+    train = recipe.train
+    words = [f"train.steps={train.steps}", f"train.micro_batches={train.micro_batches}"]
+    return ["train.epochs=null", "train.samples_per_step=null", *words]
 
 
 def _launch(recipe: Recipe, arguments: list[str], nproc: int, max_restarts: int, *, continues: bool) -> int:

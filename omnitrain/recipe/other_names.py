@@ -8,17 +8,16 @@ from pydantic import BaseModel
 
 from omnitrain.recipe.suggest import nearest
 
+_SAMPLES = "samples of a step, over all ranks; or `train.micro_batches` packs of `data.pack_tokens` tokens"
+
 # Name there -> key of a recipe, or a key with a value, and a remark if the two do not mean the same.
 OTHER_NAMES: dict[str, tuple[str, str]] = {
     "max_steps": ("train.steps", ""),
-    "num_train_epochs": ("train.steps", "a run is counted in optimizer steps"),
-    "epochs": ("train.steps", "a run is counted in optimizer steps"),
-    "batch_size": ("train.micro_batches", "packs of `data.pack_tokens` tokens in a step, over all ranks"),
-    "train_batch_size": ("train.micro_batches", "packs of `data.pack_tokens` tokens in a step, over all ranks"),
-    "per_device_train_batch_size": (
-        "train.micro_batches",
-        "packs of `data.pack_tokens` tokens in a step, over all ranks",
-    ),
+    "num_train_epochs": ("train.epochs", ""),
+    "epochs": ("train.epochs", ""),
+    "batch_size": ("train.samples_per_step", _SAMPLES),
+    "train_batch_size": ("train.samples_per_step", _SAMPLES),
+    "per_device_train_batch_size": ("train.samples_per_step", _SAMPLES),
     "gradient_accumulation_steps": (
         "train.micro_batches",
         "packs in a step, over all ranks; a rank accumulates its share",

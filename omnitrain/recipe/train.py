@@ -175,7 +175,19 @@ class Train(Strict):
     """Settings of the training loop."""
 
     steps: int = Field(1000, ge=1, description="Optimizer steps.")
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        description="Passes over the training data, in place of `steps`. An epoch draws as many rows as all data sets "
+        "have together.",
+    )
     micro_batches: int = Field(1, ge=1, description="Packs per optimizer step, summed over all ranks.")
+    samples_per_step: int | None = Field(
+        None,
+        ge=1,
+        description="Samples per optimizer step, summed over all ranks, in place of `micro_batches`: the number of "
+        "packs that have about so many.",
+    )
     seed: int = Field(0, ge=0, description="Seed of the initial weights, the data order and sampling.")
     device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...")
     precision: Literal["auto", "fp32", "bf16"] = Field(
@@ -253,13 +265,18 @@ class Train(Strict):
     )
 
     def idle(self) -> Iterator[Idle]:
-        """Yield the key that compares checkpoints if there is only one."""
+        """Yield the keys that others make useless."""
         if self.save_every is None:
             yield Idle("keep_best", "but `save_every: null` saves only at the end; remove it, or set `save_every`")
+        if self.epochs is not None:
+            yield Idle("steps", "but `epochs` decides how long the run is; remove one of the two")
+        if self.samples_per_step is not None:
+            yield Idle("micro_batches", "but `samples_per_step` decides how large a step is; remove one of the two")
 
     @model_validator(mode="after")
     def _traced_steps_exist(self) -> Train:
-        if beyond := [step for step in self.trace.steps if step > self.steps]:
+        beyond = [step for step in self.trace.steps if step > self.steps] if self.epochs is None else []
+        if beyond:
             raise ValueError(
                 f"`trace.steps`: found {', '.join(map(str, beyond))}, but the last step is {self.steps}; name earlier "
                 "steps, or raise `steps`"

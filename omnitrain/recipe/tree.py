@@ -140,7 +140,7 @@ class Recipe(Strict):
     def advice(self) -> Iterator[str]:
         """Yield what is no mistake, but probably not meant."""
         warmup, steps = self.train.optimizer.warmup_steps, self.train.steps
-        if warmup > steps:
+        if warmup > steps and self.train.epochs is None:
             yield (
                 f"train.optimizer.warmup_steps is {warmup}, but the run has {steps} step{'s' * (steps > 1)}: the "
                 f"learning rate only reaches {steps / warmup:.0%} of its peak; set it to {steps // 10}, or raise "

@@ -35,6 +35,7 @@ from omnitrain.train.callbacks import Callback, CallbackError, Callbacks, load_c
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, open_data
 from omnitrain.train.device import use_device
 from omnitrain.train.encoder_costs import EncoderCosts
+from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import Evaluation, Evaluator, load_scorer
 from omnitrain.train.evaluate.results import write_results
 from omnitrain.train.experts import ExpertsOfRun
@@ -105,6 +106,7 @@ class Trainer:
         evaluator: evaluates the model on held-out data; None: the recipe has no evaluation.
         optimizer: AdamW, or Muon and AdamW.
         step: optimizer steps done.
+        samples: samples in these steps.
     """
 
     def __init__(self, recipe: Recipe, *, resume: Resume = False, callbacks: Sequence[Callback] = ()) -> None:
@@ -127,6 +129,8 @@ class Trainer:
         self.device = use_device(recipe.train)
         is_mixed = mixed_precision(recipe.train, self.device.type) is True
         self.ranks = join_ranks(recipe.parallel, self.device, lays_out=is_mixed)
+        if counts_samples(recipe):
+            recipe = self.recipe = self.ranks.of_first(self.ranks.first(lambda: in_steps(recipe)) or recipe)
         self.folder = RunFolder(recipe)
         self._advice = check_micro_batches(recipe, self.ranks.state_of_main)
         self.ranks.first(self.folder.require_free)
@@ -153,7 +157,7 @@ class Trainer:
         self._holders = None if self.layout is None else self.layout.holders(self.model)
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
-        self.step, self.steps_without_targets = state.step, state.steps_without_targets
+        self.step, self.steps_without_targets, self.samples = state.step, state.steps_without_targets, state.samples
         self.spans = StepSpans(self.model, self.device, recipe, self.folder.path / "trace")
         self.encoder_metrics: dict[str, Any] = {}
         self.experts = ExpertsOfRun(self.model, recipe, self.ranks, self.spans, state)
@@ -474,6 +478,7 @@ class Trainer:
         for losses in packs:
             self.meter.add_losses(losses)
         self.mean_loss.add(loss, num_targets)
+        self.samples += int(batch.plan.num_samples.sum())
         self.step += 1
         self.experts.routing.end(self.step)
         return loss, norm
@@ -510,8 +515,12 @@ class Trainer:
         settings = self.recipe.train.optimizer
         rate = partial(learning_rate, self.step - 1, self.recipe.train.steps, settings)
         own = {name: rate(peak) for name, peak in settings.learning_rates.items()}
+        rejected = rejected_by_source(self.ranks.peers.gather(self.loader.num_rejected))
         return {
             "step": self.step,
+            "samples": self.samples,
+            "epoch": self.samples / max(1, sum(self.loader.order.lengths) - sum(rejected.values())),
+            "seconds": time.perf_counter() - self._started,
             "loss": self.mean_loss.read(),
             "grad_norm": norm,
             "learning_rate": rate(settings.learning_rate),
@@ -520,7 +529,7 @@ class Trainer:
             **self.flops.read(self.ranks.peers, self.stopwatch.seconds),
             **self.stopwatch.read(self.recipe.train.micro_batches * self.recipe.data.pack_tokens),
             **memory_metrics(self.device, self.ranks.peers),
-            "rejected": rejected_by_source(self.ranks.peers.gather(self.loader.num_rejected)),
+            "rejected": rejected,
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
             **self.experts.metrics(),
@@ -587,6 +596,7 @@ class Trainer:
                 self.meter.totals(self.ranks.meter_peers),
                 self.mean_loss.mean,
                 self.mean_loss.tokens,
+                self.samples,
             )
             line = self._line if self._line.get("step") == self.step else None
             save_checkpoint(self.folder, self.ranks, self.model, self.processor, self.optimizer, state, line)

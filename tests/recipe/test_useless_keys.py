@@ -135,8 +135,12 @@ STANDS: dict[str, Always | Idle] = {
         )
         for field in ("images_kwargs", "videos_kwargs", "audio_kwargs")
     },
-    "Train.steps": SIZE,
-    "Train.micro_batches": SIZE,
+    "Train.steps": idle("`epochs` decides how long the run is", "train.epochs=2", "train.steps=9"),
+    "Train.epochs": SIZE,
+    "Train.micro_batches": idle(
+        "`samples_per_step` decides how large a step is", "train.samples_per_step=8", "train.micro_batches=2"
+    ),
+    "Train.samples_per_step": SIZE,
     "Train.seed": SIZE,
     "Train.flops": Always("every model has products to count"),
     "Train.device": DEVICE,

@@ -43,6 +43,7 @@ from omnitrain.train.build_from_recipe import (
 from omnitrain.train.callbacks import Callbacks, load_callbacks
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, spared
 from omnitrain.train.device import machines_for, require_devices, use_device
+from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.launch.environment import world_size
 from omnitrain.train.lr_groups import decays_of, matrices_of, peaks_of
@@ -72,6 +73,8 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
     quiet_libraries()
     problems = _Problems()
     built = problems.attempt(lambda: build_from_recipe(recipe, init_device="meta"))
+    if built is not None and counts_samples(recipe):
+        recipe = _counted_in_steps(recipe, problems)
     runs = _check_model(recipe, built and built[0], built and built[1], num_ranks, problems, one_machine)
     opened: dict[str, list[RowSource]] = {}
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
@@ -84,6 +87,16 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
         problems.attempt(lambda: _require_targets(recipe, opened["train"], built[1], built[0].runner.contract))
     _check_surroundings(recipe, problems)
     return _without_repetitions(problems)
+
+
+def _counted_in_steps(recipe: Recipe, problems: _Problems) -> Recipe:
+    """Measure the steps and packs of a recipe that counts epochs or samples, and say how many they are."""
+    counted = problems.attempt(lambda: in_steps(recipe))
+    if counted is None:
+        return recipe
+    train = counted.train
+    console.print(f"{train.steps} steps of {train.micro_batches} packs (train.epochs, train.samples_per_step)")
+    return counted
 
 
 def check_without_tokenizer(recipe: Recipe, num_ranks: int | None = None) -> list[str]:
