@@ -259,6 +259,8 @@ COMMANDS_ELSEWHERE = {
     "verify quickstart": "tests/train/verbs/test_verify.py",
     "schedule quickstart": "tests/train/verbs/test_schedule.py",
     "profile quickstart": "tests/train/test_profile.py",
+    "generate runs/quickstart --prompts": "tests/train/verbs/test_answers.py",
+    "chat runs/quickstart": "tests/train/verbs/test_answers.py",
     "check finetune_vlm": "tests/test_recipes.py",
 }
 

@@ -103,6 +103,7 @@ _MODEL_VERBS = (
     "verify",
     "schedule",
     "generate",
+    "chat",
     "export",
 )  # the others work without torch or transformers
 
@@ -484,49 +485,97 @@ def schedule(
         typer.echo(f"wrote {json_file}")
 
 
+CheckpointArgument = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a run, or of a saved omni model.")
+]
+OutputOption = Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Folder for generated media.")]
+TokensOption = Annotated[int, typer.Option(min=1, help="Maximum length of the answer, text and media tokens together.")]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of sampling.")]
+PluginOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="MODULE", help="Module to import first, as in a recipe's `plugins`; repeatable."),
+]
+
+
 @app.command()
 def generate(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a run, or of a saved omni model.")
-    ],
-    prompt: Annotated[str, typer.Option(help="Text of the user's message; media come before it.")],
+    checkpoint: CheckpointArgument,
+    prompt: Annotated[str | None, typer.Option(help="Text of the user's message; media come before it.")] = None,
     image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Image file to read; repeatable.")] = None,
     audio: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Audio file to read; repeatable.")] = None,
     video: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Video file to read; repeatable.")] = None,
-    output: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Folder for generated media.")] = Path(
-        "generated"
-    ),
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum length of the answer, text and media tokens together.")
-    ] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of sampling.")] = 0,
-    plugin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODULE", help="Module to import first, as in a recipe's `plugins`; repeatable."),
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            help="In place of --prompt: a JSON Lines file with `prompt` (and `images`, ...) or `messages` in each "
+            "line. The answers are written to answers.jsonl in --output.",
+        ),
     ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="With --prompts: number of prompts to answer at once.")] = 16,
+    output: OutputOption = Path("generated"),
+    max_new_tokens: TokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = 0,
+    plugin: PluginOption = None,
 ) -> None:
-    """Answer a prompt with text, images and audio, on CUDA if available."""
+    """Answer a prompt, or a file of prompts, with text, images and audio, on CUDA if available."""
     from omnitrain.recipe.plugins import import_plugin
     from omnitrain.train.verbs.answer import answer, what_was_cut
 
+    if (prompt is None) == (prompts is None) or (prompts is not None and (image or audio or video)):
+        raise UserError("generate needs either --prompt TEXT (with --image, --audio, --video), or --prompts FILE")
     for name in plugin or []:
         import_plugin(name)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    if prompts is not None:
+        from omnitrain.train.verbs.answer import Answerer
+        from omnitrain.train.verbs.answer_file import answer_file
+
+        answers, answerer = output / "answers.jsonl", Answerer(checkpoint, output_dir=output, **settings)
+
+        def notify(done: int, of: int) -> None:
+            typer.echo(f"{done} of {of} prompts are answered", err=True)
+
+        num_failed = answer_file(answerer, prompts, answers, batch_size, notify)
+        typer.echo(answers)
+        if num_failed:
+            raise UserError(f"{num_failed} prompts have no answer; {answers} says why (`error`)")
+        return
+    assert prompt is not None
     answered, parts = answer(
-        checkpoint,
-        prompt,
-        images=image or [],
-        audios=audio or [],
-        videos=video or [],
-        output_dir=output,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
+        checkpoint, prompt, images=image or [], audios=audio or [], videos=video or [], output_dir=output, **settings
     )
     for part in parts:
         typer.echo(part)
     if (cut := what_was_cut(answered, max_new_tokens)) is not None:
         typer.echo(f"omnitrain: {cut}", err=True)
+
+
+@app.command()
+def chat(
+    checkpoint: CheckpointArgument,
+    output: OutputOption = Path("generated"),
+    max_new_tokens: TokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = 0,
+    plugin: PluginOption = None,
+) -> None:
+    """Talk with a model that stays loaded, with images, sound and videos."""
+    from omnitrain.recipe.plugins import import_plugin
+    from omnitrain.train.verbs.answer import Answerer
+    from omnitrain.train.verbs.chat import chat as talk
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - arrow keys and a history for input()
+    for name in plugin or []:
+        import_plugin(name)
+    answerer = Answerer(
+        checkpoint, output_dir=output, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+    )
+    talk(answerer, max_new_tokens, input, typer.echo)
 
 
 @app.command()
