@@ -28,10 +28,18 @@ class Sampling(Strict):
 
 
 class Evaluation(Strict):
-    """Held-out loss and generated answers at the end of a run; optionally, held-out loss during the run."""
+    """Held-out loss and generated answers at the end of a run, and during it."""
 
+    every: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between two evaluations with generated answers and scores during the run. Unset: only at "
+        "the end.",
+    )
     loss_every: int | None = Field(
-        None, ge=1, description="Steps between two held-out losses in metrics.jsonl. Unset: only at the end."
+        None,
+        ge=1,
+        description="Steps between two held-out losses in metrics.jsonl. Unset: as often as `every`, and at the end.",
     )
     examples_per_source: int | None = Field(None, ge=1, description="Number of held-out rows per source. Unset: all.")
     batch_size: int = Field(64, ge=1, description="Number of prompts to generate for at once.")

@@ -43,7 +43,7 @@ OTHER_NAMES: dict[str, tuple[str, str]] = {
     "save_steps": ("train.save_every", ""),
     "save_strategy": ("train.save_every", "a number of steps"),
     "save_total_limit": ("train.keep_last", ""),
-    "eval_steps": ("evaluation.loss_every", ""),
+    "eval_steps": ("evaluation.loss_every", "or `evaluation.every`, with generated answers"),
     "eval_strategy": ("evaluation.loss_every", "a number of steps"),
     "evaluation_strategy": ("evaluation.loss_every", "a number of steps"),
     "report_to": ("train.track.to", "a list"),

@@ -14,7 +14,7 @@ from omnitrain.recipe.useless_keys import Idle
 
 # In a line of metrics.jsonl, by its path.
 _LOSS = re.compile(r"(heldout\.)?(heads\.[^.]+\.)?loss")
-_MEASURED = re.compile(rf"{_LOSS.pattern}|(heldout\.)?metrics\.[^.]+\.[^.]+")
+_MEASURED = re.compile(rf"{_LOSS.pattern}|(heldout\.)?metrics\.[^.]+\.[^.]+|scores\.[^.]+")
 
 
 def _a_loss(path: str) -> str:
@@ -26,7 +26,8 @@ def _a_loss(path: str) -> str:
 def _measured(path: str) -> str:
     if _MEASURED.fullmatch(path) is None:
         raise ValueError(
-            "expected `loss`, `heads.HEAD.loss` or `metrics.NAME.HEAD`, or one of them with `heldout.` before it"
+            "expected `loss`, `heads.HEAD.loss` or `metrics.NAME.HEAD`, or one of them with `heldout.` before it, or "
+            "`scores.NAME`"
         )
     return path
 
@@ -36,7 +37,7 @@ class EarlyStopping(Strict):
 
     metric: Annotated[str, AfterValidator(_measured)] = Field(
         description="The metric of metrics.jsonl: `loss`, `heads.HEAD.loss` or `metrics.NAME.HEAD`, or one of them "
-        "with `heldout.` before it, such as `heldout.loss`."
+        "with `heldout.` before it, such as `heldout.loss`; or `scores.NAME`, with `evaluation.every`."
     )
     patience: int = Field(
         3, ge=1, description="End the run after so many measurements in a row without improvement of the best one."

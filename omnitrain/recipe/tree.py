@@ -78,7 +78,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Recipe:
-        train, measured = self.train, self.evaluation.loss_every if self.evaluation is not None else None
+        train, measured = self.train, self._heldout_every
         if train.keep_best is None:
             return self
         key, period = "train.log_every", train.log_every
@@ -102,10 +102,13 @@ class Recipe(Strict):
         stopping = self.train.early_stopping
         if stopping is None:
             return self
-        if stopping.metric.startswith("heldout.") and (self.evaluation is None or self.evaluation.loss_every is None):
+        every = {"heldout": self._heldout_every, "scores": self.evaluation and self.evaluation.every}
+        kind = stopping.metric.split(".")[0]
+        if kind in every and every[kind] is None:
+            key = "evaluation.every" if kind == "scores" else "evaluation.loss_every"
             raise ValueError(
-                f"`train.early_stopping.metric: {stopping.metric}` needs `evaluation.loss_every`: set it, or use a "
-                "metric of the training data, such as `loss`"
+                f"`train.early_stopping.metric: {stopping.metric}` needs `{key}`: set it, or use a metric of the "
+                "training data, such as `loss`"
             )
         _, is_own, own = stopping.metric.partition("metrics.")
         if is_own and (name := own.split(".")[0]) not in self.train.metrics:
@@ -137,6 +140,11 @@ class Recipe(Strict):
             )
         return self
 
+    @property
+    def _heldout_every(self) -> int | None:
+        """Steps between two held-out losses; None: only at the end."""
+        return None if self.evaluation is None else self.evaluation.loss_every or self.evaluation.every
+
     def advice(self) -> Iterator[str]:
         """Yield what is no mistake, but probably not meant."""
         warmup, steps = self.train.optimizer.warmup_steps, self.train.steps
@@ -150,6 +158,11 @@ class Recipe(Strict):
     def measures_heldout_loss(self, step: int) -> bool:
         """Return whether to measure the held-out loss after optimizer step ``step``, from 1."""
         every = self.evaluation.loss_every if self.evaluation else None
+        return self.evaluates(step) or (every is not None and step % every == 0)
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether to generate and score answers after optimizer step ``step``, from 1, while the run goes on."""
+        every = self.evaluation.every if self.evaluation else None
         return every is not None and step % every == 0
 
     def writes_metrics(self, step: int) -> bool:

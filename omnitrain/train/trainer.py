@@ -180,6 +180,7 @@ class Trainer:
         self.save_times = SaveTimes(recipe, self.step)
         self._line: dict[str, Any] = {}  # the last line of metrics
         self._stop_reason: str | None = None
+        self._scored: dict[int, dict[str, float]] = {}  # steps done -> scores of the last evaluation
         self._upcoming: StepBatch | UserError | TrainingError | None = None
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
@@ -244,7 +245,10 @@ class Trainer:
                     line = self._metrics(norm)
                     if (heldout_losses := self._heldout_losses(interrupt)) is not None:
                         line["heldout"] = heldout_losses
-                        self._tell("on_evaluate", Evaluation(heldout_losses, [], {}, []))
+                        if self.recipe.evaluates(self.step) and self.step < train.steps:
+                            line |= self._scores_on_the_way(interrupt, heldout_losses, metrics)
+                        else:
+                            self._tell("on_evaluate", Evaluation(heldout_losses, [], {}, []))
                     self._tell("on_log", line)
                     if early:
                         early.add(line)
@@ -267,7 +271,7 @@ class Trainer:
                     console.print(f"stopped at step {self.step} of {train.steps}: {reason}", soft_wrap=True)
                 console.print(f"saved {checkpoint}")
                 with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
-                    scores = self._evaluate(interrupt, heldout_losses)
+                    scores = self._scored.get(self.step) or self._evaluate(interrupt, heldout_losses, metrics)
                     if metrics is not None and scores:
                         metrics.track(self.step, {"scores": scores})
                     summary = RunSummary(self.step, False, checkpoint, scores, stopped=reason)
@@ -603,7 +607,19 @@ class Trainer:
         self.last_checkpoint = target
         return target
 
-    def _evaluate(self, interrupt: Interrupt, losses: dict[str, Any] | None) -> dict[str, float]:
+    def _scores_on_the_way(
+        self, interrupt: Interrupt, losses: dict[str, Any], metrics: MetricsFile | None
+    ) -> dict[str, Any]:
+        """Evaluate while the run goes on. Return the scores for the line of metrics; nothing after Ctrl-C."""
+        with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
+            self._scored = {self.step: self._evaluate(interrupt, losses, metrics)}
+        self.model.train()
+        self.stopwatch = Stopwatch()
+        return {"scores": self._scored[self.step]} if self.step in self._scored else {}
+
+    def _evaluate(
+        self, interrupt: Interrupt, losses: dict[str, Any] | None, metrics: MetricsFile | None
+    ) -> dict[str, float]:
         """``losses``: held-out losses of the last step, if they were due."""
         settings, evaluator = self.recipe.evaluation, self.evaluator
         if settings is None or evaluator is None:
@@ -625,7 +641,9 @@ class Trainer:
         def write() -> None:
             assert result is not None
             rejected = [*skipped, *result.rejected]
-            write_results(self.folder, self.step, result, scores, rejected, settings.saved_samples)
+            shown = write_results(self.folder, self.step, result, scores, rejected, settings.saved_samples)
+            if metrics is not None:
+                metrics.show(self.step, shown)
 
         self.ranks.first(write)
         self._tell("on_evaluate", result or Evaluation(losses or {}, [], scores, []))

@@ -273,6 +273,7 @@ STANDS: dict[str, Always | Idle] = {
     "Precision.param": Always("parameters have one format or another"),
     "Precision.compute": Always("computation has one format or another"),
     "Precision.reduce": plan("precision.reduce=bfloat16", "has no gradients", "image_encoder", "freeze=true"),
+    "Evaluation.every": PERIOD,
     "Evaluation.loss_every": PERIOD,
     "Evaluation.examples_per_source": SIZE,
     "Evaluation.batch_size": SIZE,

@@ -21,6 +21,7 @@ from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.ops.device import to_device
 from omnitrain.peers import SINGLE_PROCESS, Peers
 from omnitrain.train.metrics.early_stopping import read_lines
+from omnitrain.train.metrics.shown_sample import ShownSample
 from omnitrain.train.metrics.trackers import Tracker, numbers_in, tell
 
 # Head -> source -> sum of its losses, tokens. The values of a metric are those of METRIC/HEAD.
@@ -186,7 +187,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, resume_step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
         """Drop an earlier run's lines after ``resume_step`` (they come again) and an incomplete last line."""
-        self._path, self._trackers = path, list(trackers)
+        self._path, self._trackers, self._showing = path, list(trackers), list(trackers)
         kept = read_lines(path, resume_step)
         self.earlier: list[dict[str, Any]] = [json.loads(line) for line in kept]
         unfinished = path.with_name(f"{path.name}.tmp")
@@ -212,6 +213,10 @@ class MetricsFile:
         """Give trackers values that are in no line; nested as in a line."""
         numbers = dict(numbers_in(values))
         tell(self._trackers, lambda tracker: tracker.log(step, numbers))
+
+    def show(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Give trackers generated answers, beside what was asked and the references."""
+        tell(self._showing, lambda tracker: tracker.show(step, samples), "samples")
 
     def __enter__(self) -> Self:
         return self
