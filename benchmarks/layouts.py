@@ -41,7 +41,7 @@ from omnitrain.models.discovery import Discovery, discover
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.optim.adamw import build_optimizer
+from omnitrain.optim.build import build_optimizer
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Ops, Optimizer, ParallelPlan
 from omnitrain.recipe.parallel import ComponentPlan

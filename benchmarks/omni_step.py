@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.optim.adamw import build_optimizer
+from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model

@@ -27,7 +27,7 @@ from harness import QUICKSTART, Around, Result, in_turn, parser, report, start
 from omnitrain.data.loading.loader import build_dataloader
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.optim.adamw import build_optimizer
+from omnitrain.optim.build import build_optimizer
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer

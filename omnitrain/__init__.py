@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         parse_layout,
     )
     from omnitrain.train.build_from_recipe import load_checkpoint
+    from omnitrain.train.callbacks import Callback
     from omnitrain.train.evaluate.evaluate import heldout_loss
     from omnitrain.train.trainer import Trainer
     from omnitrain.train.verbs.data_stats import data_stats
@@ -60,6 +61,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Answer": "omnitrain.models.omni.generate",
+    "Callback": "omnitrain.train.callbacks",
     "ChatFormat": "omnitrain.recipe",
     "ChatRenderer": "omnitrain.data.render.chat_renderer",
     "ComponentLayout": "omnitrain.parallel.layout",
@@ -122,6 +124,7 @@ _HOMES = {
 
 __all__ = [
     "Answer",
+    "Callback",
     "ChatFormat",
     "ChatRenderer",
     "ComponentLayout",

@@ -151,6 +151,28 @@ def test_an_encoder_of_ones_own_is_put_together_and_saved(here: Path, hub: dict[
     assert model.encoder_names == ["image_encoder"] and set(processor.readers) == {"image"}
 
 
+def test_the_hooks_of_the_page_are_called_from_python_and_from_a_recipe(here: Path) -> None:
+    (here / "my_hooks.py").write_text(blocks("hooks.md", "python")[1])
+    sys.path.insert(0, str(here))
+    path = tiny_recipe(here, evaluated=True, text_only=True)
+    summary = run(
+        "hooks.md",
+        0,
+        **{"recipes/quickstart.yaml": str(path), "train.steps=200": "train.steps=1", "runs/hooks": "python"},
+    )["summary"]
+    assert summary.step == 1 and summary.stopped is None
+    (line,) = map(json.loads, (here / "python" / "metrics.jsonl").read_text().splitlines())
+    assert line["hours"] > 0 and 0 <= line["metrics"]["accuracy"]["text"] <= 1
+    tree = yaml.safe_load(path.read_text())
+    for key, value in yaml.safe_load(blocks("hooks.md", "yaml")[0]).items():
+        tree[key] |= value
+    tree["evaluation"]["loss_every"] = 1
+    path.write_text(yaml.safe_dump(tree))
+    assert CliRunner().invoke(app, ["run", str(path), "train.steps=2"]).exit_code == 0
+    lines = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(line["heldout"]["metrics"]["accuracy"] and line["hours"] > 0 for line in lines)
+
+
 @pytest.mark.slow
 def test_the_factory_of_the_verify_page_is_verified(here: Path) -> None:
     (here / "my_models.py").write_text("from tests.parallel.factories import any_to_any as build\n")
@@ -181,6 +203,7 @@ def test_the_data_of_a_recipe_is_shown_and_measured(here: Path, capsys: pytest.C
 RUN: dict[str, set[int]] = {
     "README.md": {0, 1},
     "data-preview.md": {0},
+    "hooks.md": {0, 1},
     "lora.md": {0},
     "models.md": {0},
     "recipes.md": {0, 1, 3},
@@ -244,6 +267,8 @@ COMMANDS_ELSEWHERE = {
     "verify quickstart": "tests/train/verbs/test_verify.py",
     "schedule quickstart": "tests/train/verbs/test_schedule.py",
     "profile quickstart": "tests/train/test_profile.py",
+    "generate runs/quickstart --prompts": "tests/train/verbs/test_answers.py",
+    "chat runs/quickstart": "tests/train/verbs/test_answers.py",
     "check finetune_vlm": "tests/test_recipes.py",
 }
 

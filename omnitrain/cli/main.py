@@ -117,6 +117,7 @@ _MODEL_VERBS = (
     "verify",
     "schedule",
     "generate",
+    "chat",
     "export",
 )  # the others work without torch or transformers
 
@@ -283,6 +284,7 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
     Raises:
         UserError: a mistake in the recipe, or ``max_restarts`` without several ranks.
     """
+    from omnitrain.train.epochs import counts_samples, in_steps
     from omnitrain.train.launch.environment import global_rank, world_size
     from omnitrain.train.run_state.run_folder import RunFolder
 
@@ -291,7 +293,11 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
             "--max-restarts starts a run again on the ranks that are left, so it needs --nproc 2 or more; under "
             "torchrun, use torchrun's own --max-restarts, and --auto-resume"
         )
-    if resume and _says_it_is_finished(recipe):
+    if counts_samples(recipe) and world_size() == 1:
+        with _all_problems(recipe, name, nproc):
+            recipe = in_steps(recipe)
+        command = [*command, *_in_words(recipe)]
+    if resume and not counts_samples(recipe) and _says_it_is_finished(recipe):
         return
     # A run that has begun may continue, whatever else a check finds in its recipe.
     begins = not (resume and RunFolder(recipe).has_checkpoint)
@@ -312,6 +318,13 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
         if global_rank() == 0:
             typer.echo(resume_hint(recipe.output_dir))
         raise typer.Exit(EXIT_REQUEUE if summary.is_terminated else EXIT_INTERRUPTED)
+
+
+def _in_words(recipe: Recipe) -> list[str]:
+    """Return overrides that count in steps and packs, as ``recipe`` does, for ranks that need not measure again."""
+    train = recipe.train
+    words = [f"train.steps={train.steps}", f"train.micro_batches={train.micro_batches}"]
+    return ["train.epochs=null", "train.samples_per_step=null", *words]
 
 
 def _launch(recipe: Recipe, arguments: list[str], nproc: int, max_restarts: int, *, continues: bool) -> int:
@@ -541,49 +554,97 @@ def schedule(
         typer.echo(f"wrote {json_file}")
 
 
+CheckpointArgument = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a run, or of a saved omni model.")
+]
+OutputOption = Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Folder for generated media.")]
+TokensOption = Annotated[int, typer.Option(min=1, help="Maximum length of the answer, text and media tokens together.")]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of sampling.")]
+PluginOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="MODULE", help="Module to import first, as in a recipe's `plugins`; repeatable."),
+]
+
+
 @app.command()
 def generate(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a run, or of a saved omni model.")
-    ],
-    prompt: Annotated[str, typer.Option(help="Text of the user's message; media come before it.")],
+    checkpoint: CheckpointArgument,
+    prompt: Annotated[str | None, typer.Option(help="Text of the user's message; media come before it.")] = None,
     image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Image file to read; repeatable.")] = None,
     audio: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Audio file to read; repeatable.")] = None,
     video: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Video file to read; repeatable.")] = None,
-    output: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Folder for generated media.")] = Path(
-        "generated"
-    ),
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum length of the answer, text and media tokens together.")
-    ] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of sampling.")] = 0,
-    plugin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODULE", help="Module to import first, as in a recipe's `plugins`; repeatable."),
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            help="In place of --prompt: a JSON Lines file with `prompt` (and `images`, ...) or `messages` in each "
+            "line. The answers are written to answers.jsonl in --output.",
+        ),
     ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="With --prompts: number of prompts to answer at once.")] = 16,
+    output: OutputOption = Path("generated"),
+    max_new_tokens: TokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = 0,
+    plugin: PluginOption = None,
 ) -> None:
-    """Answer a prompt with text, images and audio, on CUDA if available."""
+    """Answer a prompt, or a file of prompts, with text, images and audio, on CUDA if available."""
     from omnitrain.recipe.plugins import import_plugin
     from omnitrain.train.verbs.answer import answer, what_was_cut
 
+    if (prompt is None) == (prompts is None) or (prompts is not None and (image or audio or video)):
+        raise UserError("generate needs either --prompt TEXT (with --image, --audio, --video), or --prompts FILE")
     for name in plugin or []:
         import_plugin(name)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    if prompts is not None:
+        from omnitrain.train.verbs.answer import Answerer
+        from omnitrain.train.verbs.answer_file import answer_file
+
+        answers, answerer = output / "answers.jsonl", Answerer(checkpoint, output_dir=output, **settings)
+
+        def notify(done: int, of: int) -> None:
+            typer.echo(f"{done} of {of} prompts are answered", err=True)
+
+        num_failed = answer_file(answerer, prompts, answers, batch_size, notify)
+        typer.echo(answers)
+        if num_failed:
+            raise UserError(f"{num_failed} prompts have no answer; {answers} says why (`error`)")
+        return
+    assert prompt is not None
     answered, parts = answer(
-        checkpoint,
-        prompt,
-        images=image or [],
-        audios=audio or [],
-        videos=video or [],
-        output_dir=output,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
+        checkpoint, prompt, images=image or [], audios=audio or [], videos=video or [], output_dir=output, **settings
     )
     for part in parts:
         typer.echo(part)
     if (cut := what_was_cut(answered, max_new_tokens)) is not None:
         typer.echo(f"omnitrain: {cut}", err=True)
+
+
+@app.command()
+def chat(
+    checkpoint: CheckpointArgument,
+    output: OutputOption = Path("generated"),
+    max_new_tokens: TokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = 0,
+    plugin: PluginOption = None,
+) -> None:
+    """Talk with a model that stays loaded, with images, sound and videos."""
+    from omnitrain.recipe.plugins import import_plugin
+    from omnitrain.train.verbs.answer import Answerer
+    from omnitrain.train.verbs.chat import chat as talk
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - arrow keys and a history for input()
+    for name in plugin or []:
+        import_plugin(name)
+    answerer = Answerer(
+        checkpoint, output_dir=output, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+    )
+    talk(answerer, max_new_tokens, input, typer.echo)
 
 
 @app.command()

@@ -3,50 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from omnitrain.errors import UserError
-from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.optim.shards import gradient_shard, local_shard
 from omnitrain.recipe import Optimizer
-
-
-def build_optimizer(
-    model: torch.nn.Module,
-    settings: Optimizer,
-    offloaded: Collection[torch.nn.Parameter] = (),
-    peaks: Mapping[torch.nn.Parameter, float] | None = None,
-) -> torch.optim.Optimizer:
-    """Build AdamW over the trainable parameters. Weight decay applies to matrices, not to vectors (norms, biases).
-
-    Args:
-        model: the model; its parameters with ``requires_grad`` are trained.
-        settings: learning rate, betas, weight decay.
-        offloaded: parameters whose state and fp32 master copy live in host memory.
-        peaks: parameter -> peak learning rate, if it differs from that of ``settings``. Each parameter group stores its
-            peak as ``peak``.
-
-    Raises:
-        UserError: no parameter is trainable, or a trainable parameter without an fp32 copy is not fp32. Its updates
-            would be rounded away: at learning rate 1e-5 a bf16 weight near 1 never moves.
-    """
-    trainable = trained_parameters(model)
-    with_copy = set(offloaded)
-    require_fp32({name: p.dtype for name, p in trainable.items() if p not in with_copy})
-    peaks = peaks or {}
-    groups = []
-    for peak in dict.fromkeys([settings.learning_rate, *peaks.values()]):
-        members = [p for p in trainable.values() if peaks.get(p, settings.learning_rate) == peak]
-        matrices, vectors = [p for p in members if p.ndim >= 2], [p for p in members if p.ndim < 2]
-        groups.append({"params": matrices, "weight_decay": settings.weight_decay, "peak": peak})
-        groups.append({"params": vectors, "weight_decay": 0.0, "peak": peak})
-    groups = [group for group in groups if group["params"]]
-    make = partial(ShardedAdamW, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
-    return OffloadedOptimizer(make, groups, with_copy) if with_copy else make(groups)
 
 
 class ShardedAdamW(torch.optim.AdamW):

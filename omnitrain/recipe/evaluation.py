@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
+from omnitrain.recipe.functions import FunctionName
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.useless_keys import Idle
 
@@ -27,10 +28,18 @@ class Sampling(Strict):
 
 
 class Evaluation(Strict):
-    """Held-out loss and generated answers at the end of a run; optionally, held-out loss during the run."""
+    """Held-out loss and generated answers at the end of a run, and during it."""
 
+    every: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between two evaluations with generated answers and scores during the run. Unset: only at "
+        "the end.",
+    )
     loss_every: int | None = Field(
-        None, ge=1, description="Steps between two held-out losses in metrics.jsonl. Unset: only at the end."
+        None,
+        ge=1,
+        description="Steps between two held-out losses in metrics.jsonl. Unset: as often as `every`, and at the end.",
     )
     examples_per_source: int | None = Field(None, ge=1, description="Number of held-out rows per source. Unset: all.")
     batch_size: int = Field(64, ge=1, description="Number of prompts to generate for at once.")
@@ -39,7 +48,7 @@ class Evaluation(Strict):
         default_factory=dict,
         description="`text` or the name of a decoder -> how its tokens are sampled. Unset: greedy.",
     )
-    scorer: str | None = Field(
+    scorer: FunctionName | None = Field(
         None,
         description="`FILE.py:FUNCTION` or `MODULE:FUNCTION`. The function takes the list of answers and returns "
         "{name: number}. Unset: exact match of the text, per source.",

@@ -8,17 +8,16 @@ from pydantic import BaseModel
 
 from omnitrain.recipe.suggest import nearest
 
+_SAMPLES = "samples of a step, over all ranks; or `train.micro_batches` packs of `data.pack_tokens` tokens"
+
 # Name there -> key of a recipe, or a key with a value, and a remark if the two do not mean the same.
 OTHER_NAMES: dict[str, tuple[str, str]] = {
     "max_steps": ("train.steps", ""),
-    "num_train_epochs": ("train.steps", "a run is counted in optimizer steps"),
-    "epochs": ("train.steps", "a run is counted in optimizer steps"),
-    "batch_size": ("train.micro_batches", "packs of `data.pack_tokens` tokens in a step, over all ranks"),
-    "train_batch_size": ("train.micro_batches", "packs of `data.pack_tokens` tokens in a step, over all ranks"),
-    "per_device_train_batch_size": (
-        "train.micro_batches",
-        "packs of `data.pack_tokens` tokens in a step, over all ranks",
-    ),
+    "num_train_epochs": ("train.epochs", ""),
+    "epochs": ("train.epochs", ""),
+    "batch_size": ("train.samples_per_step", _SAMPLES),
+    "train_batch_size": ("train.samples_per_step", _SAMPLES),
+    "per_device_train_batch_size": ("train.samples_per_step", _SAMPLES),
     "gradient_accumulation_steps": (
         "train.micro_batches",
         "packs in a step, over all ranks; a rank accumulates its share",
@@ -33,7 +32,7 @@ OTHER_NAMES: dict[str, tuple[str, str]] = {
     "warmup_steps": ("train.optimizer.warmup_steps", ""),
     "warmup_ratio": ("train.optimizer.warmup_steps", "a number of steps"),
     "lr_scheduler_type": ("train.optimizer.schedule", ""),
-    "optim": ("train.optimizer", "which is AdamW"),
+    "optim": ("train.optimizer.kind", "`adamw` or `muon`"),
     "bf16": ("train.precision=bf16", ""),
     "fp16": ("train.precision=bf16", "there is no fp16, which would need loss scaling"),
     "seed": ("train.seed", ""),
@@ -44,7 +43,7 @@ OTHER_NAMES: dict[str, tuple[str, str]] = {
     "save_steps": ("train.save_every", ""),
     "save_strategy": ("train.save_every", "a number of steps"),
     "save_total_limit": ("train.keep_last", ""),
-    "eval_steps": ("evaluation.loss_every", ""),
+    "eval_steps": ("evaluation.loss_every", "or `evaluation.every`, with generated answers"),
     "eval_strategy": ("evaluation.loss_every", "a number of steps"),
     "evaluation_strategy": ("evaluation.loss_every", "a number of steps"),
     "report_to": ("train.track.to", "a list"),

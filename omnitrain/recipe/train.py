@@ -8,10 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from omnitrain.recipe.functions import FunctionName
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.useless_keys import Idle
 
-_LOSS = re.compile(r"(heldout\.)?(heads\.[^.]+\.)?loss")  # in a line of metrics.jsonl, by its path
+# In a line of metrics.jsonl, by its path.
+_LOSS = re.compile(r"(heldout\.)?(heads\.[^.]+\.)?loss")
+_MEASURED = re.compile(rf"{_LOSS.pattern}|(heldout\.)?metrics\.[^.]+\.[^.]+|scores\.[^.]+")
 
 
 def _a_loss(path: str) -> str:
@@ -20,9 +23,38 @@ def _a_loss(path: str) -> str:
     return path
 
 
-class Optimizer(Strict):
-    """AdamW with fp32 state, linear warm-up, cosine or linear decay (Loshchilov & Hutter 2019, 2017)."""
+def _measured(path: str) -> str:
+    if _MEASURED.fullmatch(path) is None:
+        raise ValueError(
+            "expected `loss`, `heads.HEAD.loss` or `metrics.NAME.HEAD`, or one of them with `heldout.` before it, or "
+            "`scores.NAME`"
+        )
+    return path
 
+
+class EarlyStopping(Strict):
+    """End of a run when a metric stops improving."""
+
+    metric: Annotated[str, AfterValidator(_measured)] = Field(
+        description="The metric of metrics.jsonl: `loss`, `heads.HEAD.loss` or `metrics.NAME.HEAD`, or one of them "
+        "with `heldout.` before it, such as `heldout.loss`; or `scores.NAME`, with `evaluation.every`."
+    )
+    patience: int = Field(
+        3, ge=1, description="End the run after so many measurements in a row without improvement of the best one."
+    )
+    min_delta: float = Field(0.0, ge=0, description="Least change that counts as an improvement.")
+    mode: Literal["min", "max"] = Field("min", description="`min`: lower is better; `max`: higher is better.")
+
+
+class Optimizer(Strict):
+    """AdamW or Muon with fp32 state, linear warm-up, cosine or linear decay (Loshchilov & Hutter 2019, 2017)."""
+
+    kind: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="`muon`: Muon for the matrices of hidden layers, experts included, and AdamW for the others "
+        "(embeddings, heads, norms, biases).",
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="Decay rate of Muon's momentum.")
     learning_rate: float = Field(3e-4, gt=0, description="Peak learning rate.")
     learning_rates: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
@@ -37,6 +69,11 @@ class Optimizer(Strict):
         0.1, ge=0, le=1, description="Final learning rate of `cosine` and `linear`, as a fraction of the peak."
     )
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay, on matrices only.")
+    weight_decays: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="Component, module or parameter -> its own weight decay, on matrices only. If several names match "
+        "a parameter, the longest path wins.",
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="Decay rates of the two moments."
     )
@@ -44,7 +81,9 @@ class Optimizer(Strict):
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the global gradient norm to this; null: never.")
 
     def idle(self) -> Iterator[Idle]:
-        """Yield the key that the schedule does not use."""
+        """Yield the keys that the schedule and the optimizer do not use."""
+        if self.kind == "adamw":
+            yield Idle("momentum", "but `kind: adamw` does not use it; remove it, or use `muon`")
         if self.schedule == "constant":
             yield Idle("final_ratio", "but `schedule: constant` never decays; remove it, or use `cosine` or `linear`")
 
@@ -137,7 +176,19 @@ class Train(Strict):
     """Settings of the training loop."""
 
     steps: int = Field(1000, ge=1, description="Optimizer steps.")
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        description="Passes over the training data, in place of `steps`. An epoch draws as many rows as all data sets "
+        "have together.",
+    )
     micro_batches: int = Field(1, ge=1, description="Packs per optimizer step, summed over all ranks.")
+    samples_per_step: int | None = Field(
+        None,
+        ge=1,
+        description="Samples per optimizer step, summed over all ranks, in place of `micro_batches`: the number of "
+        "packs that have about so many.",
+    )
     seed: int = Field(0, ge=0, description="Seed of the initial weights, the data order and sampling.")
     device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...")
     precision: Literal["auto", "fp32", "bf16"] = Field(
@@ -149,6 +200,25 @@ class Train(Strict):
     loss_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
         description="`text` or the name of a decoder -> weight of its mean loss in the total. Unset: 1.",
+    )
+    losses: dict[str, FunctionName] = Field(
+        default_factory=dict,
+        description="`text` or the name of a decoder -> your own loss in place of cross entropy: `FILE.py:FUNCTION` or "
+        "`MODULE:FUNCTION`. It takes logits `[n, classes]` and labels `[n]`, and returns the losses of the tokens "
+        "`[n]`.",
+    )
+    metrics: dict[Annotated[str, Field(pattern=r"^\w+$")], FunctionName] = Field(
+        default_factory=dict,
+        description="Name -> your own metric: `FILE.py:FUNCTION` or `MODULE:FUNCTION`, a function like those of "
+        "`losses`. metrics.jsonl has its mean over the predicted tokens of each head.",
+    )
+    callbacks: list[FunctionName] = Field(
+        default_factory=list,
+        description="Your own callbacks: `FILE.py:CLASS` or `MODULE:CLASS`, subclasses of `omnitrain.Callback` (or "
+        "functions that return one), made without arguments on every rank.",
+    )
+    early_stopping: EarlyStopping | None = Field(
+        None, description="End the run early if a metric stops improving. Unset: never."
     )
     log_every: int = Field(
         10,
@@ -201,13 +271,18 @@ class Train(Strict):
     )
 
     def idle(self) -> Iterator[Idle]:
-        """Yield the key that compares checkpoints if there is only one."""
+        """Yield the keys that others make useless."""
         if self.save_every is None:
             yield Idle("keep_best", "but `save_every: null` saves only at the end; remove it, or set `save_every`")
+        if self.epochs is not None:
+            yield Idle("steps", "but `epochs` decides how long the run is; remove one of the two")
+        if self.samples_per_step is not None:
+            yield Idle("micro_batches", "but `samples_per_step` decides how large a step is; remove one of the two")
 
     @model_validator(mode="after")
     def _traced_steps_exist(self) -> Train:
-        if beyond := [step for step in self.trace.steps if step > self.steps]:
+        beyond = [step for step in self.trace.steps if step > self.steps] if self.epochs is None else []
+        if beyond:
             raise ValueError(
                 f"`trace.steps`: found {', '.join(map(str, beyond))}, but the last step is {self.steps}; name earlier "
                 "steps, or raise `steps`"

@@ -78,7 +78,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Recipe:
-        train, measured = self.train, self.evaluation.loss_every if self.evaluation is not None else None
+        train, measured = self.train, self._heldout_every
         if train.keep_best is None:
             return self
         key, period = "train.log_every", train.log_every
@@ -94,6 +94,27 @@ class Recipe(Strict):
             raise ValueError(
                 f"`train.keep_best: {train.keep_best}` is measured every {period} steps (`{key}`), but checkpoints are "
                 f"saved every {every} steps (`train.save_every`); set it to a multiple of {period}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _early_stopping_is_measured(self) -> Recipe:
+        stopping = self.train.early_stopping
+        if stopping is None:
+            return self
+        every = {"heldout": self._heldout_every, "scores": self.evaluation and self.evaluation.every}
+        kind = stopping.metric.split(".")[0]
+        if kind in every and every[kind] is None:
+            key = "evaluation.every" if kind == "scores" else "evaluation.loss_every"
+            raise ValueError(
+                f"`train.early_stopping.metric: {stopping.metric}` needs `{key}`: set it, or use a metric of the "
+                "training data, such as `loss`"
+            )
+        _, is_own, own = stopping.metric.partition("metrics.")
+        if is_own and (name := own.split(".")[0]) not in self.train.metrics:
+            raise ValueError(
+                f"`train.early_stopping.metric: {stopping.metric}`: `train.metrics` has no {name!r}; "
+                f"{hint(name, self.train.metrics)}"
             )
         return self
 
@@ -119,10 +140,15 @@ class Recipe(Strict):
             )
         return self
 
+    @property
+    def _heldout_every(self) -> int | None:
+        """Steps between two held-out losses; None: only at the end."""
+        return None if self.evaluation is None else self.evaluation.loss_every or self.evaluation.every
+
     def advice(self) -> Iterator[str]:
         """Yield what is no mistake, but probably not meant."""
         warmup, steps = self.train.optimizer.warmup_steps, self.train.steps
-        if warmup > steps:
+        if warmup > steps and self.train.epochs is None:
             yield (
                 f"train.optimizer.warmup_steps is {warmup}, but the run has {steps} step{'s' * (steps > 1)}: the "
                 f"learning rate only reaches {steps / warmup:.0%} of its peak; set it to {steps // 10}, or raise "
@@ -132,6 +158,11 @@ class Recipe(Strict):
     def measures_heldout_loss(self, step: int) -> bool:
         """Return whether to measure the held-out loss after optimizer step ``step``, from 1."""
         every = self.evaluation.loss_every if self.evaluation else None
+        return self.evaluates(step) or (every is not None and step % every == 0)
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether to generate and score answers after optimizer step ``step``, from 1, while the run goes on."""
+        every = self.evaluation.every if self.evaluation else None
         return every is not None and step % every == 0
 
     def writes_metrics(self, step: int) -> bool:
@@ -148,7 +179,8 @@ class Recipe(Strict):
     def check_heads(self, decoders: Iterable[str]) -> None:
         """Check that the heads that keys of the recipe name are ``text`` or in ``decoders``.
 
-        These keys are ``train.loss_weights``, ``train.keep_best`` and ``evaluation.sampling``.
+        These keys are ``train.loss_weights``, ``train.losses``, ``train.keep_best``, ``train.early_stopping.metric``
+        and ``evaluation.sampling``.
 
         Raises:
             ValidationError: lists every other name with the nearest valid one.
@@ -156,16 +188,20 @@ class Recipe(Strict):
         heads = {"text", *decoders}
         weights, sampling = self.train.loss_weights, self.evaluation.sampling if self.evaluation else {}
         named: dict[tuple[str, ...], Any] = {("train", "loss_weights", name): value for name, value in weights.items()}
+        named |= {("train", "losses", name): function for name, function in self.train.losses.items()}
         named |= {("evaluation", "sampling", name): rule for name, rule in sampling.items()}
         problems = [
             located(f"unknown name; {hint(path[-1], heads)}", path, value)
             for path, value in named.items()
             if path[-1] not in heads
         ]
-        _, is_of_head, best = (self.train.keep_best or "").partition("heads.")
-        if is_of_head and (name := best.removesuffix(".loss")) not in heads:
-            where = ("train", "keep_best")
-            problems.append(located(f"unknown head; {hint(name, heads)}", where, self.train.keep_best))
+        stopping = self.train.early_stopping
+        for where, metric in (
+            (("train", "keep_best"), self.train.keep_best),
+            (("train", "early_stopping", "metric"), stopping and stopping.metric),
+        ):
+            if metric and (name := _head_of(metric)) not in {None, *heads}:
+                problems.append(located(f"unknown head; {hint(str(name), heads)}", where, metric))
         if problems:
             raise ValidationError.from_exception_data("Recipe", problems)
 
@@ -196,6 +232,12 @@ class Recipe(Strict):
         if problems:
             raise RecipeError(problem_list(str(file), problems))
         return recipe
+
+
+def _head_of(metric: str) -> str | None:
+    """Return the head of ``heads.HEAD.loss`` or ``metrics.NAME.HEAD``; None: the metric is of all heads."""
+    parts = metric.removeprefix("heldout.").split(".")
+    return {"heads": parts[1:2], "metrics": parts[2:3]}.get(parts[0], [None])[0]
 
 
 def _read_mapping(file: Path) -> dict[str, Any]:

@@ -30,7 +30,9 @@ from omnitrain.ops.loss.cross_entropy import CROSS_ENTROPY
 from omnitrain.ops.registry import choose
 from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Recipe
+from omnitrain.recipe.functions import load_function
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.train import Train
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 from omnitrain.train.run_state.state import OPTIMIZER
 
@@ -242,6 +244,28 @@ def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype
         num_layers = use_omnitrain_experts(part, ops.experts)
         done[name]["experts"] = FusedOp(choose("experts", EXPERTS, ops.experts, device).name, num_layers)
     return done
+
+
+def use_own_functions(model: OmniModel, train: Train) -> None:
+    """Install the losses and metrics of the user's own, in training and evaluation.
+
+    Raises:
+        UserError: one cannot be loaded, or a decoder of the user's own computes its loss by itself.
+    """
+    heads = {"text": model.runner, **model.decoders}
+    losses = {name: load_function(function, f"train.losses.{name}") for name, function in train.losses.items()}
+    metrics = {name: load_function(function, f"train.metrics.{name}") for name, function in train.metrics.items()}
+    for name in losses if not metrics else heads:
+        if not hasattr(heads[name], "loss_function"):
+            key = "losses" if name in losses else "metrics"
+            raise UserError(
+                f"train.{key}: {type(heads[name]).__name__} ({name}) computes its loss by itself; change its lm_head"
+            )
+    for name, head in heads.items():
+        if name in losses:
+            head.loss_function = losses[name]
+        if metrics:
+            head.token_metrics = metrics
 
 
 def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> Renderer:

@@ -1,16 +1,19 @@
-"""Separate learning rates for modules of a model."""
+"""Separate learning rates and weight decays for modules of a model, and the parameters that Muon updates."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from torch import nn
 
 from omnitrain.errors import UserError
+from omnitrain.models.omni.hidden_matrices import hidden_matrices
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.named_parameters import parameters_named
 from omnitrain.recipe import Optimizer
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
-_KEY = "train.optimizer.learning_rates"
+_NODE = "train.optimizer"
 
 
 def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
@@ -23,20 +26,53 @@ def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]
     Raises:
         UserError: a name matches no trained parameter, or no parameter trains with a learning rate.
     """
-    peaks: dict[nn.Parameter, float] = {}
-    names: dict[nn.Parameter, str] = {}
-    for name in sorted(settings.learning_rates, key=lambda name: name.count(".")):
-        trained = [parameter for parameter in parameters_named(model, name, _KEY) if parameter.requires_grad]
-        if not trained:
-            raise UserError(f"{_KEY}: {name!r} has no trained parameter; remove it here, or do not freeze it")
-        peaks |= dict.fromkeys(trained, settings.learning_rates[name])
-        names |= dict.fromkeys(trained, name)
-    if unused := sorted(settings.learning_rates.keys() - set(names.values())):
-        raise UserError(
-            f"{_KEY}: longer names cover all trained parameters of {', '.join(map(repr, unused))}; remove it"
-        )
+    peaks = _of_parameters(model, settings.learning_rates, "learning_rates")
     if all(parameter in peaks for parameter in model.parameters() if parameter.requires_grad):
         idle = Idle("learning_rate", "but `learning_rates` covers all trained parameters; remove one of the two")
-        if problems := idle_problems(settings, [idle], "train.optimizer"):
+        if problems := idle_problems(settings, [idle], _NODE):
             raise UserError(problems[0])
     return peaks
+
+
+def decays_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
+    """Return the weight decay of each trained parameter that ``weight_decays`` names; arguments as above.
+
+    Raises:
+        UserError: a name matches no trained parameter.
+    """
+    return _of_parameters(model, settings.weight_decays, "weight_decays")
+
+
+def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:
+    """Return the parameters that Muon updates, none if the recipe does not use it; arguments as above.
+
+    Raises:
+        UserError: it is used, and no such parameter trains.
+    """
+    if settings.kind != "muon":
+        return set()
+    matrices = {parameter for parameter in hidden_matrices(model) if parameter.requires_grad}
+    if not matrices:
+        raise UserError(
+            f"{_NODE}.kind: found 'muon', but no matrix of a hidden layer trains (LoRA adapters, embeddings and heads "
+            "stay with AdamW); use `adamw`"
+        )
+    return matrices
+
+
+def _of_parameters(model: OmniModel, values: Mapping[str, float], key: str) -> dict[nn.Parameter, float]:
+    """Return trained parameter -> its value, that of the longest path among ``values``."""
+    key = f"{_NODE}.{key}"
+    found: dict[nn.Parameter, float] = {}
+    names: dict[nn.Parameter, str] = {}
+    for name in sorted(values, key=lambda name: name.count(".")):
+        trained = [parameter for parameter in parameters_named(model, name, key) if parameter.requires_grad]
+        if not trained:
+            raise UserError(f"{key}: {name!r} has no trained parameter; remove it here, or do not freeze it")
+        found |= dict.fromkeys(trained, values[name])
+        names |= dict.fromkeys(trained, name)
+    if unused := sorted(values.keys() - set(names.values())):
+        raise UserError(
+            f"{key}: longer names cover all trained parameters of {', '.join(map(repr, unused))}; remove it"
+        )
+    return found

@@ -20,7 +20,7 @@ from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
 from omnitrain.recipe.save import require_heads
-from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops
+from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops, use_own_functions
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.flops import counts_flops
 from omnitrain.train.metrics.weights import weights_shown
@@ -66,6 +66,7 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
     flops = ModelFlops(model) if counts_flops(recipe.train.flops, device) else None
     mixed = mixed_precision(recipe.train, device.type)
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
+    use_own_functions(model, recipe.train)
     compiled = _compiled(model, recipe, device)
     with weights_shown(console):
         layout = _lay_out(model, recipe, ranks, device, mixed)

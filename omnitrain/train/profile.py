@@ -83,7 +83,7 @@ def profile_recipe(recipe: Recipe, folder: Path, steps: int) -> Costs:
 def _without_run(recipe: Recipe, folder: Path, steps: int) -> Recipe:
     """The recipe without what a run writes, with FLOPs, and with at least ``steps`` steps."""
     experts = recipe.train.experts.model_copy(update={"record": None})
-    train = {"steps": max(steps, recipe.train.steps), "flops": True, "experts": experts}
+    train = {"steps": max(steps, recipe.train.steps), "epochs": None, "flops": True, "experts": experts}
     return recipe.model_copy(
         update={
             "output_dir": str(folder / "run"),  # which is never made

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,8 @@ from omnitrain.data.loading.slots import merge_states, rejected_by_source
 from omnitrain.errors import LostRankError, TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.device import mixed_seed, seed_device
-from omnitrain.optim.adamw import build_optimizer, learning_rate
+from omnitrain.optim.adamw import learning_rate
+from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.executor import OnOutput, OnPhase
@@ -30,14 +31,16 @@ from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.report.at_end import report_at_end
 from omnitrain.report.run_facts import write_facts
+from omnitrain.train.callbacks import Callback, CallbackError, Callbacks, load_callbacks
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, open_data
 from omnitrain.train.device import use_device
 from omnitrain.train.encoder_costs import EncoderCosts
-from omnitrain.train.evaluate.evaluate import Evaluator, load_scorer
+from omnitrain.train.epochs import counts_samples, in_steps
+from omnitrain.train.evaluate.evaluate import Evaluation, Evaluator, load_scorer
 from omnitrain.train.evaluate.results import write_results
 from omnitrain.train.experts import ExpertsOfRun
 from omnitrain.train.interrupt import Interrupt, StoppedError
-from omnitrain.train.lr_groups import peaks_of
+from omnitrain.train.lr_groups import decays_of, matrices_of, peaks_of
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.costs import WAIT_FOR_DATA
 from omnitrain.train.metrics.display import (
@@ -47,6 +50,7 @@ from omnitrain.train.metrics.display import (
     show_kept_memory,
     show_unused,
 )
+from omnitrain.train.metrics.early_stopping import StopWatcher
 from omnitrain.train.metrics.encoders import encoder_metrics
 from omnitrain.train.metrics.flops import run_flops
 from omnitrain.train.metrics.memory_estimate import kept_by_source
@@ -79,6 +83,7 @@ class RunSummary:
         checkpoint: the last checkpoint.
         scores: scores of the evaluation; empty without an evaluation.
         is_terminated: it was SIGTERM: a scheduler should start the run again.
+        stopped: why the run ended before its last step, by early stopping or a callback. None: it did not.
     """
 
     step: int
@@ -86,6 +91,7 @@ class RunSummary:
     checkpoint: Path
     scores: dict[str, float]
     is_terminated: bool = False
+    stopped: str | None = None
 
 
 class Trainer:
@@ -98,17 +104,19 @@ class Trainer:
         processor: turns data rows into samples.
         loader: the training data, step by step.
         evaluator: evaluates the model on held-out data; None: the recipe has no evaluation.
-        optimizer: AdamW.
+        optimizer: AdamW, or Muon and AdamW.
         step: optimizer steps done.
+        samples: samples in these steps.
     """
 
-    def __init__(self, recipe: Recipe, *, resume: Resume = False) -> None:
+    def __init__(self, recipe: Recipe, *, resume: Resume = False, callbacks: Sequence[Callback] = ()) -> None:
         """Build everything; nothing is written before :meth:`fit`.
 
         Args:
             recipe: the recipe of the run.
             resume: continue the run in ``recipe.output_dir`` from its newest checkpoint. "auto": from the newest one
                 that is not damaged; if it has none, start it.
+            callbacks: called before those of ``train.callbacks``; all ranks must pass the same.
 
         Raises:
             UserError: recipe, data and weights do not fit together.
@@ -121,11 +129,14 @@ class Trainer:
         self.device = use_device(recipe.train)
         is_mixed = mixed_precision(recipe.train, self.device.type) is True
         self.ranks = join_ranks(recipe.parallel, self.device, lays_out=is_mixed)
+        if counts_samples(recipe):
+            recipe = self.recipe = self.ranks.of_first(self.ranks.first(lambda: in_steps(recipe)) or recipe)
         self.folder = RunFolder(recipe)
         self._advice = check_micro_batches(recipe, self.ranks.state_of_main)
         self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # fails before the expensive steps
         require_trackers(recipe)
+        self.callbacks = Callbacks([*callbacks, *load_callbacks(recipe.train.callbacks)], self.ranks.peers)
         self.resumed = self.folder.checkpoint_to_resume(self.ranks.peers, resume)
         self._continues = resume == "auto"
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
@@ -135,11 +146,18 @@ class Trainer:
         self.flops = run_flops(prepared.flops, self.layout, self.device, dtype)
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         settings = recipe.train.optimizer
-        self.optimizer = build_optimizer(self.model, settings, offloaded, peaks_of(self.model, settings))
+        self.optimizer = build_optimizer(
+            self.model,
+            settings,
+            offloaded,
+            peaks_of(self.model, settings),
+            decays_of(self.model, settings),
+            matrices_of(self.model, settings),
+        )
         self._holders = None if self.layout is None else self.layout.holders(self.model)
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
-        self.step, self.steps_without_targets = state.step, state.steps_without_targets
+        self.step, self.steps_without_targets, self.samples = state.step, state.steps_without_targets, state.samples
         self.spans = StepSpans(self.model, self.device, recipe, self.folder.path / "trace")
         self.encoder_metrics: dict[str, Any] = {}
         self.experts = ExpertsOfRun(self.model, recipe, self.ranks, self.spans, state)
@@ -164,6 +182,8 @@ class Trainer:
         self.saver = Saver(self.folder, self.ranks, *saved, in_background=in_background)
         self.save_times = SaveTimes(recipe, self.step)
         self._line: dict[str, Any] = {}  # the last line of metrics
+        self._stop_reason: str | None = None
+        self._scored: dict[int, dict[str, float]] = {}  # steps done -> scores of the last evaluation
         self._upcoming: StepBatch | UserError | TrainingError | None = None
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
@@ -182,9 +202,10 @@ class Trainer:
             NonFiniteError: a loss or gradient is not finite; the finished steps are saved.
             UserError: the data cannot be used; the finished steps are saved, unless they had nothing to predict.
             TrainingError: a data process was killed; the finished steps are saved.
+            CallbackError: a callback raised on some rank; the finished steps are saved.
         """
         train = self.recipe.train
-        if self.resumed is not None and self.step >= train.steps:
+        if self.resumed is not None and (self.step >= train.steps or train.early_stopping is not None):
             finished = self.ranks.first(self.folder.finished)
             if self.ranks.peers.any(finished is not None):
                 console.print(finished, soft_wrap=True)
@@ -213,8 +234,14 @@ class Trainer:
             if (metrics := self.ranks.first(self._open_folder)) is not None:
                 closing.enter_context(metrics)
             self.folder.require_shared(self.ranks.peers)
+            early = None
+            if metrics is not None and train.early_stopping is not None:
+                early = StopWatcher(train.early_stopping, metrics.earlier)
+            self._stop_reason = early.reason if early else None
+            self._tell("on_start")
             interrupted, heldout_losses = False, None
-            while self.step < train.steps and not interrupted:
+            stopped = self.ranks.peers.any(self._stop_reason is not None)
+            while self.step < train.steps and not (interrupted or stopped):
                 batch = first.pop() if first else self._next_batch(steps)
                 self._upcoming = self._fetched(steps) if self._looks_ahead() else None
                 loss, norm = self._measured_step(batch)
@@ -222,33 +249,75 @@ class Trainer:
                 self._require_targets()
                 if self.save_times.before_end and not self.saver.is_rehearsed:
                     self.saver.rehearse(self._state())
+                self._tell("on_step", loss, norm)
                 if not self.recipe.writes_metrics(self.step):
                     progress.advance(self.step, loss)
                 else:
                     line = self._metrics(norm)
                     if (heldout_losses := self._heldout_losses(interrupt)) is not None:
                         line["heldout"] = heldout_losses
+                        if self.recipe.evaluates(self.step) and self.step < train.steps:
+                            line |= self._scores_on_the_way(interrupt, heldout_losses, metrics)
+                        else:
+                            self._tell("on_evaluate", Evaluation(heldout_losses, [], {}, []))
+                    self._tell("on_log", line)
+                    if early:
+                        early.add(line)
+                        self._stop_reason = self._stop_reason or early.reason
                     if metrics is not None:
                         metrics.write(line)
                     self._line = line
                     progress.advance(self.step, loss, _shown(line))
-                flags = [self._save_is_due(), interrupt.requested, self.saver.has_failed]
-                is_due, interrupted, has_failed = self.ranks.peers.any_of_each(flags)
-                if has_failed:
-                    self.saver.finish()
-                if is_due and not interrupted:
+                stopped = self._stop_reason is not None
+                flags = [
+                    self._save_is_due(),
+                    interrupt.requested,
+                    stopped,
+                    self.saver.is_writing,
+                    self.saver.has_failed,
+                ]
+                is_due, interrupted, stopped, is_writing, has_failed = self.ranks.peers.any_of_each(flags)
+                if has_failed or not is_writing:
+                    self._finish_save()
+                if is_due and not (interrupted or stopped):
                     self._save(waits=False)
                     interrupted = self.ranks.peers.any(interrupt.requested)
             checkpoint = self._save()
             if not interrupted:
+                reason = next(filter(None, self.ranks.peers.gather(self._stop_reason)), None) if stopped else None
+                if reason is not None and self.step < train.steps:
+                    console.print(f"stopped at step {self.step} of {train.steps}: {reason}", soft_wrap=True)
                 console.print(f"saved {checkpoint}")
                 with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
-                    scores = self._evaluate(interrupt, heldout_losses)
+                    scores = self._scored.get(self.step) or self._evaluate(interrupt, heldout_losses, metrics)
                     if metrics is not None and scores:
                         metrics.track(self.step, {"scores": scores})
-                    return RunSummary(self.step, False, checkpoint, scores)
+                    summary = RunSummary(self.step, False, checkpoint, scores, stopped=reason)
+                    self._tell("on_end", summary)
+                    return summary
+            summary = RunSummary(self.step, True, checkpoint, {}, self.ranks.peers.any(interrupt.is_terminated))
+            self._tell("on_end", summary)
         console.print(f"interrupted at step {self.step} of {train.steps}; saved {checkpoint}", soft_wrap=True)
-        return RunSummary(self.step, True, checkpoint, {}, self.ranks.peers.any(interrupt.is_terminated))
+        return summary
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, on all ranks, as at its last step: save, then evaluate. Any rank may call it.
+
+        Args:
+            reason: what to print.
+        """
+        self._stop_reason = self._stop_reason or reason
+
+    def _tell(self, event: str, *arguments: Any) -> None:
+        """Call the callbacks for an event. If one raises on any rank, save the finished steps first."""
+        if not self.callbacks.has(event):
+            return
+        try:
+            with self.watch.paused("callbacks"):
+                self.callbacks.call(event, self, *arguments)
+        except CallbackError as error:
+            saved = self._saved_or_why_not("the steps so far") if self.step else "no step was done"
+            raise CallbackError(f"{error}\n  {saved}") from error.__cause__
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[Callable[[], None]]:
@@ -371,14 +440,14 @@ class Trainer:
             f"data, start a new run from these weights: model.checkpoint={self.folder.path} and another output_dir"
         )
 
-    def _saved_or_why_not(self) -> str:
-        """Save the steps before one that failed. An error of the disk must not hide why that step failed."""
+    def _saved_or_why_not(self, steps: str = "the steps before it") -> str:
+        """Save the finished ``steps`` after a failure. An error of the disk must not hide that failure."""
         try:
-            return f"the steps before it are saved in {self._save()}"
+            return f"{steps} are saved in {self._save()}"
         except LostRankError:  # it says itself why it failed
             raise
         except TrainingError as error:
-            return f"the steps before it could not be saved: {error}; {self._newest_checkpoint()}"
+            return f"{steps} could not be saved: {error}; {self._newest_checkpoint()}"
 
     def _newest_checkpoint(self) -> str:
         return f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint exists"
@@ -433,6 +502,7 @@ class Trainer:
         for losses in packs:
             self.meter.add_losses(losses)
         self.mean_loss.add(loss, num_targets)
+        self.samples += int(batch.plan.num_samples.sum())
         self.step += 1
         self.experts.routing.end(self.step)
         return loss, norm
@@ -469,8 +539,12 @@ class Trainer:
         settings = self.recipe.train.optimizer
         rate = partial(learning_rate, self.step - 1, self.recipe.train.steps, settings)
         own = {name: rate(peak) for name, peak in settings.learning_rates.items()}
+        rejected = rejected_by_source(self.ranks.peers.gather(self.loader.num_rejected))
         return {
             "step": self.step,
+            "samples": self.samples,
+            "epoch": self.samples / max(1, sum(self.loader.order.lengths) - sum(rejected.values())),
+            "seconds": time.perf_counter() - self._started,
             "loss": self.mean_loss.read(),
             "grad_norm": norm,
             "learning_rate": rate(settings.learning_rate),
@@ -479,7 +553,7 @@ class Trainer:
             **self.flops.read(self.ranks.peers, self.stopwatch.seconds),
             **self.stopwatch.read(self.recipe.train.micro_batches * self.recipe.data.pack_tokens),
             **memory_metrics(self.device, self.ranks.peers),
-            "rejected": rejected_by_source(self.ranks.peers.gather(self.loader.num_rejected)),
+            "rejected": rejected,
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
             **self.experts.metrics(),
@@ -531,16 +605,24 @@ class Trainer:
     def _save(self, *, waits: bool = True) -> Path:
         """Save the finished steps. Without ``waits`` the checkpoint may be written while training goes on."""
         target = self.folder.store.folder_of(self.step)
+        self._finish_save()
+        if self.last_checkpoint == target:
+            return target
         with self.watch.paused("save"):
-            self.saver.finish()
-            if self.last_checkpoint == target:
-                return target
             self.save_times.begin(self.step)
             line = self._line if self._line.get("step") == self.step else None
             self.saver.save(self._state(), line, waits=waits)
-        if not self.saver.is_writing:
+        if self.last_checkpoint == target:  # nothing is left to be written
             self.save_times.end()
+            self._tell("on_save", target)
         return target
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        with self.watch.paused("save"):
+            written = self.saver.finish()
+        if written is not None:
+            self._tell("on_save", written)
 
     def _state(self) -> TrainingState:
         measured = self.encoder_costs.settled
@@ -558,9 +640,22 @@ class Trainer:
             self.meter.totals(self.ranks.meter_peers),
             self.mean_loss.mean,
             self.mean_loss.tokens,
+            self.samples,
         )
 
-    def _evaluate(self, interrupt: Interrupt, losses: dict[str, Any] | None) -> dict[str, float]:
+    def _scores_on_the_way(
+        self, interrupt: Interrupt, losses: dict[str, Any], metrics: MetricsFile | None
+    ) -> dict[str, Any]:
+        """Evaluate while the run goes on. Return the scores for the line of metrics; nothing after Ctrl-C."""
+        with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
+            self._scored = {self.step: self._evaluate(interrupt, losses, metrics)}
+        self.model.train()
+        self.stopwatch = Stopwatch()
+        return {"scores": self._scored[self.step]} if self.step in self._scored else {}
+
+    def _evaluate(
+        self, interrupt: Interrupt, losses: dict[str, Any] | None, metrics: MetricsFile | None
+    ) -> dict[str, float]:
         """``losses``: held-out losses of the last step, if they were due."""
         settings, evaluator = self.recipe.evaluation, self.evaluator
         if settings is None or evaluator is None:
@@ -576,14 +671,18 @@ class Trainer:
         if scores is None:
             raise StoppedError
         scores |= {"seconds": time.perf_counter() - self._started}
+        losses = self.ranks.of_first(None if result is None else result.losses)
         skipped = merge_states(self.ranks.peers.gather_on_first(self.data_state)).rejected
 
         def write() -> None:
             assert result is not None
             rejected = [*skipped, *result.rejected]
-            write_results(self.folder, self.step, result, scores, rejected, settings.saved_samples)
+            shown = write_results(self.folder, self.step, result, scores, rejected, settings.saved_samples)
+            if metrics is not None:
+                metrics.show(self.step, shown)
 
         self.ranks.first(write)
+        self._tell("on_evaluate", result or Evaluation(losses or {}, [], scores, []))
         return scores
 
 

@@ -61,7 +61,7 @@ run R --learning_rate=1e-4
 run R max_steps=20 lr=1e-4 bf16=true
     2  3 problems...max_steps...`train.steps`...lr...`train.optimizer.learning_rate`...`train.precision=bf16`
 run R train.batch_size=8 train.gradient_accumulation_steps=4
-    2  2 problems...`train.micro_batches` (packs of `data.pack_tokens` tokens...`train.micro_batches` (packs in a step
+    2  2 problems...`train.samples_per_step` (samples of a step, over all ranks...`train.micro_batches` (packs in a step
 run R steps=20
     2  steps: unknown key, found 20; use `train.steps`
 run R train.optimizer.schedule=cosin

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from omnitrain.errors import UserError
-from omnitrain.optim.adamw import build_optimizer, learning_rate
+from omnitrain.optim.adamw import learning_rate
+from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.gradients import Holders, clip_gradients, gradient_norm
 from omnitrain.recipe import Optimizer
 

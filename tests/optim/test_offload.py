@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from omnitrain.optim.adamw import build_optimizer
+from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.recipe import Optimizer
 

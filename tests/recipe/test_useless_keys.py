@@ -19,7 +19,7 @@ from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.recipe import Recipe, list_recipes, save_recipe
 from omnitrain.recipe.strict import Strict
 from omnitrain.train.build_from_recipe import build_from_recipe, require_ops
-from omnitrain.train.lr_groups import peaks_of
+from omnitrain.train.lr_groups import decays_of, peaks_of
 from omnitrain.train.useless_keys import require_effect
 from tests.tiny import CHAT, FOUNDATION, tiny_recipe
 
@@ -135,8 +135,12 @@ STANDS: dict[str, Always | Idle] = {
         )
         for field in ("images_kwargs", "videos_kwargs", "audio_kwargs")
     },
-    "Train.steps": SIZE,
-    "Train.micro_batches": SIZE,
+    "Train.steps": idle("`epochs` decides how long the run is", "train.epochs=2", "train.steps=9"),
+    "Train.epochs": SIZE,
+    "Train.micro_batches": idle(
+        "`samples_per_step` decides how large a step is", "train.samples_per_step=8", "train.micro_batches=2"
+    ),
+    "Train.samples_per_step": SIZE,
     "Train.seed": SIZE,
     "Train.flops": Always("every model has products to count"),
     "Train.device": DEVICE,
@@ -145,6 +149,13 @@ STANDS: dict[str, Always | Idle] = {
     ),
     "Train.cpu_threads": DEVICE,
     "Train.loss_weights": idle("unknown name; did you mean `text`", "train.loss_weights={txt: 2}"),
+    "Train.losses": Always("they train"),
+    "Train.metrics": Always("they are measured"),
+    "Train.callbacks": Always("they are called"),
+    "EarlyStopping.metric": Always("it may stop improving in any run"),
+    "EarlyStopping.patience": SIZE,
+    "EarlyStopping.min_delta": SIZE,
+    "EarlyStopping.mode": Always("a metric has one direction or the other"),
     "Train.log_every": PERIOD,
     "Train.report": Always("a page is written"),
     "Train.save_every": PERIOD,
@@ -167,7 +178,14 @@ STANDS: dict[str, Always | Idle] = {
     "Optimizer.final_ratio": idle(
         "`schedule: constant` never decays", "train.optimizer.schedule=constant", "train.optimizer.final_ratio=0.5"
     ),
+    "Optimizer.kind": Always("weights are updated in one way or another"),
+    "Optimizer.momentum": idle("`kind: adamw` does not use it", "train.optimizer.momentum=0.9"),
     "Optimizer.weight_decay": SIZE,
+    "Optimizer.weight_decays": idle(
+        "longer names cover all trained parameters of 'foundation'",
+        "train.optimizer.weight_decays={foundation: 0.1, foundation.model: 0.2}",
+        base="text",
+    ),
     "Optimizer.betas": SIZE,
     "Optimizer.eps": SIZE,
     "Optimizer.max_grad_norm": SIZE,
@@ -256,6 +274,7 @@ STANDS: dict[str, Always | Idle] = {
     "Precision.param": Always("parameters have one format or another"),
     "Precision.compute": Always("computation has one format or another"),
     "Precision.reduce": plan("precision.reduce=bfloat16", "has no gradients", "image_encoder", "freeze=true"),
+    "Evaluation.every": PERIOD,
     "Evaluation.loss_every": PERIOD,
     "Evaluation.examples_per_source": SIZE,
     "Evaluation.batch_size": SIZE,
@@ -329,6 +348,7 @@ def refuse_what_can_do_nothing(recipe: Recipe, base: Base, built: Callable[..., 
     require_effect(recipe, model, processor)
     require_ops(model, recipe.model.ops, torch.device("cpu"), torch.float32)
     peaks_of(model, recipe.train.optimizer)
+    decays_of(model, recipe.train.optimizer)
     resolve_without_ranks(model, recipe.parallel, None)
 
 

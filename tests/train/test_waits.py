@@ -15,7 +15,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.optim.adamw import build_optimizer
+from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from omnitrain.models.components.protocols import ComponentAdapter, DecoderMixin
 from omnitrain.models.decoders.media_tokenizers import MediaTokenizer, media_tokenizer
 from omnitrain.models.hf.load import as_config, model_class
 from omnitrain.ops.loss.cross_entropy import LossTerm, linear_cross_entropy
+from omnitrain.ops.loss.token_functions import TokenFunction
 from omnitrain.recipe.component_configs import TokenDecoderConfig
 
 
@@ -26,7 +28,9 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
 
     config_class = TokenDecoderConfig
     _supports_sdpa = True
-    loss_backend = "auto"  # of linear_cross_entropy
+    loss_backend = "auto"  # of linear_cross_entropy, as the next two
+    loss_function: TokenFunction | None = None
+    token_metrics: Mapping[str, TokenFunction] = MappingProxyType({})
 
     def __init__(self, config: TokenDecoderConfig, tokenizer: PreTrainedModel | None = None) -> None:
         """``tokenizer``: a media tokenizer with weights; None: one with random weights."""
@@ -83,7 +87,15 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
 
     def lm_head(self, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerm:
         """Return the cross entropy of ``labels`` ``[n]``, predicted from hidden states ``[n, hidden]``."""
-        return linear_cross_entropy(hidden, self.head.weight, labels, count=labels.numel(), backend=self.loss_backend)
+        return linear_cross_entropy(
+            hidden,
+            self.head.weight,
+            labels,
+            count=labels.numel(),
+            backend=self.loss_backend,
+            function=self.loss_function,
+            metrics=self.token_metrics,
+        )
 
     def lm_embed(
         self, hidden: torch.Tensor, sample: Callable[[torch.Tensor], torch.Tensor]

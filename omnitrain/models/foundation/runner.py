@@ -32,6 +32,7 @@ from omnitrain.ops.attention import MaskSpec, PackedSequence, SequenceSlice, ins
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
 from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.loss.token_functions import TokenFunction
 from omnitrain.ops.patch_forward import wrapped_forward
 
 Head = Callable[[Tensor, nn.Module], Tensor]
@@ -61,6 +62,8 @@ class FoundationRunner:
         in_forward: handles samples that only its own forward reads.
         own_attention: classes of its models that do not use the registered attention.
         loss_backend: backend of :func:`linear_cross_entropy`.
+        loss_function: the text's loss in place of cross entropy. None: cross entropy.
+        token_metrics: name -> metric of the predicted text tokens.
     """
 
     def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
@@ -78,6 +81,8 @@ class FoundationRunner:
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._parameters = frozenset(parameters)
         self.loss_backend = "auto"
+        self.loss_function: TokenFunction | None = None
+        self.token_metrics: Mapping[str, TokenFunction] = {}
         self.in_forward = ForwardReader(model, self.native.in_forward, contract.beyond_text)
         self.own_attention: tuple[str, ...] = ()
         if self.contract.attention == "omnitrain":
@@ -246,6 +251,8 @@ class FoundationRunner:
                 getattr(lm_head, "bias", None),
                 count=pack.text_labels.numel(),
                 backend=self.loss_backend,
+                function=self.loss_function,
+                metrics=self.token_metrics,
             )
             results.append((term, hidden))
             return hidden  # in place of logits; its gradient is always the first to arrive, with media or without
@@ -267,7 +274,13 @@ class FoundationRunner:
 
         logits = run(head).logits[0]
         supervised = logits if states else logits[text_rows]
-        term = cross_entropy_rows(supervised, pack.text_labels, count=pack.text_labels.numel())
+        term = cross_entropy_rows(
+            supervised,
+            pack.text_labels,
+            count=pack.text_labels.numel(),
+            function=self.loss_function,
+            metrics=self.token_metrics,
+        )
         return term, states[0] if states else None
 
     def packed_sequence_of(self, pack: Pack, sequence_slice: SequenceSlice | None) -> PackedSequence | None:

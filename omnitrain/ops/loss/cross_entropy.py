@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +15,12 @@ from omnitrain.errors import UserError
 from omnitrain.ops.collectives import add_up_gradients
 from omnitrain.ops.compile.blocks import compiler_missing
 from omnitrain.ops.compile.cache_limit import keep_compilations
+from omnitrain.ops.loss.token_functions import (
+    TokenFunction,
+    token_losses,
+    token_metrics,
+    with_gradient_of_logits,
+)
 from omnitrain.ops.loss.vocab_parallel import require_labels, sharded_softmax
 from omnitrain.ops.registry import Backend, choose, liger_missing
 
@@ -24,6 +30,7 @@ IGNORED = -100  # the label of a row without a loss
 # 2 x rows operations. On CPU, 447 rows (150k classes, logits and softmax in fp32) hide this cost. A GPU does 200 to 300
 # operations in the time of moving a byte, so it needs 1,800 rows (logits in bf16, softmax in fp32).
 CHUNK_BYTES = {"cpu": 2**29, "cuda": 3 * 2**29}
+_BYTES_OF_OWN = 16  # per logit of a user's loss: a copy, what its backward keeps, the gradient, all in fp32
 
 # n -> a buffer ``[n, classes]`` in fp32, the same memory at each call.
 Wide = Callable[[int], torch.Tensor]
@@ -40,25 +47,39 @@ class LossTerm:
         sum: scalar fp32, nats, over the predicted tokens; only this field has a gradient.
         count: number of predicted tokens.
         rows: ``[n]`` fp32 without gradient, the loss of each row; 0 if the label is ignored.
+        metrics: name of a metric -> its values, like ``rows``.
     """
 
     sum: torch.Tensor
     count: int
     rows: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def cross_entropy_rows(logits: torch.Tensor, labels: torch.Tensor, *, count: int | None = None) -> LossTerm:
+def cross_entropy_rows(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    count: int | None = None,
+    function: TokenFunction | None = None,
+    metrics: Mapping[str, TokenFunction] | None = None,
+) -> LossTerm:
     """Compute the plain loss of logits, for models that transform their logits after the head.
 
     Args:
         logits: ``[N, classes]``, any floating dtype.
         labels: ``[N]`` int64; -100 is ignored.
         count: number of labels that are not ignored; None: count them, which waits for the device.
+        function: the loss in place of cross entropy; no label may be ignored.
+        metrics: name -> metric; no label may be ignored.
     """
     if count is None:
         count = int((labels != IGNORED).sum())
-    rows = F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=IGNORED)
-    return LossTerm(rows.sum(), count, rows.detach())
+    if function is None:
+        rows = F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=IGNORED)
+    else:
+        rows = token_losses(function, logits.float(), labels)
+    return LossTerm(rows.sum(), count, rows.detach(), token_metrics(metrics or {}, logits, labels))
 
 
 def linear_cross_entropy(
@@ -69,6 +90,8 @@ def linear_cross_entropy(
     *,
     count: int | None = None,
     backend: str = "auto",
+    function: TokenFunction | None = None,
+    metrics: Mapping[str, TokenFunction] | None = None,
     chunk_elements: int | None = None,
 ) -> LossTerm:
     """Compute ``-log softmax(hidden @ weight.T + bias)[labels]``, chunk by chunk.
@@ -86,13 +109,15 @@ def linear_cross_entropy(
         bias: ``[classes]`` or None.
         count: number of labels that are not ignored; None: count them, which waits for the device.
         backend: backend of a chunk's softmax: ``auto``, ``torch``, ``compiled`` or ``liger``.
+        function: the loss in place of cross entropy, computed in fp32.
+        metrics: name -> metric of the same chunks.
         chunk_elements: the most logits in memory at once; None: a value for the device.
 
     Returns:
         The loss. Without labels it is 0, and its gradients are zeros.
 
     Raises:
-        UserError: the backend cannot run here.
+        UserError: the backend cannot run here, or ``function`` or a metric does not give a value per token.
         RuntimeError: shapes or dtypes do not fit, or a label is out of range; in the backward: ``sum`` was
             differentiated before.
     """
@@ -100,19 +125,35 @@ def linear_cross_entropy(
         count = int((labels != IGNORED).sum())
     kept = None if count == labels.numel() else (labels != IGNORED).nonzero().flatten()
     chosen = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device)
+    if function is not None:
+        chosen = SoftmaxBackend("own", partial(_own_softmax, function), buffer_bytes=_BYTES_OF_OWN)
     group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None  # ranks that share the classes
     if group is not None:
         if backend not in ("auto", "torch"):
             raise UserError(f"cross_entropy: {backend} does not support a sharded vocabulary; use torch or auto")
+        if function is not None or metrics:
+            raise UserError(
+                "train.losses and train.metrics need the logits of all classes, but tensor parallel ranks share the "
+                "vocabulary; remove them, or set tp to 1"
+            )
         chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
         weight, bias = _own(weight), _own(bias)
     if chunk_elements is None:
         chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + chosen.buffer_bytes)
     chunk_rows = max(1, chunk_elements // weight.size(0))
+    chunks: list[dict[str, torch.Tensor]] = []
+    run = partial(_measuring_softmax, chosen.run, metrics, chunks) if metrics else chosen.run
     total, rows = _LinearCrossEntropy.apply(
-        hidden, weight, bias, labels, kept, chunk_rows, chosen.run, torch.is_grad_enabled()
+        hidden, weight, bias, labels, kept, chunk_rows, run, torch.is_grad_enabled()
     )
-    return LossTerm(total if group is None else add_up_gradients(total, group), count, rows)
+    values = {name: _in_rows([chunk[name] for chunk in chunks], rows, kept) for name in metrics or {}}
+    return LossTerm(total if group is None else add_up_gradients(total, group), count, rows, values)
+
+
+def _in_rows(chunks: list[torch.Tensor], rows: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """Return the values of the chunks as ``[n]`` like ``rows``; 0 where the label is ignored."""
+    values = torch.cat([rows[:0], *chunks])
+    return values if kept is None else torch.zeros_like(rows).index_copy_(0, kept, values)
 
 
 def _own(tensor: Any) -> Any:
@@ -130,6 +171,26 @@ def _torch_softmax(
         return losses, None
     minus_one = out.new_full((1, 1), -1.0).expand(len(labels), 1)
     return losses, out.exp_().scatter_add_(1, labels[:, None], minus_one)
+
+
+def _own_softmax(
+    function: TokenFunction, logits: torch.Tensor, labels: torch.Tensor, wide: Wide, with_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return with_gradient_of_logits(function, logits, labels, with_gradient)
+
+
+def _measuring_softmax(
+    softmax: Softmax,
+    metrics: Mapping[str, TokenFunction],
+    chunks: list[dict[str, torch.Tensor]],
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    wide: Wide,
+    with_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Measure the chunk before ``softmax``, which may write over its logits."""
+    chunks.append(token_metrics(metrics, logits, labels))
+    return softmax(logits, labels, wide, with_gradient)
 
 
 def _compiled_softmax(

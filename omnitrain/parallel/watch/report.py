@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-Phase = Literal["data", "encode", "forward", "backward", "optimizer", "save", "evaluate"]
+Phase = Literal["data", "encode", "forward", "backward", "optimizer", "save", "evaluate", "callbacks"]
 
-_ORDER: dict[str | None, int] = {
-    phase: index
-    for index, phase in enumerate((None, "data", "encode", "forward", "backward", "optimizer", "save", "evaluate"))
-}
+_ORDER: dict[str | None, int] = {phase: index for index, phase in enumerate((None, *get_args(Phase)))}
 _SHOWN_SAMPLES = 8
 
 

@@ -24,7 +24,7 @@ class _Sample:
 
     source: str
     prompt: Sequence[Mapping[str, str]]
-    reference: str
+    reference: Sequence[Mapping[str, str]]
     folder: Path
     answers: dict[Column, tuple[Path, Sequence[Mapping[str, str]]]] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ def samples(runs: Sequence[RunRecord], room: int) -> str:
     budget = MediaBudget(room)
     rows: dict[str, list[list[Cell]]] = {}
     for sample in _in_turn(found):
-        cells: list[Cell] = [_parts(sample.prompt, sample.folder, budget), sample.reference]
+        cells: list[Cell] = [_parts(parts, sample.folder, budget) for parts in (sample.prompt, sample.reference)]
         for column in columns:
             answer = sample.answers.get(column)
             cells.append(None if answer is None else _parts(answer[1], answer[0], budget))
@@ -64,7 +64,8 @@ def _collected(runs: Sequence[RunRecord]) -> tuple[list[Column], list[_Sample]]:
             column = (index, saved["step"])
             columns.append(column)
             for one in saved["samples"]:
-                new = _Sample(one["source"], one["prompt"], one["reference"], folder)
+                reference = one.get("reference_parts") or [{"text": one["reference"]}]
+                new = _Sample(one["source"], one["prompt"], reference, folder)
                 sample = found.setdefault((one["source"], one["id"]), new)
                 sample.answers[column] = (folder, one["answer"])
     return columns, list(found.values())

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +15,13 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import Row, RowSource
-from omnitrain.errors import UserError
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.lockstep import in_step
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.summon import gathered
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 from omnitrain.recipe import Recipe
+from omnitrain.recipe.functions import load_function
 from omnitrain.train.metrics.meter import LossMeter, total_loss
 
 Progress = Callable[[str], None]
@@ -282,24 +279,4 @@ def load_scorer(name: str | None) -> Scorer:
     """
     if name is None:
         return exact_match
-    source, _, function = name.rpartition(":")
-    try:
-        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-        scorer = getattr(module, function)
-        if not callable(scorer):
-            raise TypeError(f"{function} is not a function")
-        return scorer
-    except Exception as error:  # a user's file may fail in any way
-        raise UserError(
-            f"evaluation.scorer: {name!r} cannot be loaded ({error}); expected FILE.py:FUNCTION or MODULE:FUNCTION"
-        ) from None
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path.absolute()}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_function(name, "evaluation.scorer")

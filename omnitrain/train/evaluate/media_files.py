@@ -15,13 +15,16 @@ from PIL import Image
 from omnitrain.data.chat.parts import content_parts
 from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.train.evaluate.evaluate import Answered, reference_text
+from omnitrain.train.metrics.shown_sample import ShownSample
 
 _SUFFIXES = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"GIF8", ".gif"), (b"fLaC", ".flac"), (b"OggS", ".ogg"))
 _LIST = "samples.json"
 _SHOWN_WIDTH = 128  # pixels; generated digits are 8 wide
 
 
-def save_samples(answers: Sequence[Answered], folder: Path, per_source: int, step: int) -> Path:
+def save_samples(
+    answers: Sequence[Answered], folder: Path, per_source: int, step: int
+) -> tuple[Path, list[ShownSample]]:
     """Write the first answers of each source: ``samples.md`` with prompts and texts, and files of images and sounds.
 
     ``samples.json`` has the same for programs. Samples of an earlier step move to the folder ``step-N``.
@@ -33,30 +36,33 @@ def save_samples(answers: Sequence[Answered], folder: Path, per_source: int, ste
         step: optimizer steps done.
 
     Returns:
-        The path of the markdown file.
+        The path of the markdown file, and the samples in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _set_earlier_aside(folder, step)
     counts: dict[str, int] = {}
     saved: list[dict[str, Any]] = []
+    samples: list[ShownSample] = []
     lines = ["# Generated samples", ""]
     for answered in answers:
         row = answered.row
         counts[row.source] = counts.get(row.source, 0) + 1
         if counts[row.source] <= per_source:
             stem = re.sub(r"\W+", "_", f"{row.source}_{counts[row.source]}")
-            prompt = _write_prompt(row, folder, stem)
+            prompt, reference = _write_messages(row, folder, stem)
             answer = write_parts(answered.answer.parts, folder, stem)
-            asked, said = (" ".join(map(_markdown, parts)) for parts in (prompt, answer))
-            lines += [f"## {row.source} {counts[row.source]}", "", f"Asked (`{row.id}`): {asked}", ""]
-            lines += [f"Answered: {said}", ""]
-            lines += [f"Reference: {reference_text(row)}", ""] if reference_text(row) else []
+            name = f"{row.source} {counts[row.source]}"
+            samples.append(ShownSample(name, prompt, answer, reference))
+            asked, said, expected = (" ".join(map(_markdown, parts)) for parts in (prompt, answer, reference))
+            lines += [f"## {name}", "", f"Asked (`{row.id}`): {asked}", "", f"Answered: {said}", ""]
+            lines += [f"Reference: {expected}", ""] if expected else []
             parts = {"prompt": [*map(_part, prompt)], "answer": [*map(_part, answer)]}
+            parts["reference_parts"] = [*map(_part, reference)]
             saved.append({"source": row.source, "id": row.id, **parts, "reference": reference_text(row)})
     (folder / _LIST).write_text(json.dumps({"step": step, "samples": saved}, indent=1) + "\n")
     page = folder / "samples.md"
     page.write_text("\n".join(lines))
-    return page
+    return page, samples
 
 
 def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str | Path]:
@@ -109,21 +115,22 @@ def _part(part: str | Path) -> dict[str, str]:
     return {"text": part} if isinstance(part, str) else {"file": part.name}
 
 
-def _write_prompt(row: Row, folder: Path, stem: str) -> list[str | Path]:
-    """Write the question's media to files. Return its texts and these files, in order."""
-    shown: list[str | Path] = []
+def _write_messages(row: Row, folder: Path, stem: str) -> tuple[list[str | Path], list[str | Path]]:
+    """Write the media of a row to files. Return the parts of its question and of its last answer, in order."""
+    shown: dict[str, list[str | Path]] = {"prompt": [], "reference": []}
     seen = dict.fromkeys(MODALITIES, 0)
-    for message in row.question:
+    for number, message in enumerate(row.messages):
+        role = "prompt" if number < len(row.question) else "reference"
         for part in content_parts(message):
             if part["type"] == "text":
-                shown.append(part["text"])
+                shown[role].append(part["text"])
                 continue
             data = row.media_bytes(part["type"], seen[part["type"]])
             seen[part["type"]] += 1
-            file = folder / f"{stem}_prompt_{len(shown)}{_suffix(data)}"
+            file = folder / f"{stem}_{role}_{len(shown[role])}{_suffix(data)}"
             file.write_bytes(data)
-            shown.append(file)
-    return shown
+            shown[role].append(file)
+    return shown["prompt"], shown["reference"]
 
 
 def _suffix(data: bytes) -> str:

@@ -9,6 +9,7 @@ from omnitrain.train.evaluate.evaluate import Evaluation
 from omnitrain.train.evaluate.media_files import save_samples
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import show_scores
+from omnitrain.train.metrics.shown_sample import ShownSample
 from omnitrain.train.run_state.run_folder import RunFolder
 
 
@@ -19,8 +20,8 @@ def write_results(
     scores: dict[str, float],
     skipped: Sequence[Rejected],
     per_source: int,
-) -> None:
-    """Write and print the results. Only the first rank calls this.
+) -> list[ShownSample]:
+    """Write and print the results, and return the answers that were written. Only the first rank calls this.
 
     Args:
         run: folder of the run.
@@ -31,9 +32,10 @@ def write_results(
         per_source: maximum number of answers to write for each source.
     """
     written = run.write_scores({"step": step} | scores | {"losses": result.losses})
-    page = save_samples(result.answers, run.path / "samples", per_source, step)
+    page, samples = save_samples(result.answers, run.path / "samples", per_source, step)
     show_scores(scores, title=f"{len(result.answers)} held-out answers")
     listed = run.list_rejected(skipped)
     console.print(f"scores: {written}\nsamples: {page}")
     if skipped:
         console.print(f"rows skipped: {len(skipped)}, listed in {listed}")
+    return samples

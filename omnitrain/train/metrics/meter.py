@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
@@ -20,9 +20,12 @@ from omnitrain.errors import TrainingError
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.ops.device import to_device
 from omnitrain.peers import SINGLE_PROCESS, Peers
+from omnitrain.train.metrics.early_stopping import read_lines
+from omnitrain.train.metrics.shown_sample import ShownSample
 from omnitrain.train.metrics.trackers import Tracker, numbers_in, tell
 
-Totals = dict[str, dict[str, list[float]]]  # head -> source -> sum of its losses, tokens
+# Head -> source -> sum of its losses, tokens. The values of a metric are those of METRIC/HEAD.
+Totals = dict[str, dict[str, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -33,18 +36,21 @@ class PackLosses:
         info: the samples of the pack.
         sample: head -> ``[n]`` int64, the index of the sample of each row; on the host.
         rows: head -> ``[n]`` fp32, the losses of predicted tokens; on the device of the model.
+        metrics: (metric, head) -> values like ``rows``.
     """
 
     info: PackInfo
     sample: dict[str, torch.Tensor]
     rows: dict[str, torch.Tensor]
+    metrics: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pack: Pack, output: OmniOutput) -> PackLosses:
         """Take the losses of a pack out of the model's output."""
         ends = torch.tensor(list(accumulate(pack.info.lengths)))
         sample = {name: torch.bucketize(read, ends, right=True) for name, read in output.read.items()}
-        return cls(pack.info, sample, {name: term.rows for name, term in output.losses.items()})
+        metrics = {(name, head): rows for head, term in output.losses.items() for name, rows in term.metrics.items()}
+        return cls(pack.info, sample, {name: term.rows for name, term in output.losses.items()}, metrics)
 
     def not_finite(self) -> dict[str, list[str]]:
         """Return head -> ids of the samples with a loss that is NaN or infinite. Waits for the device."""
@@ -90,8 +96,9 @@ class LossMeter:
         source_of_sample = torch.tensor(
             [self._sources.setdefault(source, len(self._sources)) for source in losses.info.sources]
         )
-        for name, rows in losses.rows.items():
-            sources = to_device(source_of_sample[losses.sample[name]], rows.device)
+        metrics = {f"{metric}/{head}": rows for (metric, head), rows in losses.metrics.items()}
+        for name, rows in (losses.rows | metrics).items():
+            sources = to_device(source_of_sample[losses.sample[name.rpartition("/")[2]]], rows.device)
             # Doubles count tokens exactly, and past 2^24, where adding 1 to a float no longer changes it.
             values = torch.stack([rows, torch.ones_like(rows)], dim=1).double()
             self._total(name, values).index_add_(0, sources, values)
@@ -103,7 +110,7 @@ class LossMeter:
         return self._totals[name]
 
     def read(self, peers: Peers = SINGLE_PROCESS) -> dict[str, Any]:
-        """Return mean loss and tokens, per head and per source and head, and reset.
+        """Return mean loss and tokens, per head and per source and head, and the means of metrics; and reset.
 
         Args:
             peers: ranks whose sums and counts are added. All of them must call this; all get the same result.
@@ -112,12 +119,17 @@ class LossMeter:
         self._totals = {}
         heads: dict[str, Any] = {}
         sources: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         for name in sorted({name for totals in everywhere for name in totals}):
             rows = [row for totals in everywhere for row in totals.get(name, {}).items()]
+            metric, is_metric, head = name.partition("/")
+            if is_metric:
+                metrics.setdefault(metric, {})[head] = _mean([values for _, values in rows])["loss"]
+                continue
             heads[name] = _mean([values for _, values in rows])
             for source in sorted({source for source, (_, count) in rows if count}):
                 sources.setdefault(source, {})[name] = _mean([values for found, values in rows if found == source])
-        return {"heads": heads, "sources": sources}
+        return {"heads": heads, "sources": sources, **({"metrics": metrics} if metrics else {})}
 
     def totals(self, peers: Peers = SINGLE_PROCESS) -> Totals:
         """Return the sums since the last reading over all peers, for a checkpoint. All peers must call it."""
@@ -167,13 +179,17 @@ def memory_metrics(device: torch.device, peers: Peers) -> dict[str, float]:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object per line, appended and flushed. Trackers get the same numbers."""
+    """``metrics.jsonl``: one JSON object per line, appended and flushed. Trackers get the same numbers.
+
+    Attributes:
+        earlier: the lines of earlier starts of the run.
+    """
 
     def __init__(self, path: Path, resume_step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
         """Drop an earlier run's lines after ``resume_step`` (they come again) and an incomplete last line."""
-        self._path, self._trackers = path, list(trackers)
-        whole = path.read_text().rpartition("\n")[0] if path.is_file() and resume_step else ""
-        kept = [line for line in whole.splitlines() if json.loads(line)["step"] <= resume_step]
+        self._path, self._trackers, self._showing = path, list(trackers), list(trackers)
+        kept = read_lines(path, resume_step)
+        self.earlier: list[dict[str, Any]] = [json.loads(line) for line in kept]
         unfinished = path.with_name(f"{path.name}.tmp")
         unfinished.write_text("".join(f"{line}\n" for line in kept))
         os.replace(unfinished, path)  # a kill in between leaves all lines
@@ -197,6 +213,10 @@ class MetricsFile:
         """Give trackers values that are in no line; nested as in a line."""
         numbers = dict(numbers_in(values))
         tell(self._trackers, lambda tracker: tracker.log(step, numbers))
+
+    def show(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Give trackers generated answers, beside what was asked and the references."""
+        tell(self._showing, lambda tracker: tracker.show(step, samples), "samples")
 
     def __enter__(self) -> Self:
         return self

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import importlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+import soundfile
+from PIL import Image
 
 from omnitrain.errors import UserError
 from omnitrain.packages import install_command
 from omnitrain.recipe import Recipe
 from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.shown_sample import Part, ShownSample
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 _EXTRAS = {"tensorboard": "track"}  # of the others, the extra has the tracker's name
+_SOUNDS = (".wav", ".flac", ".ogg", ".mp3", ".riff", ".bin")
 _ID = "tracked_as"  # file with the run's id, so that a resumed run continues its curves
 
 
@@ -29,6 +35,10 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of a step, with names such as ``heads/text/loss``."""
+        ...
+
+    def show(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Log answers of a step with their images and sounds."""
         ...
 
     def close(self, *, failed: bool) -> None:
@@ -60,16 +70,22 @@ def open_trackers(recipe: Recipe, folder: Path, resume_step: int) -> list[Tracke
     return [_begun(name, recipe, folder, resume_step) for name in recipe.train.track.to]
 
 
-def tell(trackers: list[Tracker], what: Callable[[Tracker], None]) -> None:
-    """Call ``what`` for each tracker. A tracker that fails is removed from the list, and the run continues."""
+def tell(trackers: list[Tracker], what: Callable[[Tracker], None], given: str = "metrics") -> None:
+    """Call ``what`` for each tracker. A tracker that fails is removed from the list, and the run continues.
+
+    Args:
+        trackers: the trackers.
+        what: gives something to a tracker.
+        given: what it is, for the message.
+    """
     for tracker in list(trackers):
         try:
             what(tracker)
         except Exception as error:  # an error of a disk, a network, or the tracker
             trackers.remove(tracker)
             console.print(
-                f"train.track: {tracker.name} failed ({type(error).__name__}: {error}) and gets no more metrics; "
-                "metrics.jsonl has all of them",
+                f"train.track: {tracker.name} failed ({type(error).__name__}: {error}) and gets no more {given}; "
+                f"{'metrics.jsonl' if given == 'metrics' else 'samples/'} has all of them",
                 markup=False,
             )
 
@@ -109,6 +125,18 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def show(self, step: int, samples: Sequence[ShownSample]) -> None:
+        for sample in samples:
+            for role, parts in sample.by_role().items():
+                if text := _text(parts):
+                    self._writer.add_text(f"samples/{sample.name}/{role}", text, step)
+        for name, _, file in _media(samples, "image"):
+            self._writer.add_image(name, _picture(file), step, dataformats="HWC")
+        for name, _, file in _media(samples, "audio"):
+            heard, rate = _sound(file)
+            self._writer.add_audio(name, heard[None], step, sample_rate=rate)
+        self._writer.flush()
+
     def close(self, *, failed: bool) -> None:
         self._writer.close()
 
@@ -129,9 +157,45 @@ class _Session:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._program.log(dict(values), step=step)
 
+    def show(self, step: int, samples: Sequence[ShownSample]) -> None:
+        program = self._program
+        texts = [[sample.name, *map(_text, sample.by_role().values())] for sample in samples]
+        logged = {"samples": program.Table(columns=["sample", "prompt", "answer", "reference"], data=texts)}
+        for name, role, file in _media(samples, "image"):
+            logged[name] = program.Image(_picture(file), caption=role)
+        for name, role, file in _media(samples, "audio"):
+            heard, rate = _sound(file)
+            logged[name] = program.Audio(heard, caption=role, sample_rate=rate)
+        program.log(logged, step=step)
+
     def close(self, *, failed: bool) -> None:
         options = {"exit_code": int(failed)} if self.name == "wandb" else {}
         self._program.finish(**options)
+
+
+def _text(parts: Sequence[Part]) -> str:
+    return " ".join(part for part in parts if isinstance(part, str)).strip()
+
+
+def _media(samples: Sequence[ShownSample], kind: str) -> Iterator[tuple[str, str, Path]]:
+    """Yield name, role and file of each image, or of each sound. Videos are images: their first frame is shown."""
+    for sample in samples:
+        for role, parts in sample.by_role().items():
+            files = [part for part in parts if isinstance(part, Path)]
+            for number, file in enumerate(file for file in files if (file.suffix in _SOUNDS) == (kind == "audio")):
+                yield f"samples/{sample.name}/{role} {number}", role, file
+
+
+def _picture(file: Path) -> np.ndarray:
+    """Return ``[height, width, 3]``, uint8."""
+    with Image.open(file) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
+def _sound(file: Path) -> tuple[np.ndarray, int]:
+    """Return the samples ``[n]`` of all channels together, float32, and the rate."""
+    heard, rate = soundfile.read(file, dtype="float32", always_2d=True)
+    return heard.mean(axis=1), rate
 
 
 def _module(name: str) -> Any:

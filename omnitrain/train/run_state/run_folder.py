@@ -20,6 +20,7 @@ from omnitrain.errors import DamagedCheckpointError, TrainingError, UserError
 from omnitrain.peers import Peers, all_or_raise
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.early_stopping import StopWatcher, read_lines
 from omnitrain.train.run_state.resume import require_same_run
 from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock, require_free
 
@@ -90,23 +91,32 @@ class RunFolder:
     def finished(self) -> str | None:
         """Return that the run in this folder has nothing left to do, or None.
 
-        It has all steps of the recipe, in a checkpoint that is intact, and the evaluation that the recipe asks for.
+        It has all steps of the recipe, or stopped early, and has a checkpoint that is intact, and the evaluation that
+        the recipe asks for.
 
         Raises:
             UserError: the run was started with another recipe.
         """
         self._require_same_run()
         steps, (done, evaluated) = self.recipe.train.steps, (self._steps_saved(), self._steps_evaluated())
-        if done < steps or (self.recipe.evaluation is not None and evaluated != done):
+        stopped = self._stopped_early(done)
+        if (done < steps and stopped is None) or (self.recipe.evaluation is not None and evaluated != done):
             return None
         try:
             verify(self.store.newest())
         except DamagedCheckpointError:
             return None
+        why, key = ("", "train.steps") if done >= steps else (f" ({stopped})", "train.early_stopping.patience")
         return (
-            f"{self.path} is finished: {done} of {steps} steps are done; nothing was changed; a larger train.steps "
+            f"{self.path} is finished: {done} of {steps} steps are done{why}; nothing was changed; a larger {key} "
             "trains on"
         )
+
+    def _stopped_early(self, done: int) -> str | None:
+        """Return why the run ended before its last step; None: it did not."""
+        if (settings := self.recipe.train.early_stopping) is None:
+            return None
+        return StopWatcher(settings, map(json.loads, read_lines(self.path / "metrics.jsonl", done))).reason
 
     def _steps_saved(self) -> int:
         try:

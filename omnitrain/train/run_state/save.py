@@ -125,25 +125,27 @@ class Saver:
         """Whether the process of this rank could not write; :meth:`finish` raises the error on all ranks."""
         return self._writer is not None and not self._writer.is_writing and self._writer.error is not None
 
-    def finish(self) -> None:
-        """Wait until the checkpoint that was begun is written.
+    def finish(self) -> Path | None:
+        """Wait until the checkpoint that was begun is written, and return its folder. None: none was begun.
 
         Raises:
             TrainingError: it cannot be written.
         """
         if self._begun is None:
-            return
+            return None
+        assert self._writer is not None, "it has begun"
         is_writing = True
         while is_writing:
             is_writing, has_failed = self._ranks.peers.any_of_each([self.is_writing, self.has_failed])
             if has_failed:  # the processes of other ranks may wait for the one that failed
-                error = self._writer.error if self._writer is not None else None
+                error = self._writer.error
                 self.close()
                 all_or_raise(self._ranks.peers, partial(_raise, error))
             time.sleep(_POLL_SECONDS)
         store = self._run.store
-        store.last = store.saved = store.folder_of(self._begun)
+        store.last = store.saved = written = store.folder_of(self._begun)
         self._begun = None
+        return written
 
     def close(self) -> None:
         """End the process that writes. What it is writing stays unfinished."""

@@ -37,6 +37,7 @@ class TrainingState:
         losses: head -> source -> sum of its losses and tokens, since the last line of metrics.
         mean_loss: mean total loss of the same steps.
         loss_tokens: predicted tokens of the same steps, all heads together.
+        samples: samples of all steps so far.
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class TrainingState:
     losses: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     mean_loss: float = 0.0
     loss_tokens: int = 0
+    samples: int = 0
 
 
 def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
-"""``omnitrain generate``: answer one prompt."""
+"""``omnitrain generate``: load a saved model, and answer one prompt."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,76 @@ from omnitrain.train.evaluate.media_files import free_stem, write_parts
 from omnitrain.train.metrics.display import quiet_libraries
 
 
+class Answerer:
+    """A saved model that was loaded once, on CUDA if available, and answers any number of prompts."""
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        output_dir: str | Path = ".",
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
+            output_dir: folder for generated media; created if missing.
+            max_new_tokens: maximum length of an answer, text and media tokens together.
+            temperature: sampling temperature; 0 is greedy.
+            seed: seed of sampling.
+
+        Raises:
+            UserError: the checkpoint does not exist.
+        """
+        quiet_libraries()
+        device = use_device(Train())
+        self._model, self._processor = load_checkpoint(checkpoint, init_device=str(device))
+        self._max_new_tokens, self._seed = max_new_tokens, seed
+        self._sampling = {name: Sampling(temperature=temperature) for name in ("text", *self._model.decoders)}
+        self._folder = Path(output_dir)
+
+    def answers(self, rows: Sequence[Row], first: int = 0) -> list[Answer | Rejected]:
+        """Return the answer to each prompt, or why it has none.
+
+        Args:
+            rows: conversations that end with the user; all are answered in one batch.
+            first: number of the first one. With sampling, an answer follows from the seed and its number, whatever the
+                batch.
+        """
+        prepared = [self._processor.prompt(row, index) for index, row in enumerate(rows, first)]
+        prompts = [prompt for prompt in prepared if not isinstance(prompt, Rejected)]
+        generated = iter(
+            generate(
+                self._model,
+                self._processor,
+                prompts,
+                max_new_tokens=self._max_new_tokens,
+                sampling=self._sampling,
+                seed=self._seed,
+                numbers=[prompt.index for prompt in prompts],
+            )
+            if prompts
+            else []
+        )
+        return [prompt if isinstance(prompt, Rejected) else next(generated) for prompt in prepared]
+
+    def write(self, answer: Answer, stem: str | None = None) -> list[str | Path]:
+        """Write generated media as ``STEM_N.png`` and ``STEM_N.wav``.
+
+        Args:
+            answer: the answer.
+            stem: None: ``answer``, or ``answer2`` and so on if an earlier answer has files of that name.
+
+        Returns:
+            One entry per part: a text, or the path of a written file.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return write_parts(answer.parts, self._folder, stem or free_stem(self._folder, "answer"))
+
+
 def answer(
     checkpoint: str | Path,
     prompt: str,
@@ -28,45 +99,51 @@ def answer(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> tuple[Answer, list[str | Path]]:
-    """Answer one prompt, on CUDA if available.
-
-    Generated media are written to ``output_dir`` as ``answer_N.png`` and ``answer_N.wav``, or ``answer2_N.png`` and so
-    on if an earlier answer has files there.
+    """Answer one prompt; generated media are written to ``output_dir``.
 
     Args:
-        checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
+        checkpoint: see :class:`Answerer`, as the other arguments that are not listed here.
         prompt: text; media come before it, in the order images, audios, videos.
         images: image files.
         audios: sound files.
         videos: video files.
-        output_dir: folder for generated media; created if missing.
-        max_new_tokens: maximum length of the answer, text and media tokens together.
-        temperature: sampling temperature; 0 is greedy.
-        seed: seed of sampling.
+        output_dir: see :class:`Answerer`.
+        max_new_tokens: see :class:`Answerer`.
+        temperature: see :class:`Answerer`.
+        seed: see :class:`Answerer`.
 
     Returns:
-        The answer, and one entry per part: a text, or the path of a written file.
+        The answer, and the result of :meth:`Answerer.write`.
 
     Raises:
         UserError: the checkpoint or a file does not exist, or the model cannot read a modality.
     """
-    quiet_libraries()
     media = {"image": images, "audio": audios, "video": videos}
+    require_files(media)
+    answerer = Answerer(
+        checkpoint, output_dir=output_dir, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+    )
+    row = Row(id="prompt", source="prompt", messages=[user_message(prompt, media)], media=dict(media), extra={})
+    (answered,) = answerer.answers([row])
+    if isinstance(answered, Rejected):
+        raise UserError(answered.reason)
+    return answered, answerer.write(answered)
+
+
+def user_message(prompt: str, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return a user's message with ``media`` (modality -> files) before the text of ``prompt``."""
+    shown: list[dict[str, Any]] = [{"type": modality, "text": None} for modality, files in media.items() for _ in files]
+    return {"role": "user", "content": [*shown, {"type": "text", "text": prompt}]}
+
+
+def require_files(media: Mapping[str, Sequence[str]]) -> None:
+    """Check that the files of ``media`` exist.
+
+    Raises:
+        UserError: some do not; the message has one line for each.
+    """
     if missing := [f"no {m} at {str(f)!r}" for m, files in media.items() for f in files if not Path(f).is_file()]:
         raise UserError(*missing)
-    device = use_device(Train())
-    model, processor = load_checkpoint(checkpoint, init_device=str(device))
-    content: list[dict[str, Any]] = [{"type": m, "text": None} for m, files in media.items() for _ in files]
-    message = {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}
-    row = Row(id="prompt", source="prompt", messages=[message], media={m: list(f) for m, f in media.items()}, extra={})
-    prepared = processor.prompt(row)
-    if isinstance(prepared, Rejected):
-        raise UserError(prepared.reason)
-    sampling = {name: Sampling(temperature=temperature) for name in ("text", *model.decoders)}
-    generated = generate(model, processor, [prepared], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)[0]
-    folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return generated, write_parts(generated.parts, folder, free_stem(folder, "answer"))
 
 
 def what_was_cut(answer: Answer, max_new_tokens: int) -> str | None:

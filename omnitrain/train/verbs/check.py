@@ -29,16 +29,24 @@ from omnitrain.parallel.expert.routing_record import RoutingOfRun
 from omnitrain.parallel.fsdp.units import find_units, stays_fp32, unit_names
 from omnitrain.parallel.layout import planned_table, section_text
 from omnitrain.parallel.resolve import dtype_of, resolve_without_ranks
+from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.recipe import ComponentPlan, ExpertsBalance, ParallelPlan, Recipe
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.recipe.parallel import PlanError
 from omnitrain.recipe.save import require_heads
-from omnitrain.train.build_from_recipe import build_from_recipe, build_without_tokenizer, require_ops
+from omnitrain.train.build_from_recipe import (
+    build_from_recipe,
+    build_without_tokenizer,
+    require_ops,
+    use_own_functions,
+)
+from omnitrain.train.callbacks import Callbacks, load_callbacks
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, spared
 from omnitrain.train.device import machines_for, require_devices, use_device
+from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.launch.environment import world_size
-from omnitrain.train.lr_groups import peaks_of
+from omnitrain.train.lr_groups import decays_of, matrices_of, peaks_of
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries, show_components, show_contract, show_unused
 from omnitrain.train.metrics.trackers import require_trackers
@@ -65,6 +73,8 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
     quiet_libraries()
     problems = _Problems()
     built = problems.attempt(lambda: build_from_recipe(recipe, init_device="meta"))
+    if built is not None and counts_samples(recipe):
+        recipe = _counted_in_steps(recipe, problems)
     runs = _check_model(recipe, built and built[0], built and built[1], num_ranks, problems, one_machine)
     opened: dict[str, list[RowSource]] = {}
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
@@ -77,6 +87,16 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
         problems.attempt(lambda: _require_targets(recipe, opened["train"], built[1], built[0].runner.contract))
     _check_surroundings(recipe, problems)
     return _without_repetitions(problems)
+
+
+def _counted_in_steps(recipe: Recipe, problems: _Problems) -> Recipe:
+    """Measure the steps and packs of a recipe that counts epochs or samples, and say how many they are."""
+    counted = problems.attempt(lambda: in_steps(recipe))
+    if counted is None:
+        return recipe
+    train = counted.train
+    console.print(f"{train.steps} steps of {train.micro_batches} packs (train.epochs, train.samples_per_step)")
+    return counted
 
 
 def check_without_tokenizer(recipe: Recipe, num_ranks: int | None = None) -> list[str]:
@@ -151,6 +171,7 @@ def _check_surroundings(recipe: Recipe, problems: _Problems) -> None:
     problems.attempt(lambda: RunFolder(recipe))
     problems.attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     problems.attempt(lambda: require_trackers(recipe))
+    problems.attempt(lambda: Callbacks(load_callbacks(recipe.train.callbacks), SINGLE_PROCESS))
 
 
 def problems_of_start(recipe: Recipe, error: UserError, num_ranks: int) -> list[str]:
@@ -178,6 +199,7 @@ def _model_checks(
     """Yield the checks of a run's model; without a processor, those that need none."""
     mixed = mixed_precision(recipe.train, device.type)
     yield lambda: require_heads(recipe, model.decoders)
+    yield lambda: use_own_functions(model, recipe.train)
     yield lambda: require_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     yield lambda: _require_plan(recipe, model, mixed, num_ranks)
     yield lambda: _require_rates(model, recipe)
@@ -236,10 +258,12 @@ def _trained_dtypes(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> dic
 
 
 def _require_rates(model: OmniModel, recipe: Recipe) -> None:
-    """Freeze the model as the plan says; check that something trains, and that ``learning_rates`` names it."""
+    """Freeze the model as the plan says; check that something trains, and that keys of the optimizer name it."""
     freeze(model, [name for name in model.components if recipe.parallel.of(name).freeze])
     trained_parameters(model)
     peaks_of(model, recipe.train.optimizer)
+    decays_of(model, recipe.train.optimizer)
+    matrices_of(model, recipe.train.optimizer)
 
 
 def _require_experts(model: OmniModel, settings: ExpertsBalance) -> None:

@@ -102,6 +102,11 @@ def show_schedule(
     Raises:
         UserError: the recipe has neither a pipeline nor sections, or its plan does not fit the model or the ranks.
     """
+    if recipe.train.samples_per_step is not None:
+        raise UserError(
+            f"train.samples_per_step: found {recipe.train.samples_per_step}, but `schedule` reads no data to find the "
+            "packs of a step; use train.samples_per_step=null train.micro_batches=N (`check` prints N)"
+        )
     quiet_libraries()
     model = build_without_tokenizer(recipe)
     try:

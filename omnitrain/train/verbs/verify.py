@@ -21,7 +21,7 @@ from omnitrain.parallel.verify.verify import verify as verify_model
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
-from omnitrain.train.build_from_recipe import build_from_recipe
+from omnitrain.train.build_from_recipe import build_from_recipe, use_own_functions
 from omnitrain.train.metrics.display import quiet_libraries
 
 _OWN_PLAN = "plan"
@@ -143,12 +143,14 @@ def _own_plan(recipe: Recipe) -> ParallelPlan:
 
 
 def model_of(recipe: Recipe, device: str) -> OmniModel:
-    """Build the model of a recipe. It is the same on every rank, with weights from files or from the recipe's seed.
+    """Build the model of a recipe, with the losses that it names; the same on every rank.
 
-    On the device ``meta`` it has no weights.
+    Its weights come from files or from the recipe's seed. On the device ``meta`` it has no weights.
     """
     quiet_libraries()
-    return build_from_recipe(recipe, device)[0]
+    model = build_from_recipe(recipe, device)[0]
+    use_own_functions(model, recipe.train)
+    return model
 
 
 def _factory(recipe: Recipe, shapes: OmniModel, nproc: int, memory: float | None) -> Factory:

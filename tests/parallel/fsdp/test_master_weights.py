@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.optim.adamw import build_optimizer
+from omnitrain.optim.build import build_optimizer
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Optimizer
 from tests.parallel.laid_out import full, laid_out, pack, total
