@@ -82,6 +82,44 @@ def test_relative_links_resolve(page: Path) -> None:
     assert [link for link in links if link and not (page.parent / link).exists()] == []
 
 
+WORDS = ("gradient checkpointing", "gradient accumulation", "mixed precision", "fine-tuning", "out of memory")
+WORDS += ("tool calls", "MFU", "vLLM", "early stopping", "callbacks")
+
+
+def index_of_words() -> list[tuple[str, str]]:
+    """Each word of docs/index.md, and the link beside it."""
+    rows = re.findall(r"^\| (.+) \| \[[^\]]+\]\((\S+)\) \|$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    return [(word, link) for words, link in rows for word in words.split(", ")]
+
+
+def section_of(page: Path, anchor: str) -> str:
+    """The heading of an anchor and the text below it, to the next heading of its level; a whole page without one."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    if not anchor:
+        return text
+    for found in re.finditer(r"^(#+) (.+)$", text, re.MULTILINE):
+        if re.sub(r"[^\w -]", "", found[2].lower()).replace(" ", "-") == anchor:
+            end = re.compile(rf"^#{{1,{len(found[1])}}} ", re.MULTILINE).search(text, found.end())
+            return text[found.start() : end.start() if end else None]
+    raise AssertionError(f"{page}: no heading {anchor!r}")
+
+
+@pytest.mark.parametrize(("word", "link"), index_of_words())
+def test_a_word_that_users_search_for_leads_to_a_section_that_says_it(word: str, link: str) -> None:
+    page, _, anchor = link.partition("#")
+    assert word.lower() in " ".join(section_of(ROOT / "docs" / page, anchor).lower().split())
+
+
+def test_the_words_of_other_libraries_are_in_the_index() -> None:
+    assert set(WORDS) <= {word for word, _ in index_of_words()} and "docs/index.md" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_sections_of_pages_resolve(page: Path) -> None:
+    links = [link.partition("#") for link in LINK.findall(page.read_text()) if "://" not in link and "#" in link]
+    assert all(section_of(page.parent / name if name else page, anchor) for name, _, anchor in links if anchor)
+
+
 def test_the_architecture_names_files_that_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     named = {name for name in re.findall(r"`([\w./-]+(?:\.py|/))`", page) if "/" in name}

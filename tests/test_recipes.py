@@ -58,6 +58,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "whisper": saved("whisper", WHISPER, WhisperFeatureExtractor(feature_size=16, **EXTRACTOR)),
         "qwen2_5_vl": saved("qwen2_5_vl", qwen, patches),
         "llava": saved("llava", whole | {"model_type": "llava", "image_token_index": 2}, llava()[0]),
+        "texts": rows("texts", "text"),
         "images": rows("images", "image_to_text"),
         "speech": rows("speech", "speech_to_text"),
     }
@@ -130,6 +131,17 @@ def test_a_run_that_may_be_stopped_keeps_its_newest_and_its_best_checkpoint_and_
     losses = {line["step"]: line["heldout"]["loss"] for line in lines}
     kept = {int(folder.name[5:]) for folder in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {3, 4, min(losses, key=lambda step: (losses[step], step))} and len(losses) == 4
+
+
+def test_a_language_model_is_fine_tuned_for_epochs_and_scored_on_the_way(tiny: dict[str, str], tmp_path: Path) -> None:
+    data = [f"data.{kind}=[{{path: {tiny['texts']}}}]" for kind in ("train", "heldout")]
+    small = [override for override in SMALL if "train.steps" not in override]
+    fast = ["train.samples_per_step=4", "evaluation.every=2", "evaluation.max_new_tokens=1", "data.pack_tokens=140"]
+    overrides = [*small, *data, *fast, f"model.foundation={tiny['qwen3']}", f"output_dir={tmp_path / 'run'}"]
+    summary = Trainer(Recipe.load("finetune_text", overrides)).fit()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["epoch"] == pytest.approx(3, rel=0.2) and summary.step == lines[-1]["step"]
+    assert [line["step"] for line in lines if "scores" in line] == [*range(2, summary.step, 2)] != []
 
 
 def steps_on_a_rank(name: str, overrides: list[str]) -> int:
@@ -223,4 +235,5 @@ def test_the_quickstart_shows_its_data() -> None:
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
+    run_here |= {"finetune_text"}
     assert set(list_recipes()) == run_here | {"quickstart"}
