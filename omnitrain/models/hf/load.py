@@ -15,18 +15,17 @@ import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as hf_logging
 
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.discovery.model_errors import refusing
 from omnitrain.models.hf.conversions import experts_apart_are_read
+from omnitrain.models.hf.quantized import QUANTIZATION, dequantizing
 from omnitrain.models.hf.stored_tensor import StoredTensor
 from omnitrain.models.hf.unused_weights import counted, names_not_in_model
 from omnitrain.recipe.suggest import nearest
 
 _ALIGNMENT = 64  # bytes; torch allocates CPU tensors with it
-_QUANTIZED, _DEQUANTIZE = "quantization_config", "dequantize"  # a key of the config, and a key inside it
 
 Source: TypeAlias = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
 
@@ -228,7 +227,7 @@ def config_at(path: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(f"no HF model at {path!r}: {str(error).splitlines()[0]}") from None
-    vars(config).pop(_QUANTIZED, None)
+    vars(config).pop(QUANTIZATION, None)
     return config
 
 
@@ -284,10 +283,10 @@ def load_strictly(
         WeightsError: names every tensor that is missing, unexpected or of another shape, and probable renames.
     """
     require_folder(path, cls.__name__)
-    quantized = _dequantized(path) if "config" in kwargs else None
+    quantized = dequantizing(path) if "config" in kwargs else None
     if quantized is not None:
         kwargs["config"] = copy.deepcopy(kwargs["config"])
-        setattr(kwargs["config"], _QUANTIZED, quantized)
+        setattr(kwargs["config"], QUANTIZATION, quantized)
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()  # we report differences ourselves, shorter than the load table
     try:
@@ -312,25 +311,6 @@ def path_of_source(path: str) -> str:
     """Return the absolute path of a folder, which stays valid in other working directories, or a Hub id as it is."""
     folder = Path(path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else path
-
-
-def _dequantized(path: str) -> dict[str, Any] | None:
-    """Return the files' quantization config with ``dequantize`` set; None: they are not quantized.
-
-    Raises:
-        UserError: transformers cannot dequantize them.
-    """
-    quantization = PreTrainedConfig.get_config_dict(path)[0].get(_QUANTIZED)
-    if quantization is None:
-        return None
-    method = quantization.get("quant_method")
-    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
-    if kind is None or _DEQUANTIZE not in inspect.signature(kind).parameters:
-        raise UserError(
-            f"the weights at {path!r} are quantized ({method}), and transformers cannot dequantize them when loading; "
-            "name the original model, without quantization"
-        )
-    return quantization | {_DEQUANTIZE: True}
 
 
 def _forget_quantization(model: PreTrainedModel, dtype: torch.dtype | None) -> None:

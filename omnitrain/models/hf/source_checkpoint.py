@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +11,18 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from omnitrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from omnitrain.errors import UserError
 from omnitrain.models.hf.conversions import conversions_of, with_experts_apart
-from omnitrain.models.hf.load import folder_with
+from omnitrain.models.hf.load import config_at, folder_with
+from omnitrain.models.hf.quantized import Dequantizer, dequantizing
 from omnitrain.models.hf.stored_tensor import operations_recorded, stored_tensors
 from omnitrain.models.hf.stored_values import FILES
 
-_QUANTIZED = "quantization_config"
 _NOT_NEEDED = ("*/*", "*.bin", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of the files on the Hub
 
 
@@ -32,28 +33,41 @@ class SourceCheckpoint:
     Attributes:
         folder: its folder.
         file_of: name of a tensor -> its file.
+        tensors: name of a tensor -> its value, which stays in the file. Quantized ones are dequantized.
+        is_quantized: whether the files have other tensors.
     """
 
     folder: Path
     file_of: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+    is_quantized: bool
 
     @classmethod
     def open(cls, path: str) -> SourceCheckpoint:
         """Open a folder, or the files of a Hub id.
 
         Raises:
-            UserError: there is no such folder, its weights are not in safetensors files, or they are quantized.
+            UserError: there is no such folder, its weights are not in safetensors files, or transformers cannot
+                dequantize them.
         """
         folder = folder_with(path, "*", ignore_patterns=list(_NOT_NEEDED))
-        if PreTrainedConfig.get_config_dict(str(folder))[0].get(_QUANTIZED) is not None:
-            raise UserError(f"the weights at {path!r} are quantized, and those of this model are not")
-        index = folder / SAFE_WEIGHTS_INDEX_NAME
-        if index.is_file():
-            return cls(folder, json.loads(index.read_text())["weight_map"])
-        if not (folder / SAFE_WEIGHTS_NAME).is_file():
+        index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+        if not index.is_file() and not single.is_file():
             raise UserError(f"{path!r} has no weights in safetensors files")
-        with safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt") as stored:
-            return cls(folder, dict.fromkeys(stored.keys(), SAFE_WEIGHTS_NAME))
+        files = json.loads(index.read_text())["weight_map"].values() if index.is_file() else [single.name]
+        by_file = {file: stored_tensors([str(folder / file)]) for file in dict.fromkeys(files)}
+        file_of = {name: file for file, of_file in by_file.items() for name in of_file}
+        stored = {name: tensor for of_file in by_file.values() for name, tensor in of_file.items()}
+        quantization = dequantizing(str(folder))
+        if quantization is None:
+            return cls(folder, file_of, stored, is_quantized=False)
+        dequantizer = Dequantizer(quantization, config_at(str(folder)).dtype or torch.bfloat16)
+        parts = dequantizer.parts(stored)
+        tensors = {
+            name: dequantizer.dequantized(name, {part: stored[of] for part, of in of_name.items()})
+            for name, of_name in parts.items()
+        }
+        return cls(folder, {name: file_of[next(iter(of.values()))] for name, of in parts.items()}, tensors, True)
 
     def matched(self, model: PreTrainedModel) -> MatchedWeights:
         """Find the model's weights among the tensors.
@@ -73,7 +87,7 @@ class SourceCheckpoint:
         of = f"of {len(values)} tensors of {type(model).__name__}"
         if missing := missing_of[prefix]:
             raise UserError(f"{str(self.folder)!r} lacks {len(missing)} {of}, such as {prefix}{missing[0]}")
-        shapes = self._shapes()
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         values = {name: _turned_as(shapes.get(prefix + name), value) for name, value in values.items()}
         # The number of rows grows with the vocabulary.
         other = [n for n, value in values.items() if shapes.get(prefix + n, value.shape)[1:] != value.shape[1:]]
@@ -90,14 +104,6 @@ class SourceCheckpoint:
                 return revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
         finally:
             model._weight_conversions = before
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all tensors."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for file in dict.fromkeys(self.file_of.values()):
-            with safe_open(self.folder / file, framework="pt") as stored:
-                shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in list(stored.keys())}
-        return shapes
 
     def _missing(self, values: Mapping[str, Tensor], prefix: str) -> list[str]:
         """Names that the files do not have; of tied weights they need one."""
@@ -136,13 +142,14 @@ class MatchedWeights:
             dtype: whether weights keep the dtypes of the model. None: they get those of the source. Tensors that the
                 model does not have are copied.
         """
-        files = dict.fromkeys(self.source.file_of.values())
+        names_of: defaultdict[str, list[str]] = defaultdict(list)
+        for name, file in self.source.file_of.items():
+            names_of[file].append(name)
         num_bytes = 0
-        for file in files:
-            stored = self.source.folder / file
-            with safe_open(stored, framework="pt") as opened:
+        for file, names in names_of.items():
+            with safe_open(self.source.folder / file, framework="pt") as opened:
                 metadata = opened.metadata() or {}
-            tensors = {name: self._tensor(name, of, dtype) for name, of in stored_tensors([str(stored)]).items()}
+            tensors = {name: self._tensor(name, self.source.tensors[name], dtype) for name in names}
             entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
             with SafetensorsFile(folder / file, entries, metadata) as written:
                 for name, tensor in tensors.items():
@@ -153,6 +160,8 @@ class MatchedWeights:
         if index_file.is_file():
             index = json.loads(index_file.read_text())
             index.setdefault("metadata", {})["total_size"] = num_bytes
+            if self.source.is_quantized:
+                index["weight_map"] = dict(self.source.file_of)
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
     def _tensor(self, name: str, stored: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -31,7 +31,9 @@ def names_not_in_model() -> Iterator[set[str]]:
 
 
 def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
-    """Count unused tensors by the missing module that they belong to; names of the model's buffers do not count.
+    """Count unused tensors by the missing module that they belong to.
+
+    Names of buffers that the model computes do not count: checkpoints of older versions have them.
 
     Args:
         model: the model that does not have the tensors.
@@ -39,7 +41,7 @@ def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
             ``model.layers.61.eh_proj.weight`` as ``model.layers.61.*``.
     """
     modules = {name for name, _ in model.named_modules()}
-    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    buffers = {name for module in model.modules() for name in module._non_persistent_buffers_set}
     globs = (_missing_module(name, modules) for name in sorted(names) if name.rpartition(".")[2] not in buffers)
     return dict(Counter(globs))
 
@@ -57,8 +59,7 @@ def unused_line(unused: Mapping[str, int] | None) -> str:
         return ""
     return (
         f"the foundation's checkpoint holds {sum(unused.values())} tensors that this model does not use: "
-        f"{listed(unused)}; they are not trained or saved; an export of the foundation alone copies them, unless the "
-        "checkpoint is quantized"
+        f"{listed(unused)}; they are not trained or saved; an export of the foundation alone copies them"
     )
 
 

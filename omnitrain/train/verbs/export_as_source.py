@@ -20,6 +20,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import config_at, foundation_config
+from omnitrain.models.hf.quantized import QUANTIZATION
 from omnitrain.models.hf.source_checkpoint import MatchedWeights, SourceCheckpoint
 from omnitrain.models.hf.unused_weights import counted, listed
 
@@ -49,7 +50,7 @@ def export_as_source(
         dtype: dtype of the model's floating-point weights, except those that stay fp32; None: those of the source.
 
     Returns:
-        A sentence about tensors that were copied; empty: none were.
+        The rest of a sentence: about quantization, and tensors that were copied.
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = matched.source.folder
@@ -61,11 +62,12 @@ def export_as_source(
     if not keeps_processor:
         processor.renderer.save_pretrained(folder)
     _change_configs(folder, config_at(str(source)), model, processor.end_token, dtype)
+    dequantized = ", which is not quantized" if matched.source.is_quantized else ""
     if not matched.others:
-        return ""
+        return dequantized
     counts = counted(model, {name.removeprefix(matched.prefix) for name in matched.others})
     said = f": {listed(counts)}" if counts else ""
-    return f"; copied {len(matched.others)} tensors that this model does not use from {source}{said}"
+    return f"{dequantized}; copied {len(matched.others)} tensors that this model does not use from {source}{said}"
 
 
 def _other_files(source: Path) -> Iterator[Path]:
@@ -99,6 +101,7 @@ def _change_configs(
     generation_file = folder / GENERATION_CONFIG_NAME
     generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
     before = json.dumps([raw, generation])
+    raw.pop(QUANTIZATION, None)
     rows = model.get_input_embeddings().weight.size(0)
     if text.get("vocab_size", rows) != rows:
         text["vocab_size"] = rows

@@ -63,7 +63,7 @@ def test_check_run_and_export_tell_of_them_and_a_saved_model_remembers(tmp_path:
     recipe = Recipe.load(str(tiny_recipe(tmp_path)), [f"model.foundation={foundation}", "train.steps=1"])
     line = (
         "the foundation's checkpoint holds 3 tensors that this model does not use: mtp.* (2), talker.* (1); they are "
-        "not trained or saved; an export of the foundation alone copies them, unless the checkpoint is quantized"
+        "not trained or saved; an export of the foundation alone copies them"
     )
     with console.capture() as checked:
         assert check_recipe(recipe) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.export import export
 from tests.families import FAMILIES
 from tests.models.discovery.test_foundation_class import in_stages
+from tests.models.hf.test_quantized import quantize
 from tests.tiny import tiny_model, tiny_processor, tiny_recipe, tiny_tokenizer
 
 MTP = {f"model.layers.61.{name}": torch.randn(4, 4).bfloat16() for name in ("eh_proj.weight", "enorm.weight")}
@@ -211,16 +211,29 @@ def test_tied_weights_that_the_source_has_twice_are_twice_in_the_export(tmp_path
     assert not torch.equal(later["lm_head.weight"], twice["lm_head.weight"])
 
 
-def test_a_source_of_quantized_weights_gives_no_files_but_a_copy_that_is_not_does(tmp_path: Path) -> None:
-    original = source(tmp_path / "source", "deepseek_v3", MTP)
-    checkpoint, copy = saved(tmp_path / "saved", original), shutil.copytree(original, tmp_path / "copy")
+@pytest.mark.parametrize(("family", "prediction"), [("deepseek_v3", "model.layers.61."), ("gpt_oss", "")])
+def test_a_quantized_source_is_exported_dequantized(tmp_path: Path, family: str, prediction: str) -> None:
+    """Its layer of multi-token prediction, too, which the model does not have: here a copy of the last one."""
+    original, plain = tmp_path / "source", tmp_path / "plain"
+    expected = quantize(original, family)
     config = json.loads((original / "config.json").read_text())
-    (original / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    said = export(checkpoint, tmp_path / "plain")
-    reason = f"the weights at '{original}' are quantized, and those of this model are not"
-    assert f"without the files of its source: {reason}; --source can name another copy of it; left out 2 tens" in said
-    assert "copied 2 tensors" in export(checkpoint, tmp_path / "named", source=str(copy))
-    assert_same_tensors(tmp_path / "named", copy)
+    (original / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    if prediction:
+        file, last = original / "model.safetensors", "model.layers.1."
+        for tensors in (stored := load_file(file), expected):
+            tensors |= {n.replace(last, prediction): t.clone() for n, t in tensors.items() if n.startswith(last)}
+        save_file(stored, file, {"format": "pt"})
+    said = export(saved(tmp_path / "saved", original), plain)
+    copied = sum(bool(prediction) and name.startswith(prediction) for name in expected)
+    more = f"; copied {copied} tensors that this model does not use from {original}: {prediction}* ({copied})"
+    assert said.endswith(", which is not quantized" + (more if copied else ""))
+    found = load_file(plain / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.bfloat16, name
+        torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=2**-8, atol=0)
+    assert "quantization_config" not in json.loads((plain / "config.json").read_text())
+    assert logits(plain).isfinite().all()
 
 
 def test_a_source_in_bin_files_gives_no_files(tmp_path: Path) -> None:
