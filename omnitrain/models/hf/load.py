@@ -20,7 +20,7 @@ from transformers.utils import logging as hf_logging
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.discovery.model_errors import refusing
 from omnitrain.models.hf.conversions import experts_apart_are_read
-from omnitrain.models.hf.quantized import QUANTIZATION, dequantizing
+from omnitrain.models.hf.quantized import QUANTIZATION, dequantizing, partial_blocks_are_dequantized
 from omnitrain.models.hf.stored_tensor import StoredTensor
 from omnitrain.models.hf.unused_weights import counted, names_not_in_model
 from omnitrain.recipe.suggest import nearest
@@ -290,7 +290,7 @@ def load_strictly(
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()  # we report differences ourselves, shorter than the load table
     try:
-        with names_not_in_model() as unused, experts_apart_are_read():
+        with names_not_in_model() as unused, experts_apart_are_read(), partial_blocks_are_dequantized():
             model, info = cls.from_pretrained(
                 path, dtype=dtype or "auto", output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )

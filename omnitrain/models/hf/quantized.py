@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
 from omnitrain.errors import UserError
@@ -37,6 +40,34 @@ def dequantizing(path: str) -> dict[str, Any] | None:
             "name the original model, without quantization"
         )
     return quantization | {_DEQUANTIZE: True}
+
+
+@contextmanager
+def partial_blocks_are_dequantized() -> Iterator[None]:
+    """Within this context, transformers dequantizes fp8 matrices whose last blocks are not full.
+
+    It takes the number of blocks for a divisor of the number of rows, so it refuses 576 rows in blocks of 128 (of which
+    there are 5), and takes 192 rows in 2 blocks for blocks of 96.
+    """
+    dequantize = Fp8Dequantize._dequantize_one
+
+    def of_full_blocks(self: Any, matrix: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+        size = self.hf_quantizer.quantization_config.weight_block_size
+        if matrix.dtype != torch.float8_e4m3fn or size is None or scales.ndim < 2:
+            return dequantize(self, matrix, scales, output_dtype)
+        sizes = list(zip(matrix.shape[-2:], scales.shape[-2:], size, strict=True))
+        is_in_blocks = all(blocks == -(-length // block) for length, blocks, block in sizes)
+        if not is_in_blocks or all(blocks == 1 or length % block == 0 for length, blocks, block in sizes):
+            return dequantize(self, matrix, scales, output_dtype)
+        (rows, row_blocks, height), (columns, column_blocks, width) = sizes
+        missing = (0, column_blocks * width - columns, 0, row_blocks * height - rows)
+        return dequantize(self, functional.pad(matrix.float(), missing), scales, output_dtype)[..., :rows, :columns]
+
+    Fp8Dequantize._dequantize_one = of_full_blocks
+    try:
+        yield
+    finally:
+        Fp8Dequantize._dequantize_one = dequantize
 
 
 class Dequantizer:
@@ -71,7 +102,7 @@ class Dequantizer:
             return parts[last]
         target = _AnyModel(self._dtype)
         try:
-            with weights_left_in_files(), operations_recorded():
+            with weights_left_in_files(), operations_recorded(), partial_blocks_are_dequantized():
                 conversion = next(
                     each for each in self._quantizer.get_weight_conversions() if last in each.target_patterns
                 )

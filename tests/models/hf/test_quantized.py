@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from omnitrain.errors import UserError
-from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.hf.load import config_at, foundation_class, load_strictly
+from omnitrain.models.hf.stored_tensor import weights_left_in_files
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.fsdp.load import load_weights
 from tests.families import FAMILIES
@@ -89,6 +92,26 @@ def test_weights_are_what_they_stood_for_before_and_after_they_are_saved(tmp_pat
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     require_plain(model.foundation, expected, tmp_path / "saved")
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")) is type(model.foundation)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(192, 64), (320, 64), (128, 192), (320, 192)])
+@pytest.mark.parametrize("context", [nullcontext, weights_left_in_files], ids=["in memory", "in files"])
+def test_blocks_that_are_not_full_have_their_own_factors(
+    tmp_path: Path, rows: int, columns: int, context: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """As in DeepSeek-V3, with 576 rows in blocks of 128."""
+    config = FAMILIES["deepseek_v3"]()
+    config.hidden_size, config.intermediate_size = columns, rows
+    foundation_class(config)(config).save_pretrained(tmp_path)
+    name, tensors = "model.layers.0.mlp.up_proj.weight", load_file(tmp_path / "model.safetensors")
+    values = tensors[name].to(torch.float8_e4m3fn)
+    scales = 2.0 ** torch.arange(-(-rows // 128) * -(-columns // 128)).view(-(-rows // 128), -1)
+    save_file(tensors | {name: values, f"{name}_scale_inv": scales}, tmp_path / "model.safetensors", {"format": "pt"})
+    declare(tmp_path, FP8)
+    with context():
+        model = load_strictly(foundation_class(config), str(tmp_path), torch.float32, config=config_at(str(tmp_path)))
+    expected = values.float() * scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    assert torch.equal(torch.empty(rows, columns).copy_(model.get_parameter(name).detach()), expected)
 
 
 def test_weights_of_a_model_on_the_meta_device_are_put_back_too(tmp_path: Path) -> None:
