@@ -13,11 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from safetensors import safe_open
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightTransform
 
 _APART = re.compile(r"\bmlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
+_FUSED = "mlp.experts.gate_up_proj"
 _CLASS = "qwen2_moe"  # whose conversion is for these names
 
 
@@ -31,18 +33,19 @@ def conversions_of(model: PreTrainedModel) -> list[WeightTransform]:
 
 
 def with_experts_apart(
-    known: Sequence[WeightTransform], names: Iterable[str], quantizer: Any = None, model: PreTrainedModel | None = None
+    known: Sequence[WeightTransform], names: Iterable[str], model: nn.Module, quantizer: Any = None
 ) -> list[WeightTransform]:
     """Return the conversions ``known``, with others for experts if a checkpoint has them apart and these do not.
 
     Args:
-        known: the conversions of a model's class.
+        known: the conversions of the model's class.
         names: of the tensors of the checkpoint.
-        quantizer: transformers' quantizer, if they are quantized.
-        model: whose weights it dequantizes.
+        model: the model. If its own experts are apart, they need no conversion.
+        quantizer: transformers' quantizer, if the tensors are quantized.
     """
     sources = [source for each in known if isinstance(each, WeightConverter) for source in each.source_patterns]
-    if any("experts.*." in source for source in sources) or not any(_APART.search(name) for name in names):
+    is_fused = any(name.endswith(_FUSED) for name, _ in model.named_parameters())
+    if not is_fused or any("experts.*." in source for source in sources) or not any(map(_APART.search, names)):
         return list(known)
     apart = get_checkpoint_conversion_mapping(_CLASS)
     targets = [each.target_patterns for each in apart]
@@ -62,7 +65,7 @@ def experts_apart_are_read() -> Iterator[None]:
     def load_apart(
         model: PreTrainedModel, state_dict: Any, files: list[str] | None, config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        mapping = with_experts_apart(config.weight_mapping or [], _names_in(files or ()), config.hf_quantizer, model)
+        mapping = with_experts_apart(config.weight_mapping or [], _names_in(files or ()), model, config.hf_quantizer)
         return load(model, state_dict, files, replace(config, weight_mapping=mapping), *args, **kwargs)
 
     PreTrainedModel._load_pretrained_model = staticmethod(load_apart)

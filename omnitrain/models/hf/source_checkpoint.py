@@ -98,7 +98,7 @@ class SourceCheckpoint:
     def _values(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """The model's weights by the names of its checkpoint, with the experts apart if the files have them so."""
         before = getattr(model, "_weight_conversions", None)
-        model._weight_conversions = with_experts_apart(conversions_of(model), self.file_of)
+        model._weight_conversions = with_experts_apart(conversions_of(model), self.file_of, model)
         try:
             with torch.no_grad(), operations_recorded():
                 return revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
