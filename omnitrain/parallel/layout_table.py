@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from omnitrain.page.html import Cell, heading, table
+from omnitrain.page.text import as_text
 from omnitrain.page.whole import part_of_notebook
 
 _COLUMNS = (
@@ -85,10 +85,7 @@ class LayoutTable(tuple[LayoutRow, ...]):
         return table(shown, [[_cell(row, name) for name in shown] for row in self])
 
     def __repr__(self) -> str:
-        console = Console(width=160)
-        with console.capture() as capture:
-            console.print(self.__rich__())
-        return capture.get()
+        return as_text(self.__rich__(), columns=160)
 
 
 def _cell(row: LayoutRow, column: str) -> Cell:

@@ -11,6 +11,8 @@ from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.errors import RankError
 from omnitrain.parallel.spawn.pool import RankPool
 
+_HEAVY = ("transformers", "omnitrain.parallel.parallelize")  # if this process has imported them, the ranks will
+
 
 @dataclass(frozen=True)
 class RankResults:
@@ -69,7 +71,7 @@ def launch(
             sys.stdout.write("".join(f"[rank {rank}] {line}" for line in text.splitlines(keepends=True)))
             sys.stdout.flush()
 
-    with RankPool(nproc) as pool:
+    with RankPool(nproc, preload=[name for name in _HEAVY if name in sys.modules]) as pool:
         try:
             results = pool.run(function, *args, timeout_s=timeout_s, on_print=on_print)
         except RankError as error:

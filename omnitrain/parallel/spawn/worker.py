@@ -28,6 +28,8 @@ import torch.distributed as dist
 from omnitrain.data.loading.data_process import follow_main_process
 from omnitrain.parallel.state import leave_process_groups
 
+_COLORED = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -197,6 +199,8 @@ class _Rank:
         """Give this process the environment of a rank, and send what is printed in it."""
         ranks = {"RANK": self._rank, "LOCAL_RANK": self._rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         os.environ.update({name: str(value) for name, value in ranks.items()})
+        for name in _COLORED:  # a kernel has them; what is sent is no terminal, so a bar would be lines with codes
+            os.environ.pop(name, None)
         for name, lines in cells.items():
             linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
         stream = _SentLines(lambda text: self._send(Printed(number, text)))

@@ -10,9 +10,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,6 +25,7 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import Recording
+from omnitrain.page.text import as_text
 from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankError, RankPool
@@ -125,24 +126,19 @@ class VerifyReport:
                 _NOTHING if row.status == "refused" else str(row.collectives),
                 escape(row.reason),
             )
-        console = Console(width=160)
-        with console.capture() as capture:
-            console.print(table)
-            console.print(f"model: {escape(self.size)}", highlight=False)
-            for row in self.rows:
-                if not math.isnan(row.rounding):
-                    console.print(
-                        f"{row.layout}: the gradient of {row.worst_parameter} is off by {row.grad_error:.1e}; in one "
-                        f"process it changes by {row.rounding:.1e} if every weight moves to a neighbouring number",
-                        highlight=False,
-                    )
-                if row.near_ties:
-                    console.print(
-                        f"{row.layout}: {row.near_ties} times, a token's experts had nearly equal scores; the experts "
-                        "of the single-process run were used",
-                        highlight=False,
-                    )
-        return capture.get()
+        lines = [f"model: {self.size}"]
+        for row in self.rows:
+            if not math.isnan(row.rounding):
+                lines.append(
+                    f"{row.layout}: the gradient of {row.worst_parameter} is off by {row.grad_error:.1e}; in one "
+                    f"process it changes by {row.rounding:.1e} if every weight moves to a neighbouring number"
+                )
+            if row.near_ties:
+                lines.append(
+                    f"{row.layout}: {row.near_ties} times, a token's experts had nearly equal scores; the experts "
+                    "of the single-process run were used"
+                )
+        return as_text(table, *map(Text, lines), columns=160)
 
 
 def _shown_error(error: float) -> str:

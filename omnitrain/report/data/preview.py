@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
+from omnitrain.page.text import as_text
 from omnitrain.page.whole import own_prefix, part_of_notebook, whole_page
-from omnitrain.page.write import require_matplotlib, write_page
+from omnitrain.page.write import has_matplotlib, require_matplotlib, write_page
 from omnitrain.report.data.pack_text import pack_lines, rejected_lines
 from omnitrain.report.data.pack_view import PackView, RejectedView
 
@@ -42,8 +42,8 @@ class DataPreview:
         """
         return write_page(whole_page(self.name, "preview of the data", self._chapters("f")), Path(file))
 
-    def _repr_html_(self) -> str:
-        return part_of_notebook(self._chapters(own_prefix()))
+    def _repr_html_(self) -> str | None:
+        return part_of_notebook(self._chapters(own_prefix())) if has_matplotlib() else None  # a notebook shows the text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for number, pack in enumerate(self.packs, 1):
@@ -51,9 +51,7 @@ class DataPreview:
         yield from rejected_lines(self.rejected)
 
     def __str__(self) -> str:
-        stream = io.StringIO()
-        Console(file=stream, width=_COLUMNS, color_system=None, force_jupyter=False).print(self)
-        return stream.getvalue()
+        return as_text(self, columns=_COLUMNS)
 
     def __repr__(self) -> str:
         return str(self)

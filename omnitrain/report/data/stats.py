@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
+from omnitrain.page.text import as_text
 from omnitrain.page.whole import own_prefix, part_of_notebook, whole_page
-from omnitrain.page.write import require_matplotlib, write_page
+from omnitrain.page.write import has_matplotlib, require_matplotlib, write_page
 from omnitrain.report.data.numbers import DataNumbers
 from omnitrain.report.data.stats_text import stats_lines
 
@@ -40,16 +40,14 @@ class DataStats(DataNumbers):
         """
         return write_page(whole_page(self.name, "statistics of the data", self._chapters("f")), Path(file))
 
-    def _repr_html_(self) -> str:
-        return part_of_notebook(self._chapters(own_prefix()))
+    def _repr_html_(self) -> str | None:
+        return part_of_notebook(self._chapters(own_prefix())) if has_matplotlib() else None  # a notebook shows the text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from stats_lines(self)
 
     def __str__(self) -> str:
-        stream = io.StringIO()
-        Console(file=stream, width=_COLUMNS, color_system=None, force_jupyter=False).print(self)
-        return stream.getvalue()
+        return as_text(self, columns=_COLUMNS)
 
     def __repr__(self) -> str:
         return str(self)
