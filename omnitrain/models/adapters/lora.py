@@ -106,7 +106,8 @@ def names_without_adapters(model: ComponentModel, names: Iterable[str]) -> dict[
 
 def root_of(model: ComponentModel, component: str) -> str:
     """Return the name of the HF model that is the component or contains it."""
-    return component if component in (*model.encoder_names, *model.decoder_names) else FOUNDATION
+    attached = component.partition(".")[0]
+    return attached if attached in (*model.encoder_names, *model.decoder_names) else FOUNDATION
 
 
 def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters:
