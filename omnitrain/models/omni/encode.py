@@ -342,6 +342,9 @@ def _minimal(model: Any, name: str) -> MediaFeatures:
     features, num_tokens = model.minimal_input(name)
     if name.startswith(NATIVE_PREFIX):
         return model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)].encode(model.foundation, features)
+    if name in model.reads and any(p.requires_grad for p in model.get_submodule(model.reads[name]).parameters()):
+        # As on ranks with data, the module's input gets a gradient: else FSDP would reduce at another time there.
+        features = features | {"main": features["main"].detach().requires_grad_()}
     return _of_component(_attached(model, name, features, num_tokens))
 
 

@@ -56,11 +56,13 @@ class _Turn(NamedTuple):
         window: its first micro-batch.
         begins: seconds at which the first of its forwards starts, if no features are late.
         ends: seconds at which the last of its backwards ends.
+        needs: number of turns whose features must be there before it can end.
     """
 
     window: int
     begins: float
     ends: float
+    needs: int
 
 
 class _Pass(NamedTuple):
@@ -109,7 +111,7 @@ def with_sections(
     passes: dict[str, list[_Pass]] = {}
     for section in _readers_first(sections):
         turns = _turns(events, section, [passes[s.name] for s in sections if _feeds(section, s)])
-        passes[section.name] = [*_order(section, turns, encoding)]
+        passes[section.name] = [*_order(section, turns, encoding, _limiting(section, sections))]
     trained = frozenset[str]().union(*(section.trained for section in sections))
     for index, section in enumerate(sections, len(schedule.actions)):
         to_main = [component for component in section.encoded if peers[component] == first_rank]
@@ -125,6 +127,12 @@ def with_sections(
 
 def _feeds(section: SectionWindows, other: SectionWindows) -> bool:
     return any(read in section.encoded for read in other.reads.values())
+
+
+def _limiting(section: SectionWindows, sections: Sequence[SectionWindows]) -> SectionWindows:
+    """The section that limits for how many windows this one may be ahead: itself, or one that it reads."""
+    read = [_limiting(other, sections) for other in sections if _feeds(other, section)]
+    return min([section, *read], key=lambda other: other.keeps)
 
 
 def _readers_first(sections: Sequence[SectionWindows]) -> Iterator[SectionWindows]:
@@ -164,19 +172,24 @@ def _turns(events: Sequence[Event], section: SectionWindows, readers: Sequence[S
                     begins.setdefault(window, event.start)
                 else:
                     ends[window] = event.end
-    used = {window for windows in section.encoded.values() for window in windows}
-    turns = sorted((_Turn(w, begins[w], ends[w]) for w in used), key=lambda turn: turn.begins)
-    if turns != sorted(turns, key=lambda turn: turn.ends):
+    in_order = sorted({w for windows in section.encoded.values() for w in windows}, key=lambda window: begins[window])
+    if in_order != sorted(in_order, key=lambda window: ends[window]):
         raise ScheduleError(
             f"sections.{section.name}: the first stage ends micro-batches in another order than it begins them, and "
             "gradients would come back in another order than features go; use another kind of schedule"
         )
-    for of_reader in (own for of_section in readers for own in of_section):
-        begins[of_reader.window] = min(begins[of_reader.window], of_reader.starts)
-        ends[of_reader.window] = max(ends[of_reader.window], of_reader.ends)
-    in_order = [turn.window for turn in turns]
+    needs = {window: sum(begins[other] < ends[window] for other in in_order) for window in in_order}
+    for passes in readers:
+        encoded = 0  # number of turns up to the last one that the reader has encoded
+        for window, is_backward, starts, stops in passes:
+            if window not in needs:
+                continue  # the reader has items of other components
+            begins[window], ends[window] = min(begins[window], starts), max(ends[window], stops)
+            encoded = encoded if is_backward else in_order.index(window) + 1
+            needs[window] = max(needs[window], encoded)
     first = [*accumulate((begins[window] for window in reversed(in_order)), min)][::-1]
-    return [*map(_Turn, in_order, first, accumulate((ends[window] for window in in_order), max))]
+    last = accumulate((ends[window] for window in in_order), max)
+    return [*map(_Turn, in_order, first, last, (needs[window] for window in in_order))]
 
 
 def _with_messages(row: list[Action], section: SectionWindows, components: Sequence[str], peer: int) -> list[Action]:
@@ -252,7 +265,9 @@ def _actions(
         yield Action(Kind.RESHARD, component=action.component)
 
 
-def _order(section: SectionWindows, turns: list[_Turn], encoding: Callable[[str, int], float]) -> Iterator[_Pass]:
+def _order(
+    section: SectionWindows, turns: list[_Turn], encoding: Callable[[str, int], float], limiting: SectionWindows
+) -> Iterator[_Pass]:
     """Yield the windows that a section encodes, and runs the backward of, in order.
 
     The first stage begins a turn when its features are there; if they are late, everything after it is as much later.
@@ -264,12 +279,11 @@ def _order(section: SectionWindows, turns: list[_Turn], encoding: Callable[[str,
     has_backward = frozenset(unknown)
     while True:
         encoded = len(begins)
-        # A turn's end is known when all turns that begin before it have their features.
-        while unknown and all(turn.begins >= turns[unknown[0]].ends for turn in turns[encoded:]):
+        while unknown and encoded >= turns[unknown[0]].needs:  # then its end is known
             heapq.heappush(ready, (turns[unknown[0]].ends + late, unknown[0]))
             del unknown[0]
         forward_at = float("inf")
-        if encoded < len(turns) and (kept < section.keeps or encoded not in has_backward):
+        if encoded < len(turns) and (kept < limiting.keeps or encoded not in has_backward):
             forward_at = max(free, begins[encoded - section.slots] if encoded >= section.slots else 0.0)
         backward_at = max(free, ready[0][0]) if ready else float("inf")
         if forward_at == backward_at == float("inf"):
@@ -290,7 +304,7 @@ def _order(section: SectionWindows, turns: list[_Turn], encoding: Callable[[str,
             yield _Pass(window, True, backward_at, free)
     if len(begins) < len(turns) or unknown:
         raise ScheduleError(
-            f"sections.{section.name}.in_flight: found {section.in_flight}, but the first stage needs the features of "
-            f"more windows before the first backward can run: the section would wait for ever; allow more, or set "
+            f"sections.{limiting.name}.in_flight: found {limiting.in_flight}, but the first stage needs the features "
+            "of more windows before the first backward can run: the section would wait for ever; allow more, or set "
             "encode_twice"
         )
