@@ -45,7 +45,7 @@ from omnitrain.parallel.pipeline.apply import cut_into_stages
 from omnitrain.parallel.pipeline.relay import PipelineRelay
 from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
-from omnitrain.parallel.resolve.sections import undivided_problems
+from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.sections.connect import connect_sections
 from omnitrain.parallel.sections.serve import feature_relay
 from omnitrain.parallel.sequence.apply import slice_of_call
@@ -58,7 +58,7 @@ from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel
 from omnitrain.peers import GlooGroup, is_spread
 from omnitrain.plan.mesh import MeshShape
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, raise_problems
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 
 
 def build_parallelize_model(
@@ -163,8 +163,7 @@ def _prepare(
     if is_spread(model):
         raise UserError("the model is parallelized already; build a new one to use another layout")
     omni = model if isinstance(model, OmniModel) else build_omni_model(foundation=model, init_device=str(model.device))
-    raise_problems(undivided_problems(omni, plan))
-    omni.divide(plan.divided_encoders())
+    divide_encoders(omni, plan)
     tensors = tensor_plan(omni, plan, state.degrees("tp"))
     stored = first_ranks(partial(adapters_at, weights_path, omni)) if weights_path is not None and omni is model else {}
     present = stored | adapters_of(omni)

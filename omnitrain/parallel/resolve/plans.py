@@ -17,10 +17,10 @@ from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
 from omnitrain.parallel.resolve.sections import (
+    divide_encoders,
     idle_settings,
     section_problems,
     starving_sections,
-    undivided_problems,
 )
 from omnitrain.parallel.resolve.sources import STATE_AXIS, CallFlags, Request
 from omnitrain.parallel.state import ParallelState, state_without_groups
@@ -140,8 +140,7 @@ def resolve_without_ranks(
 def _resolved_on(
     state: ParallelState, model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None
 ) -> tuple[ParallelState, dict[str, ComponentPlan]]:
-    raise_problems(undivided_problems(model, plan))
-    model.divide(plan.divided_encoders())
+    divide_encoders(model, plan)
     tensors = tensor_plan(model, plan, state.degrees("tp"))
     plans, _ = resolve_plans(model, plan, state, CallFlags(mixed_precision), tensors, adapters_of(model))
     return state, plans

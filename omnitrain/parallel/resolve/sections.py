@@ -16,13 +16,18 @@ from omnitrain.plan.schedule.actions import Kind
 from omnitrain.plan.schedule.generators import least_micro_batches
 from omnitrain.plan.schedule.sections import SectionWindows, with_sections
 from omnitrain.plan.schedule.validate import validate
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PipelineSchedule, raise_problems
 from omnitrain.recipe.suggest import hint
 
 
-def undivided_problems(model: OmniModel, plan: ParallelPlan) -> list[str]:
-    """Return why encoders cannot be divided into towers and projectors as the sections of a plan say."""
-    return [*_divided_problems(model, plan)]
+def divide_encoders(model: OmniModel, plan: ParallelPlan) -> None:
+    """Make components of towers and projectors that sections of a plan name; undo it for other encoders.
+
+    Raises:
+        PlanError: the model cannot be divided like this.
+    """
+    raise_problems([*_divided_problems(model, plan)])
+    model.divide(plan.divided_encoders())
 
 
 def _divided_problems(model: OmniModel, plan: ParallelPlan) -> Iterator[str]:
