@@ -29,7 +29,7 @@ from omnitrain.plan import StepPlan
 from omnitrain.plan.mesh import DENSE_AXES
 from omnitrain.plan.mesh_picture import mesh_picture
 from omnitrain.plan.schedule.encoders import EncoderWindows
-from omnitrain.recipe.parallel import MAIN, ComponentPlan, Section
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, Section
 
 _ATTRIBUTE = "_applied_layout"
 _OF_PLAN = ("component", "section", "mode", "mesh", "units", "recompute", "offload", "sequence")
@@ -44,7 +44,7 @@ class ComponentLayout:
         plan: its plan with every field set.
         units: names of its FSDP units, whose parameters are gathered and reduced together; ``""`` is the root.
         parameters: names of its parameters.
-        is_trained: whether some of its parameters get a gradient.
+        is_trained: whether it has a backward: a parameter of it, or of the component that it reads, gets a gradient.
         num_units: number of its FSDP units on the ranks of its section; in a pipeline, on this rank.
         activations: its activation offload, if any.
         compiled: its compiled blocks, if any.
@@ -111,6 +111,7 @@ class ModelLayout:
         section: the section of this rank; None: ``main``.
         edges: component of a section -> this rank's end of its edge. Empty on ranks that no edge reaches.
         sections: section -> its settings, in the order of ranks.
+        reads: component that reads the features of another one, in place of media -> that component.
         own_states: component whose tensor parallel degree is not that of its section -> its factorisation.
     """
 
@@ -122,6 +123,7 @@ class ModelLayout:
     edges: Mapping[str, FeatureEdge] = field(default_factory=dict)
     sections: Mapping[str, Section] = field(default_factory=dict)
     own_states: Mapping[str, ParallelState] = field(default_factory=dict)
+    reads: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def planned_ranks(self) -> tuple[int, ...]:
@@ -145,6 +147,14 @@ class ModelLayout:
     def state_of(self, component: str) -> ParallelState:
         """Return the state of the section that has a component; another section's has no process groups."""
         return self.state.of_section(self.section_of[component])
+
+    def reader_of(self, component: str) -> str | None:
+        """Return the component that reads the features of a component of a section; None: the foundation."""
+        return next((reader for reader, read in self.reads.items() if read == component), None)
+
+    def section_that_reads(self, component: str) -> str:
+        """Return the section to which the features of a component of a section go."""
+        return self.section_of[self.reader_of(component) or FOUNDATION]
 
     def calling_state_of(self, component: str) -> ParallelState:
         """Return the state whose ``tp`` ranks make a component's calls together: see :func:`call_axes`."""

@@ -45,6 +45,7 @@ from omnitrain.parallel.pipeline.apply import cut_into_stages
 from omnitrain.parallel.pipeline.relay import PipelineRelay
 from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
+from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.sections.connect import connect_sections
 from omnitrain.parallel.sections.serve import feature_relay
 from omnitrain.parallel.sequence.apply import slice_of_call
@@ -162,6 +163,7 @@ def _prepare(
     if is_spread(model):
         raise UserError("the model is parallelized already; build a new one to use another layout")
     omni = model if isinstance(model, OmniModel) else build_omni_model(foundation=model, init_device=str(model.device))
+    divide_encoders(omni, plan)
     tensors = tensor_plan(omni, plan, state.degrees("tp"))
     stored = first_ranks(partial(adapters_at, weights_path, omni)) if weights_path is not None and omni is model else {}
     present = stored | adapters_of(omni)
@@ -291,7 +293,15 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     remember_layout(
         omni,
         ModelLayout(
-            state, components, pipeline, section_of, sections.get(state.section), edges, sections, prepared.own_states
+            state,
+            components,
+            pipeline,
+            section_of,
+            sections.get(state.section),
+            edges,
+            sections,
+            prepared.own_states,
+            omni.reads,
         ),
     )
     column = GlooGroup(main.groups("pp").tolist()) if main.size("pp") > 1 else None
@@ -460,7 +470,7 @@ def _layouts(
             plan=plans[name],
             units=sharded[name],
             parameters=tuple(parameters),
-            is_trained=any(parameter.requires_grad for parameter in parameters.values()),
+            is_trained=model.has_backward(name),
             num_units=len(sharded[name]),
             activations=activations.get(name),
             tower=towers.get(name),

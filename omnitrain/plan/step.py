@@ -53,7 +53,7 @@ class RowRoutes:
     Attributes:
         item: ``[routes]`` int64.
         producer: ``[routes]`` int64, rank that encodes the item.
-        consumer: ``[routes]`` int64, rank whose sequence contains the item's features.
+        consumer: ``[routes]`` int64, rank whose sequence contains the item's features, or that calls what reads them.
         rows: ``[routes]`` int64, rows of the item's features.
     """
 
@@ -151,9 +151,10 @@ class StepPlan:
     def routes(self, component: str, micro_batch: int) -> RowRoutes:
         """Return the routes of all items of a component in a micro-batch, including items that stay on their rank.
 
-        Of ranks that make a call together, the n-th one sends to the n-th one of each call group.
+        They go to the ranks whose sequences contain them, or to those that call the component that reads them. Of ranks
+        that make a call together, the n-th one sends to the n-th one of each call group.
         """
-        item, consumer = self._copies(self._items(component, micro_batch))
+        item, consumer = self._consumers(component, micro_batch)
         order = stable_order(consumer, item)
         item, consumer = item[order], consumer[order]
         groups = self.topology.call_group_of(component)
@@ -261,6 +262,20 @@ class StepPlan:
     def _items(self, component: str, micro_batch: int) -> np.ndarray:
         first, media = micro_batch * len(self.topology.media), self.topology.media_of(component)
         return np.flatnonzero((self.slot >= first + media.start) & (self.slot < first + media.stop))
+
+    def _consumers(self, component: str, micro_batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the items of a component, each once per consumer, and their consumers."""
+        item, reader = self._items(component, micro_batch), self.topology.reader_of(component)
+        if reader is None:
+            return self._copies(item)
+        # All items are in the same order under both names.
+        read, own = (self._items_of_step(name) for name in (reader, component))
+        makers = self.topology.call_group_of(reader)[self.producer[read[np.searchsorted(own, item)]]]
+        return np.repeat(item, makers.shape[1]), makers.ravel()
+
+    def _items_of_step(self, component: str) -> np.ndarray:
+        medium, media = self.slot % max(1, len(self.topology.media)), self.topology.media_of(component)
+        return np.flatnonzero((medium >= media.start) & (medium < media.stop))
 
     def _copies(self, item: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Repeat each item once per consumer. Return the items and their consumers."""

@@ -28,11 +28,13 @@ class PlannedComponent:
         place: ranks among which an item may be encoded: ``local`` its owner, ``group`` the ranks that hold its sample,
             ``world`` all ranks of the component.
         num_replicas: copies of its parameters among its ranks; each copy is sharded over ``len(ranks) / num_replicas``.
-        is_trained: whether any of its parameters gets a gradient.
+        is_trained: whether it has a backward: a parameter of it, or of the component that it reads, gets a gradient.
         call_groups: ranks that make each call together, with the same items, in groups of one size; each rank of the
             component is in one group, each group within a data group. Empty: each rank makes its calls alone.
         is_shared: whether the ranks of a call group divide the work of a call. Otherwise each of them does all of it.
         window: number of micro-batches whose items are encoded together; None: those of the whole step.
+        reads: the component whose features are its input; empty: it reads media. Its items are those of this component,
+            under a name of their own.
     """
 
     name: str
@@ -46,6 +48,7 @@ class PlannedComponent:
     call_groups: tuple[tuple[int, ...], ...] = ()
     is_shared: bool = False
     window: int | None = 1
+    reads: str = ""
 
     @property
     def num_shards(self) -> int:
@@ -175,6 +178,10 @@ class Topology:
     def component(self, name: str) -> PlannedComponent:
         """Return the component of that name."""
         return next(component for component in self.components if component.name == name)
+
+    def reader_of(self, component: str) -> str | None:
+        """Return the component that reads the features of another one; None: the foundation does."""
+        return next((reader.name for reader in self.components if reader.reads == component), None)
 
     def call_sites_of(self, component: str) -> tuple[int, ...]:
         """Return the indices of the component's call sites, in the order in which a micro-batch calls them."""

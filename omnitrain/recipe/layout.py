@@ -19,7 +19,17 @@ _DEGREES = ("dp_replicate", "dp_shard", "tp", "ulysses", "cp", "ep", "pp")
 _FLAGS = ("gpipe", "zbv", "paired", "recompute", "offload", "world", "group")
 _NUMBERED = ("dp", "replicate", *_BEFORE, *_AFTER)
 # Word of a section -> its components; another word is the name of a component.
-_SECTIONS = {"vision": ["image_encoder"], "audio": ["audio_encoder"], "encoders": ["image_encoder", "audio_encoder"]}
+_SECTIONS = {
+    "vision": ["image_encoder"],
+    "audio": ["audio_encoder"],
+    "encoders": ["image_encoder", "audio_encoder"],
+    "vision_tower": ["image_encoder.tower"],
+    "audio_tower": ["audio_encoder.tower"],
+    "towers": ["image_encoder.tower", "audio_encoder.tower"],
+    "vision_projector": ["image_encoder.projector"],
+    "audio_projector": ["audio_encoder.projector"],
+    "projectors": ["image_encoder.projector", "audio_encoder.projector"],
+}
 _OF_SECTION = {"window": "micro_batch", "slots": "slots", "flight": "in_flight"}
 _EXAMPLES = {word: f"{word}2" for word in _NUMBERED} | {"hsdp": "hsdp2x2"} | {flag: flag for flag in _FLAGS}
 

@@ -311,7 +311,9 @@ class Section(Strict):
     """Components on ranks of their own. They encode for the other ranks, which hold the rest of the model."""
 
     components: list[str] = Field(
-        min_length=1, description="The encoders of this section. The first one's degrees factorise its ranks."
+        min_length=1,
+        description="The encoders of this section. The first one's degrees factorise its ranks. `NAME.tower` is an "
+        "encoder without its projector, which then is the component `NAME.projector`, in `main` or in another section.",
     )
     ranks: int = Field(ge=1, description="Number of ranks. Sections come after the other ranks, in this order.")
     micro_batch: int = Field(
@@ -481,6 +483,15 @@ class ParallelPlan(Strict):
             if (of_default if plan.quadratic_cost is None else plan.quadratic_cost) == "measured"
         }
         return self.model_copy(update={"components": {**self.components, **fixed}})
+
+    def divided_encoders(self) -> list[str]:
+        """Return the encoders whose towers sections name without their projectors."""
+        named = [component for section in self.sections.values() for component in section.components]
+        return sorted({component.removesuffix(".tower") for component in named if component.endswith(".tower")})
+
+    def reads(self) -> dict[str, str]:
+        """Return projector -> the tower that it reads, of the divided encoders."""
+        return {f"{encoder}.projector": f"{encoder}.tower" for encoder in self.divided_encoders()}
 
     def path_of(self, component: str, *fields: str) -> str:
         """Return the key of the plan that sets one of ``fields`` for the component: its own plan, or the default."""

@@ -69,7 +69,14 @@ def peft() -> ModuleType:
 
 def adapters_of(model: ComponentModel) -> dict[str, Adapters]:
     """Return component -> its adapters, for components with adapters."""
-    return getattr(model, _APPLIED, {})
+    found = dict[str, Adapters](getattr(model, _APPLIED, {}))
+    for encoder in [name for name in model.divided if name in found] if found else []:
+        whole = found.pop(encoder)
+        of_tower = tuple(name for name in whole.linears if name.startswith(f"{encoder}.tower."))
+        of_projector = tuple(name for name in whole.linears if name not in of_tower)
+        parts = {f"{encoder}.tower": of_tower, f"{encoder}.projector": of_projector}
+        found |= {part: replace(whole, linears=linears) for part, linears in parts.items() if linears}
+    return found
 
 
 def adapters_within(model: ComponentModel, adapters: Mapping[str, Adapters]) -> dict[str, Adapters]:
@@ -106,7 +113,8 @@ def names_without_adapters(model: ComponentModel, names: Iterable[str]) -> dict[
 
 def root_of(model: ComponentModel, component: str) -> str:
     """Return the name of the HF model that is the component or contains it."""
-    return component if component in (*model.encoder_names, *model.decoder_names) else FOUNDATION
+    attached = component.partition(".")[0]
+    return attached if attached in (*model.encoder_names, *model.decoder_names) else FOUNDATION
 
 
 def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
+from omnitrain.models.components.protocols import EncoderMixin
 
 
 class ComponentModel(PreTrainedModel):
@@ -18,6 +19,7 @@ class ComponentModel(PreTrainedModel):
         foundation: an HF causal language model.
         encoder_names: names of encoders, sorted.
         decoder_names: names of decoders, sorted.
+        divided: encoders whose tower and projector are components by themselves (:meth:`divide`).
         renamed: parameter -> its name after adapters were added, then the names of its adapters. Parameters without
             adapters keep their names and are not in it.
     """
@@ -28,6 +30,7 @@ class ComponentModel(PreTrainedModel):
         """Set the names; the subclass adds the submodules."""
         super().__init__(config)
         self.encoder_names, self.decoder_names = sorted(encoders), sorted(decoders)
+        self.divided: tuple[str, ...] = ()
         self.renamed: dict[str, tuple[str, ...]] = {}
 
     @property
@@ -49,6 +52,32 @@ class ComponentModel(PreTrainedModel):
     def decoders(self) -> dict[str, Any]:
         """Component name -> decoder."""
         return {name: self.get_submodule(name) for name in self.decoder_names}
+
+    def divide(self, encoders: Iterable[str]) -> None:
+        """Make two components of each of these encoders: ``NAME.tower``, and ``NAME.projector``, all the rest of it.
+
+        Raises:
+            UserError: an encoder has no ``lm_tower`` and ``lm_project`` to run them apart.
+        """
+        names = tuple(sorted(encoders))
+        for name in names:
+            kind = type(self.get_submodule(name))
+            if getattr(kind, "lm_tower", EncoderMixin.lm_tower) is EncoderMixin.lm_tower:
+                raise UserError(
+                    f"{name}: a {kind.__name__} has no lm_tower and lm_project that run its tower and its projector "
+                    f"apart; name {name} as a whole"
+                )
+        self.divided = names
+
+    @property
+    def reads(self) -> dict[str, str]:
+        """Component that reads the features of another one, in place of media -> that component."""
+        return {f"{name}.projector": f"{name}.tower" for name in self.divided}
+
+    def has_backward(self, component: str) -> bool:
+        """Return whether parameters of a component train, or of the one whose features it reads."""
+        read = [self.reads[component]] if component in self.reads else []
+        return any(p.requires_grad for name in (component, *read) for p in self.components[name].values())
 
     @property
     def components(self) -> dict[str, dict[str, nn.Parameter]]:
@@ -74,7 +103,12 @@ class ComponentModel(PreTrainedModel):
             raise UserError(
                 f"model: the foundation already has a component named {taken[0]!r}; choose another name for yours"
             )
-        return native | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
+        found = native | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
+        for name in self.divided:
+            whole = found.pop(name)
+            found[f"{name}.tower"] = {path: p for path, p in whole.items() if path.startswith(f"{name}.tower.")}
+            found[f"{name}.projector"] = {path: p for path, p in whole.items() if path not in found[f"{name}.tower"]}
+        return found
 
     @property
     def adapter_names(self) -> frozenset[str]:

@@ -55,6 +55,26 @@ class EncoderMixin:
         """
         raise NotImplementedError
 
+    def lm_tower(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> TensorFeatures:
+        """Return what :meth:`lm_project` needs; an encoder that has both can have its tower on ranks of its own.
+
+        Args:
+            features: see :meth:`lm_encode`.
+            num_tokens: see :meth:`lm_encode`.
+
+        Returns:
+            Name -> ``[sum(num_tokens), ...]``. ``main`` comes first: ``[sum(num_tokens), width]`` of the tower.
+        """
+        raise NotImplementedError
+
+    def lm_project(self, rows: TensorFeatures) -> torch.Tensor:
+        """Return the features ``[n, hidden]`` for ``rows`` of :meth:`lm_tower`; each from its row alone."""
+        raise NotImplementedError
+
+    def minimal_rows(self) -> TensorFeatures:
+        """Return the smallest ``rows`` for :meth:`lm_project`, for a rank without data."""
+        raise NotImplementedError
+
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """Return the smallest valid ``(features, num_tokens)``, for a rank without data; called once."""
         raise NotImplementedError

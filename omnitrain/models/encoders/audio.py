@@ -112,6 +112,10 @@ class AudioEncoder(PreTrainedModel, EncoderMixin):
         Raises:
             RuntimeError: the tower gives another number of features. On CUDA a device assertion raises it.
         """
+        return self.lm_project(self.lm_tower(features, num_tokens))
+
+    def lm_tower(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> TensorFeatures:
+        """First part of :meth:`lm_encode`: ``main``, the joined frames of the tower."""
         output = self.tower(features["input_features"].to(self.tower.dtype)).last_hidden_state
         merged = merge_frames(output, self.projector.factor)
         is_sound = torch.arange(merged.size(1), device=merged.device) < features["num_rows"][:, None]
@@ -121,7 +125,15 @@ class AudioEncoder(PreTrainedModel, EncoderMixin):
         )
         # The host knows the number of features but not their positions; a sort finds them without a synchronisation.
         index = is_sound.flatten().int().argsort(descending=True, stable=True)[:total]
-        return self.projector(merged.flatten(0, 1).index_select(0, index))
+        return {"main": merged.flatten(0, 1).index_select(0, index)}
+
+    def lm_project(self, rows: TensorFeatures) -> torch.Tensor:
+        """Second part of :meth:`lm_encode`."""
+        return self.projector(rows["main"])
+
+    def minimal_rows(self) -> TensorFeatures:
+        """Return a row of zeros."""
+        return {"main": torch.zeros(1, self.projector.width)}
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """Return the features of a tenth of a second of silence."""

@@ -29,21 +29,25 @@ class Projector(nn.Module):
     """A ``linear``, ``mlp`` or ``pixel_shuffle`` projector (join neighbours, then MLP; Chen et al. 2024, InternVL 1.5).
 
     The caller joins neighbours, by :func:`merge_grid` for images and :func:`merge_frames` for sound.
+
+    Attributes:
+        factor: neighbours along a dim that the caller joins.
+        width: size of its inputs.
     """
 
     def __init__(self, settings: ProjectorSettings, dims: int, tower_size: int, hidden_size: int) -> None:
         """``dims``: number of dims along which neighbours are joined, 2 for images, 1 for sound."""
         super().__init__()
         self.factor = settings.merge
-        width = tower_size * settings.merge**dims
-        layers: list[nn.Module] = [nn.Linear(width, hidden_size)]
+        self.width = tower_size * settings.merge**dims
+        layers: list[nn.Module] = [nn.Linear(self.width, hidden_size)]
         if settings.kind != "linear":
-            layers = [nn.LayerNorm(width), *layers, nn.GELU(), nn.Linear(hidden_size, hidden_size)]
+            layers = [nn.LayerNorm(self.width), *layers, nn.GELU(), nn.Linear(hidden_size, hidden_size)]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Project ``[..., width] -> [..., hidden]``."""
-        return self.layers(features)
+        """Project ``[..., width] -> [..., hidden]``. A tower on other ranks may have computed in another dtype."""
+        return self.layers(features.to(next(self.parameters()).dtype))
 
 
 def merge_grid(patches: torch.Tensor, factor: int) -> torch.Tensor:

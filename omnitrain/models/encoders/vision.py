@@ -125,6 +125,27 @@ class VisionEncoder(PreTrainedModel, EncoderMixin):
             ValueError: the tower gives another number of features.
             UserError: the tower has side outputs (deepstack), which the foundation cannot take.
         """
+        encoded, tokens_per_frame = self._encoded(features, num_tokens)
+        return self.projector(encoded) + self._time(features["frame_index"]).repeat_interleave(
+            tokens_per_frame, dim=0, output_size=encoded.size(0)
+        )
+
+    def lm_tower(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> TensorFeatures:
+        """First part of :meth:`lm_encode`: ``main``, the joined patches of the tower, and ``frame_index`` of each."""
+        encoded, tokens_per_frame = self._encoded(features, num_tokens)
+        index = features["frame_index"].repeat_interleave(tokens_per_frame, output_size=encoded.size(0))
+        return {"main": encoded, "frame_index": index}
+
+    def lm_project(self, rows: TensorFeatures) -> torch.Tensor:
+        """Second part of :meth:`lm_encode`."""
+        return self.projector(rows["main"]) + self._time(rows["frame_index"])
+
+    def minimal_rows(self) -> TensorFeatures:
+        """Return a row of zeros, of a still image."""
+        return {"main": torch.zeros(1, self.projector.width), "frame_index": torch.full((1,), STILL)}
+
+    def _encoded(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[n, width]``, the joined patches of all frames; and ``[frames]``, the number of them of each frame."""
         pixels = features["pixel_values"].to(self.tower.dtype)
         if self.takes_grid:
             grid = features["image_grid_thw"]
@@ -139,9 +160,7 @@ class VisionEncoder(PreTrainedModel, EncoderMixin):
         if encoded.size(0) != sum(num_tokens):
             kind = type(self.tower).__name__
             raise ValueError(f"{kind} gave {encoded.size(0)} features for {sum(num_tokens)} placeholders")
-        return self.projector(encoded) + self._time(features["frame_index"]).repeat_interleave(
-            tokens_per_frame, dim=0, output_size=encoded.size(0)
-        )
+        return encoded, tokens_per_frame
 
     def _patch_grid(self, pixels: torch.Tensor) -> torch.Tensor:
         """``[frames, C, H, W] -> [frames, H/p, W/p, tower]``, without the class and register tokens in front."""

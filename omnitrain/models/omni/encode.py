@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from omnitrain.data.packing.pack import MediaGroup, Pack
+from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components.media_calls import media_calls
+from omnitrain.models.components.protocols import TensorFeatures
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
@@ -141,6 +142,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
     if model.encoder_relay is not None:
         model.encoder_relay.require_forward()
         elsewhere = model.encoder_relay.components
+    pack = with_projector_inputs(pack, model.divided)
     inserted: list[tuple[Tensor, Tensor]] = []
     native: dict[str, MediaFeatures] = {}
     labels: dict[str, Tensor] = {}
@@ -148,15 +150,18 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
     where: dict[str, Tensor] = {}
     drawn = {**pack.inputs, **pack.targets}
     for component, names in model.media_names.items():
-        if components is not None and component not in components:
-            continue
+        if (components is not None and component not in components) or component in model.reads.values():
+            continue  # what a tower gives goes to its projector, which comes next
+        if component in model.reads and component not in work.encoded:
+            work = _with_tower_features(model, component, work, pack, is_elsewhere=model.reads[component] in elsewhere)
         batches = {name: drawn[name] for name in names if name in drawn}
         places = {name: local_positions(work.sequence_slice, batch.positions) for name, batch in batches.items()}
         counts = {name: batch.num_tokens for name, batch in batches.items()}
         if component in work.encoded:
             made = _cut(model, work.encoded[component], counts)
         elif component in elsewhere:
-            made = _from_elsewhere(model, component, work, pack)
+            of_pack = {name: own_calls(model, pack, name) for name in names}
+            made = _from_elsewhere(model, component, work, {**of_pack, **work.media_calls})
         else:
             calls = call_component(model, component, work, pack)
             made, idle = calls.made, [*idle, *calls.idle]
@@ -206,9 +211,60 @@ def call_component(model: Any, component: str, work: MicroBatchWork, pack: Pack 
     return ComponentCalls(made, minimal)
 
 
-def _from_elsewhere(model: Any, component: str, work: MicroBatchWork, pack: Pack) -> dict[str, list[MediaFeatures]]:
-    """Get the features of a component that other ranks have, without a graph."""
-    calls = {name: own_calls(model, pack, name) for name in model.media_names[component]}
+def with_projector_inputs(pack: Pack, divided: Collection[str]) -> Pack:
+    """Return a pack in which the projectors of divided encoders have items, too: those of their towers, without pixels.
+
+    Args:
+        pack: a micro-batch.
+        divided: see :class:`~omnitrain.models.components.model.ComponentModel`.
+    """
+    names = [name for name in divided if name in pack.inputs and f"{name}.projector" not in pack.inputs]
+    return replace(pack, inputs=pack.inputs | {f"{n}.projector": _without_data(pack.inputs[n]) for n in names})
+
+
+def _without_data(batch: MediaBatch) -> MediaBatch:
+    samples = tuple(sample for group in batch.groups for sample in group.samples)
+    return replace(batch, groups=(MediaGroup({}, {}, batch.num_tokens, samples),))
+
+
+def reading(items: Sequence[MediaGroup], rows: MediaFeatures) -> tuple[MediaGroup, ...]:
+    """Return the calls of a projector with its input.
+
+    Args:
+        items: the items of its call, without data; none or one call.
+        rows: what the tower gave for all of them, in order.
+    """
+    features = {"main": rows.main, **rows.side}
+    return tuple(
+        replace(group, features=features, num_rows=dict.fromkeys(features, group.num_tokens)) for group in items
+    )
+
+
+def _with_tower_features(
+    model: Any, component: str, work: MicroBatchWork, pack: Pack, *, is_elsewhere: bool
+) -> MicroBatchWork:
+    """Return the work with the call of a projector: what its tower gave is its input."""
+    tower = model.reads[component]
+    (name,), (of_tower,) = model.media_names[component], model.media_names[tower]
+    items = work.media_calls.get(name, own_calls(model, pack, name))
+    if tower in work.encoded:
+        received = work.encoded[tower]
+        rows = received.pattern.with_tensors(received.tensors, (len(received.tensors[0]),))
+        return replace(work, media_calls={**work.media_calls, name: reading(items, rows)})
+    if is_elsewhere:
+        made = _from_elsewhere(model, tower, work, {of_tower: own_calls(model, pack, of_tower)})
+    else:
+        made = call_component(model, tower, work, pack).made
+    of_projector = reading(items, MediaFeatures.cat(made[of_tower])) if made.get(of_tower) else ()
+    number = min(1, work.calls.get(of_tower, 0))
+    return replace(work, calls={name: number, **work.calls}, media_calls={**work.media_calls, name: of_projector})
+
+
+def _from_elsewhere(
+    model: Any, component: str, work: MicroBatchWork, calls: Mapping[str, Sequence[MediaGroup]]
+) -> dict[str, list[MediaFeatures]]:
+    """Get the features of a component that other ranks have, without a graph. ``calls``: name -> items of each."""
+    calls = {name: calls[name] for name in model.media_names[component]}
     if any(work.calls.get(name) for name in calls):  # the same on all ranks
         return model.encoder_relay.encode(component, calls)
     if any(calls.values()):
@@ -279,19 +335,34 @@ _LABELS = "labels"  # name of a decoder's labels among the side tensors of its f
 def _encoded(model: Any, name: str, items: MediaGroup) -> MediaFeatures:
     if name.startswith(NATIVE_PREFIX):
         return model.runner.encode_call(name, items)
-    return _of_component(model.get_submodule(name).lm_encode(items.features, items.num_tokens))
+    return _of_component(_attached(model, name, items.features, items.num_tokens))
 
 
 def _minimal(model: Any, name: str) -> MediaFeatures:
     features, num_tokens = model.minimal_input(name)
     if name.startswith(NATIVE_PREFIX):
         return model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)].encode(model.foundation, features)
-    return _of_component(model.get_submodule(name).lm_encode(features, num_tokens))
+    if name in model.reads and any(p.requires_grad for p in model.get_submodule(model.reads[name]).parameters()):
+        # As on ranks with data, the module's input gets a gradient: else FSDP would reduce at another time there.
+        features = features | {"main": features["main"].detach().requires_grad_()}
+    return _of_component(_attached(model, name, features, num_tokens))
 
 
-def _of_component(output: Tensor | tuple[Tensor, Tensor]) -> MediaFeatures:
-    """The output of ``lm_encode``: an encoder's features ``[n, hidden]``, or a decoder's features and labels."""
-    main, side = (output, {}) if isinstance(output, Tensor) else (output[0], {_LABELS: output[1]})
+def _attached(model: Any, name: str, features: TensorFeatures, num_tokens: tuple[int, ...]) -> Any:
+    """The output of an encoder or decoder; of a divided encoder, what its tower or its projector gives."""
+    if name in model.divided:
+        return model.get_submodule(name).lm_tower(features, num_tokens)
+    if name in model.reads:
+        return model.get_submodule(name.removesuffix(".projector")).lm_project(features)
+    return model.get_submodule(name).lm_encode(features, num_tokens)
+
+
+def _of_component(output: Tensor | tuple[Tensor, Tensor] | TensorFeatures) -> MediaFeatures:
+    """An encoder's features ``[n, hidden]``, a decoder's features and labels, or a tower's rows by name."""
+    if isinstance(output, dict):
+        main, side = output["main"], {name: rows for name, rows in output.items() if name != "main"}
+    else:
+        main, side = (output, {}) if isinstance(output, Tensor) else (output[0], {_LABELS: output[1]})
     return MediaFeatures(main, side, {}, (len(main),), RowLayout(None, {}, (), ()))
 
 

@@ -225,6 +225,7 @@ class OmniModel(ComponentModel):
         modalities = self.runner.native.interfaces
         names = {f"{NATIVE_PREFIX}{modality}": interface.component for modality, interface in modalities.items()}
         names |= {name: name for name in (*self.encoder_names, *self.decoder_names)}
+        names |= {name: f"{name}.tower" for name in self.divided} | {name: name for name in self.reads}
         order = sorted(names)
         return {names[first]: tuple(name for name in order if names[name] == names[first]) for first in order}
 
@@ -238,6 +239,8 @@ class OmniModel(ComponentModel):
             if name.startswith(NATIVE_PREFIX):
                 interface = self.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)]
                 self._minimal_inputs[name] = interface.minimal_input(), ()
+            elif name in self.reads:
+                self._minimal_inputs[name] = self.encoders[name.removesuffix(".projector")].minimal_rows(), (1,)
             else:
                 self._minimal_inputs[name] = self.get_submodule(name).minimal_input()
         features, num_tokens = self._minimal_inputs[name]

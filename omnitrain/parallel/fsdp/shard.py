@@ -83,11 +83,11 @@ def shard(
     # No caller writes to the foundation's output, a view in most models.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     elsewhere = {parameter for name, parameter in model.named_parameters() if name in absent}
-    fixed = ignored_params(model) - elsewhere
+    fixed, attached = ignored_params(model) - elsewhere, {*model.encoder_names, *model.decoder_names}
     ignored = fixed | elsewhere
     for component, of_component in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
         for name in of_component.all:
-            module, is_attached = model.get_submodule(name), name == component and component != FOUNDATION
+            module, is_attached = model.get_submodule(name), name == component and component in attached
             is_other = name in of_component.rest and name != FOUNDATION and not is_attached
             if fill is not None:
                 fill(module)

@@ -161,6 +161,9 @@ def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) 
             yield f"{path}.cp: found {tower.cp}, but only the foundation supports ring attention; {instead}"
         if (tower.ulysses or 1) == 1:
             continue
+        if name in model.reads:
+            yield f"{path}.ulysses: found {tower.ulysses}, but a projector has no attention; remove it"
+            continue
         found = f"{path}.ulysses: found {tower.ulysses}"
         if tower.ulysses != ranks:
             whose = "the foundation" if section == MAIN else plan.sections[section].components[0]
@@ -179,8 +182,8 @@ def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) 
 
 
 def _tower_contract(model: OmniModel, component: str) -> SequenceContract:
-    if component in model.encoder_names:
-        return attached_tower_contract(model.encoders[component])
+    if (encoder := component.removesuffix(".tower")) in model.encoder_names:
+        return attached_tower_contract(model.encoders[encoder])
     if component in model.decoder_names:
         return SequenceContract("it is a decoder")
     return native_tower_contract(model.foundation, model.runner.contract, component)

@@ -75,6 +75,13 @@ def _media_fields(request: Request) -> dict[str, Any]:
         window, merged = request.plans.sections[section].micro_batch, request.merged
         fields = {"quadratic_cost": merged.quadratic_cost, "features_on": merged.features_on}
         return {"place": "world", "window": window, **fields}
+    if request.name in request.plans.reads():  # a projector: the forward of a micro-batch projects what it has received
+        for field in ("window", "quadratic_cost", *_OF_WINDOWS):
+            if (found := getattr(request.explicit, field)) is not None:
+                request.problem(field, f"found {found}, but a projector in `main` runs in the forwards; remove it")
+        if request.explicit.place == "world":
+            request.problem("place", "found world, but a projector runs where its features are used; remove it")
+        return {"place": "local" if place == "local" else "group", "window": None, "quadratic_cost": None}
     if stages > 1 and place == "world":
         window = window or "step"
     elif request.explicit.window is not None and stages > 1:

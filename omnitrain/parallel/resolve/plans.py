@@ -16,7 +16,12 @@ from omnitrain.parallel.fsdp.units import blocks_of, stays_fp32
 from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
-from omnitrain.parallel.resolve.sections import idle_settings, section_problems, starving_sections
+from omnitrain.parallel.resolve.sections import (
+    divide_encoders,
+    idle_settings,
+    section_problems,
+    starving_sections,
+)
 from omnitrain.parallel.resolve.sources import STATE_AXIS, CallFlags, Request
 from omnitrain.parallel.state import ParallelState, state_without_groups
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
@@ -100,7 +105,7 @@ def resolve_without_ranks(
     """Resolve a recipe's plan without process groups, with all degrees taken from the plan.
 
     Args:
-        model: not parallelized, on any device; it stays unchanged.
+        model: not parallelized, on any device; its weights stay unchanged.
         plan: the plan of a recipe.
         mixed_precision: see :class:`CallFlags`.
         num_ranks: number of ranks. None: the first number that the plan fits.
@@ -135,6 +140,7 @@ def resolve_without_ranks(
 def _resolved_on(
     state: ParallelState, model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None
 ) -> tuple[ParallelState, dict[str, ComponentPlan]]:
+    divide_encoders(model, plan)
     tensors = tensor_plan(model, plan, state.degrees("tp"))
     plans, _ = resolve_plans(model, plan, state, CallFlags(mixed_precision), tensors, adapters_of(model))
     return state, plans

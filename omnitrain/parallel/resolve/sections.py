@@ -16,8 +16,37 @@ from omnitrain.plan.schedule.actions import Kind
 from omnitrain.plan.schedule.generators import least_micro_batches
 from omnitrain.plan.schedule.sections import SectionWindows, with_sections
 from omnitrain.plan.schedule.validate import validate
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PipelineSchedule, raise_problems
 from omnitrain.recipe.suggest import hint
+
+
+def divide_encoders(model: OmniModel, plan: ParallelPlan) -> None:
+    """Make components of towers and projectors that sections of a plan name; undo it for other encoders.
+
+    Raises:
+        PlanError: the model cannot be divided like this.
+    """
+    raise_problems([*_divided_problems(model, plan)])
+    model.divide(plan.divided_encoders())
+
+
+def _divided_problems(model: OmniModel, plan: ParallelPlan) -> Iterator[str]:
+    for name, section in plan.sections.items():
+        for component in section.components:
+            encoder, _, part = component.rpartition(".")
+            if part not in ("tower", "projector"):
+                continue
+            path = f"sections.{name}.components: found {component}"
+            tower, projector = f"{encoder}.tower", f"{encoder}.projector"
+            if encoder not in model.encoder_names:
+                known = ", ".join(model.encoder_names) or "none of this model"
+                yield f"{path}, but only encoders that the recipe adds have a tower and a projector: {known}"
+            elif any(encoder in other.components for other in plan.sections.values()):
+                yield f"{path}, but {encoder} is named as a whole, too; remove one of the two"
+            elif plan.section_of(tower) == MAIN:
+                yield f"{path}, but {tower} is in `main`; name {tower} in a section, too, or remove it"
+            elif plan.section_of(tower) == plan.section_of(projector) and component == tower:
+                yield f"{path} and {projector} in one section; name {encoder} instead"
 
 
 def section_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> list[str]:
@@ -57,10 +86,42 @@ def _component_problems(model: OmniModel, plan: ParallelPlan) -> Iterator[str]:
                 yield f"{path}: unknown component {name!r}; {hint(name, encoders)}"
 
 
+def has_backward(plan: ParallelPlan, plans: Mapping[str, ComponentPlan], component: str) -> bool:
+    """Return whether a component trains, or the tower that it reads. ``plans``: component -> its complete plan."""
+    read = plan.reads().get(component)
+    return not plans[component].freeze or (read is not None and not plans[read].freeze)
+
+
+def full_windows(
+    plan: ParallelPlan, plans: Mapping[str, ComponentPlan], name: str, num_micro_batches: int
+) -> SectionWindows:
+    """Return the windows of a section if each micro-batch has media for all its encoders.
+
+    Args:
+        plan: the user's plan.
+        plans: component -> its complete plan.
+        name: of the section.
+        num_micro_batches: of the step.
+    """
+    section = plan.sections[name]
+    components = [component for component in plans if component in section.components]
+    return SectionWindows(
+        name=name,
+        encoded=dict.fromkeys(components, range(0, num_micro_batches, section.micro_batch)),
+        trained=frozenset(component for component in components if has_backward(plan, plans, component)),
+        size=section.micro_batch,
+        slots=section.slots,
+        in_flight=section.in_flight,
+        encode_twice=section.encode_twice,
+        reads={reader: read for reader, read in plan.reads().items() if reader in components},
+    )
+
+
 def idle_settings(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
     """Yield the settings of sections that can have no effect; ``plans``: component -> its complete plan."""
     for name, section in plan.sections.items():
-        if all(plans[component].freeze for component in section.components):
+        trained = [component for component in section.components if has_backward(plan, plans, component)]
+        if not trained:
             for field, found in (("in_flight", section.in_flight), ("encode_twice", section.encode_twice or None)):
                 if found is not None:
                     yield (
@@ -68,10 +129,9 @@ def idle_settings(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Ite
                         "keeps no activations; remove it"
                     )
         elif section.ahead:
-            trained = next(component for component in section.components if not plans[component].freeze)
             yield (
-                f"sections.{name}.ahead: found {section.ahead}, but {trained} trains, and the next step needs its new "
-                "weights; freeze it, or remove ahead"
+                f"sections.{name}.ahead: found {section.ahead}, but {trained[0]} trains, and the next step needs its "
+                "new weights; freeze it, or remove ahead"
             )
 
 
@@ -84,26 +144,30 @@ def starving_sections(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) ->
         plan: the user's plan.
         plans: component -> its complete plan.
     """
-    foundation = plans[FOUNDATION]
+    foundation, found = plans[FOUNDATION], dict[str, None]()
     for name, section in plan.sections.items():
         settings, ranks = foundation.schedule or PipelineSchedule(), foundation.pp or 1
         group = least_micro_batches(settings.resolved_kind, ranks, settings.group_size)
-        in_flight = section.micro_batch * ((section.in_flight or 0) + 1)
+        together = _connected(plan, name)
+        kept = max(plan.sections[each].in_flight or 0 for each in together)
+        in_flight = section.micro_batch * (kept + 1)
         num_micro_batches = group * (4 + math.ceil(in_flight / group))  # steady, and of groups of equal size
-        windows = SectionWindows(
-            name=name,
-            encoded=dict.fromkeys(section.components, range(0, num_micro_batches, section.micro_batch)),
-            trained=frozenset(component for component in section.components if not plans[component].freeze),
-            size=section.micro_batch,
-            slots=section.slots,
-            in_flight=section.in_flight,
-            encode_twice=section.encode_twice,
-        )
+        windows = [full_windows(plan, plans, each, num_micro_batches) for each in together]
         try:
             schedule = schedule_of_plan(foundation, num_micro_batches)
-            validate(with_sections(schedule, [windows], dict.fromkeys((Kind.F, Kind.I, Kind.W), 1), lambda *_: 1.0))
+            validate(with_sections(schedule, windows, dict.fromkeys((Kind.F, Kind.I, Kind.W), 1), lambda *_: 1.0))
         except ScheduleError as error:
-            yield str(error)
+            found[str(error)] = None
+    yield from found
+
+
+def _connected(plan: ParallelPlan, name: str) -> list[str]:
+    """The sections between which and a section features travel, this section included, in the order of the plan."""
+    edges = [{plan.section_of(reader), plan.section_of(tower)} for reader, tower in plan.reads().items()]
+    found = {name}
+    for _ in edges:
+        found |= set[str]().union(*(edge for edge in edges if MAIN not in edge and edge & found))
+    return [section for section in plan.sections if section in found]
 
 
 def _other_section_problems(plan: ParallelPlan) -> Iterator[str]:
@@ -117,6 +181,19 @@ def _other_section_problems(plan: ParallelPlan) -> Iterator[str]:
                         f"components.{component}.{field}: found {degree}, but components of sections.{name} have only "
                         "dp_replicate, dp_shard, tp, ulysses and ep; remove it"
                     )
+            tower = plan.reads().get(component)
+            if tower is None or (feeder := plan.section_of(tower)) == name:
+                continue
+            if section.ahead:
+                yield (
+                    f"sections.{name}.ahead: found {section.ahead}, but {component} reads what {tower} encodes in the "
+                    "same step; remove it"
+                )
+            if section.micro_batch != plan.sections[feeder].micro_batch:
+                yield (
+                    f"sections.{name}.micro_batch: found {section.micro_batch}, but {component} reads what {tower} "
+                    f"encodes with sections.{feeder}.micro_batch {plan.sections[feeder].micro_batch}; use the same"
+                )
 
 
 def _carrier_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:

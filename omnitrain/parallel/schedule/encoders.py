@@ -196,6 +196,10 @@ class SeparateEncoders:
         """The number of features that this rank needs for a micro-batch."""
         if not self._is_first_stage:
             return 0
+        plan, reader = self._batch.plan, self._batch.plan.topology.reader_of(component)
+        if reader is not None:
+            calls = plan.calls_of(self._rank, reader, micro_batch)
+            return sum(int(plan.item_tokens[item]) for call in calls for item in call.items)
         inputs = self._batch.packs[micro_batch].inputs
         return sum(sum(inputs[name].num_tokens) for name in self._model.media_names[component] if name in inputs)
 

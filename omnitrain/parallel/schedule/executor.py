@@ -319,9 +319,9 @@ class Executor:
             self._messages.send(action, out)
 
     def _send_between_sections(self, action: Action) -> None:
-        if self._section is not None:
+        if self._section is not None and (self._trains or action.kind is Kind.SEND_F):
             self._section.send(action)
-        elif self._trains:
+        elif self._section is None and self._trains:
             self._encoders.give_back(action)
 
     def _receive(self, action: Action) -> None:
@@ -336,7 +336,7 @@ class Executor:
     def _receive_between_sections(self, action: Action) -> None:
         if self._section is None:
             self._encoders.receive(action)
-        elif self._trains:
+        elif self._trains or action.kind is Kind.RECV_F:
             self._section.receive(action)
 
     def _unshard(self, action: Action) -> None:

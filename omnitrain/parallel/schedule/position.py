@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch.distributed as dist
 
@@ -105,15 +106,16 @@ def _of_stages(schedule: Schedule, layout: ModelLayout, action: Action) -> _Need
 
 
 def _of_message(schedule: Schedule, layout: ModelLayout, action: Action) -> _Needs:
-    """Yield what a message between a section and the first stage needs of the ranks at its other end."""
+    """Yield what a message of a section needs of the ranks at its other end."""
     window, edge = action.micro_batch, layout.edges[action.component]
     assert window is not None and action.peer is not None
     if action.kind is Kind.SEND_F:
         taken = schedule.actions[action.peer].index
+        comparable = partial(_comparable, schedule, action.peer)
         own = row_of(layout, schedule)
         for rank, before in edge.room_for(window):
             receive = None if before is None else action._replace(micro_batch=before).receive(own)
-            yield rank, -1 if receive is None else taken(receive)
+            yield rank, -1 if receive is None else comparable(taken(receive))
     elif action.kind is not Kind.SEND_B:  # gradients are awaited: they leave at once
         for rank in edge.peers(window):
             yield rank, _comparable(schedule, *schedule.senders[action])

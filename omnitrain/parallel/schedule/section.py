@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from omnitrain.models.omni.encode import ComponentCalls, call_component
+from omnitrain.models.omni.encode import ComponentCalls, call_component, reading
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.draws import StepDraws
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import work_of_window
-from omnitrain.plan.schedule.actions import Action
+from omnitrain.plan.schedule.actions import Action, Kind
 
 
 class _Encoded(NamedTuple):
@@ -24,11 +25,13 @@ class _Encoded(NamedTuple):
         tensors: ``[features, ...]`` each, of all calls; None if the backward encodes again.
         idle: results of calls without data.
         num_rows: number of features that this rank has encoded.
+        read: ``[rows, ...]`` each, leaves: the features of another section from which they were encoded.
     """
 
     tensors: tuple[Tensor, ...] | None
     idle: list[Tensor]
     num_rows: int
+    read: tuple[Tensor, ...] = ()
 
 
 class SectionEncoders:
@@ -51,7 +54,9 @@ class SectionEncoders:
         self._twice = layout.section is not None and layout.section.encode_twice
         self._live: dict[tuple[str, int], _Encoded] = {}
         self._before: dict[tuple[str, int], tuple[Tensor, ...]] = {}  # features that the step before has encoded
-        for component, edge in layout.edges.items():
+        self._received: dict[tuple[str, int], tuple[Tensor, ...]] = {}  # features of other sections
+        self._returning: dict[tuple[str, int], tuple[Tensor, ...]] = {}  # the same, with gradients
+        for component, edge in ((c, edge) for c, edge in layout.edges.items() if layout.holds(c)):
             if edge.kept_of is batch.plan:
                 self._before |= {(component, window): tensors for window, tensors in edge.kept.items()}
             edge.kept, edge.kept_of = {}, None if upcoming is None else upcoming.plan
@@ -64,8 +69,9 @@ class SectionEncoders:
             self._encode_ahead(component, later)
             return
         keeps_graph = self._layout.components[component].is_trained and not self._twice
+        read = self._received.pop((self._layout.reads.get(component, ""), window), ())
         with torch.set_grad_enabled(keeps_graph):
-            self._live[component, window] = self._encoded(self._batch, component, window)
+            self._live[component, window] = self._encoded(self._batch, component, window, read)
 
     def _encode_ahead(self, component: str, window: int) -> None:
         """Encode a window of the next step, and keep its features until that step sends them."""
@@ -75,9 +81,13 @@ class SectionEncoders:
         self._layout.edges[component].kept[window] = encoded.tensors or ()
 
     def send(self, action: Action) -> None:
-        """Send the features of a window to the ranks that need them."""
+        """Send the features of a window to the ranks that need them, or return the gradients of those that it read."""
         key = component, window = _key(action)
         edge = self._layout.edges[component]
+        if action.kind is Kind.SEND_B:
+            gradients = [(leaf, leaf.grad) for leaf in self._returning.pop(key) if leaf.requires_grad]
+            edge.give_back(window, [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in gradients])
+            return
         if key in self._before:
             edge.send(window, self._before.pop(key))
             return
@@ -90,9 +100,14 @@ class SectionEncoders:
             self._live[key] = encoded._replace(tensors=None, idle=[])
 
     def receive(self, action: Action) -> None:
-        """Wait for the gradients of a window."""
+        """Wait for the gradients of a window, or for the features that another section has encoded."""
         key = component, window = _key(action)
-        self._gradients[key] = self._layout.edges[component].take_gradients(window, self._live[key].num_rows)
+        edge = self._layout.edges[component]
+        if action.kind is Kind.RECV_F:
+            features = zip(edge.take(window), edge.form.has_gradient, strict=True)
+            self._received[key] = tuple(rows.detach().requires_grad_(has_gradient) for rows, has_gradient in features)
+        else:
+            self._gradients[key] = edge.take_gradients(window, self._live[key].num_rows)
 
     def backward(self, action: Action) -> None:
         """Run the backward of a window."""
@@ -100,7 +115,7 @@ class SectionEncoders:
         encoded, edge = self._live.pop(key), self._layout.edges[component]
         gradients = iter(self._gradients.pop(key))
         if encoded.tensors is None:
-            encoded = self._encoded(self._batch, component, window)
+            encoded = self._encoded(self._batch, component, window, encoded.read)
             assert encoded.tensors is not None
         pairs = [
             (tensor, next(gradients))
@@ -111,13 +126,19 @@ class SectionEncoders:
         pairs = [pair for pair in pairs if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if encoded.read:
+            self._returning[self._layout.reads[component], window] = encoded.read
 
-    def _encoded(self, batch: StepBatch, component: str, window: int) -> _Encoded:
+    def _encoded(self, batch: StepBatch, component: str, window: int, read: tuple[Tensor, ...] = ()) -> _Encoded:
         work = work_of_window(self._model, batch, component, window)
+        if read:
+            form = self._layout.edges[self._layout.reads[component]].form
+            rows = form.pattern.with_tensors(read, (len(read[0]),))
+            work = replace(work, media_calls={n: reading(items, rows) for n, items in work.media_calls.items()})
         with self._drawing(component, window):
             calls = call_component(self._model, component, work)
         tensors = _joined(calls)
-        return _Encoded(tensors, calls.idle, len(tensors[0]))
+        return _Encoded(tensors, calls.idle, len(tensors[0]), read)
 
     def _drawing(self, component: str, window: int) -> AbstractContextManager[None]:
         """Ranks with other items draw other random numbers; a repeated forward draws the same."""

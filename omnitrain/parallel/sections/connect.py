@@ -22,6 +22,8 @@ def connect_sections(
 ) -> dict[str, FeatureEdge]:
     """Return component -> this rank's end of its edge. All ranks must call it.
 
+    An edge goes to the section with the component that reads the features: most often the foundation in ``main``.
+
     Each section encodes its smallest input once, and tells the other ranks the form of the features.
 
     Args:
@@ -34,13 +36,16 @@ def connect_sections(
     forms = {name: _form(model, name, device) for name in own}
     for of_rank in gathered_objects(forms):
         forms |= of_rank
-    main, edges = state.of_section(MAIN), {}
-    receivers = main.ranks[: main.size("stage")]  # of the first stage
+    edges = {}
+    section_of = {component: name for name, section in sections.items() for component in section.components}
+    reader_of = {read: section_of.get(reader, MAIN) for reader, read in model.reads.items()}
     for section_name, section in sections.items():
         senders = state.of_section(section_name).ranks
         for component in section.components:
             form = replace(forms[component], pattern=_on(forms[component].pattern, device))
-            edge = Edge(section_name, MAIN)
+            edge = Edge(section_name, reader_of.get(component, MAIN))
+            reading = state.of_section(edge.target)
+            receivers = reading.ranks[: reading.size("stage")]  # of the first stage
             made = FeatureEdge(
                 component,
                 form,
@@ -63,8 +68,7 @@ def _form(model: OmniModel, component: str, device: torch.device) -> FeatureForm
     of_gpu = [device] if device.type == "cuda" else []  # by default, those of all GPUs of the node
     with torch.no_grad(), torch.random.fork_rng(of_gpu):
         pattern = call_component(model, component, work).pattern.without_items()
-    is_trained = any(parameter.requires_grad for parameter in model.components[component].values())
-    return FeatureForm(_on(pattern, torch.device("cpu")), is_trained)
+    return FeatureForm(_on(pattern, torch.device("cpu")), model.has_backward(component))
 
 
 def _on(pattern: MediaFeatures, device: torch.device) -> MediaFeatures:

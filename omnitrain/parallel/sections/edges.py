@@ -1,4 +1,4 @@
-"""The features of an encoder that has ranks of its own: from its section to ``main``, and their gradients back."""
+"""The features of an encoder that has ranks of its own: to the section that reads them, and their gradients back."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class FeatureEdge:
     Args:
         component: name of the encoder.
         form: the form of its features.
-        edge: from its section to ``main``.
+        edge: from its section to the one that reads the features, most often ``main``.
         senders: ranks of its section.
-        receivers: ranks that read packs on the first pipeline stage.
+        receivers: ranks that read the features; of ``main``, those of the first pipeline stage.
         slots: number of messages for which a receiver has room.
         device: where features and gradients are.
         carrier: brings the features; ``nixl`` only between hosts' memories. Gradients always go with ``torch``.

@@ -13,6 +13,7 @@ from omnitrain.data.packing.pack import MediaBatch, Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.components.media_calls import Apart
+from omnitrain.models.omni.encode import with_projector_inputs
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import call_axes, is_separate, layout_of
@@ -64,7 +65,7 @@ def topology_of(model: OmniModel) -> Topology:
     planned = _planned_ranks(model)
     everyone = tuple(range(len(planned)))
     ranks = dict.fromkeys((*model.media_names, FOUNDATION), everyone)
-    trained = {name: any(p.requires_grad for p in weights.values()) for name, weights in model.components.items()}
+    trained = {name: model.has_backward(name) for name in model.components}
     copies = {name: len(everyone) for name in trained}
     windows: dict[str, int | None] = {}
     first_stage = readers = everyone
@@ -109,6 +110,7 @@ def topology_of(model: OmniModel) -> Topology:
             call_groups=call_groups.get(name, ()),
             is_shared=name in shared,
             window=windows.get(name, 1),
+            reads=model.reads.get(name, ""),
         )
         for name in (*model.media_names, FOUNDATION)
     ]
@@ -163,7 +165,8 @@ def _items(batch: MediaBatch, indices: Sequence[int], apart: Apart | None, quadr
             # Only items with equal keys share a call.
             call_key = {None: None, "samples": indices[owner], "items": (indices[owner], len(facts))}[apart]
             shape = shape_key(key, call_key)
-            facts.append(ItemFacts(num_tokens=num_tokens, cost=item_cost(elements, quadratic), shape=shape))
+            cost = item_cost(elements or num_tokens, quadratic)  # what a tower gives comes later, a row for each token
+            facts.append(ItemFacts(num_tokens=num_tokens, cost=cost, shape=shape))
     return facts
 
 
@@ -183,6 +186,7 @@ class StepPlanner:
         costs: component -> the quadratic part of its items' cost.
         measured: what a run measures; None: nothing.
         order: orders the micro-batches of each step; None: each rank runs what it draws, in order.
+        divided: encoders whose projectors are planned apart from their towers.
     """
 
     def __init__(
@@ -196,9 +200,10 @@ class StepPlanner:
         costs: Mapping[str, float] | None = None,
         measured: MeasuredCosts | None = None,
         order: OrderOfRun | None = None,
+        divided: tuple[str, ...] = (),
     ) -> None:
         self.topology, self.peers, self.apart, self.ranks = topology, peers, dict(apart or {}), ranks
-        self.idle, self.windows = idle, windows
+        self.idle, self.windows, self.divided = idle, windows, divided
         self.costs, self.measured, self.order = dict(costs or {}), measured, order
 
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
@@ -217,6 +222,7 @@ class StepPlanner:
             raise UserError(
                 f"packs: found {_types(packs)}; expected a list of Packs, as Pack.from_samples returns them"
             )
+        packs = [with_projector_inputs(pack, self.divided) for pack in packs]
         rank = self.ranks.index(self.peers.rendezvous.rank)
         measured = Measured() if self.measured is None else self.measured.next_step()
         costs = self.costs | dict(measured.quadratic)
@@ -303,4 +309,5 @@ def step_planner(
     peers = DataProcessGroup(rendezvous if rendezvous is not None else open_rendezvous())
     ranks, idle = _planned_ranks(model), idle_prompt(model)
     windows, costs, order = window_chooser(model), given_costs(model), order_of_run(model)
-    return StepPlanner(topology, peers, model.runner.apart, ranks, idle, windows, costs, measured, order)
+    apart, divided = model.runner.apart, model.divided
+    return StepPlanner(topology, peers, apart, ranks, idle, windows, costs, measured, order, divided)

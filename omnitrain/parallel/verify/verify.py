@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -28,6 +29,7 @@ from omnitrain.ops.experts import Recording
 from omnitrain.page.text import as_text
 from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.verify.arguments import (
@@ -40,7 +42,7 @@ from omnitrain.parallel.verify.arguments import (
 from omnitrain.parallel.verify.run import STEPS, Outcome, micro_batches, train
 from omnitrain.parallel.verify.tiny_model import described, num_parameters, tiny_model_of
 from omnitrain.recipe.layout import Layout, parse_layout
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan, PlanError
 
 _NOISE_FACTOR = 20.0
 # How much a gradient changes if every weight moves to a neighbouring number differs tenfold with the random directions.
@@ -214,10 +216,14 @@ def verify(
         reference = cache(partial(_reference, model_factory, batch))
         rows = []
         for case in cases:
+            model.divide(())
+            with suppress(PlanError):  # the ranks refuse it, too
+                divide_encoders(model, case.plan)
             adapters = adapters_for(model, case.plan)[0]
             frozen = frozenset(n for n in model.components if case.plan.of(n).freeze and n not in adapters)
             verify_case = partial(_row, ranks, model_factory, batch, case, nproc=nproc, tolerance=tolerance)
-            rows.append(verify_case(partial(reference, frozen, tuple(adapters.items())), timeout_s=timeout_s))
+            expected = partial(reference, frozen, tuple(adapters.items()), model.divided)
+            rows.append(verify_case(expected, timeout_s=timeout_s))
         return VerifyReport(tuple(rows), num_parameters(model), size)
     finally:
         if pool is None:
@@ -343,7 +349,11 @@ def _size(tensor: Tensor) -> float:
 
 
 def _reference(
-    factory: Factory, batch: list[Sample], frozen: frozenset[str], adapters: tuple[tuple[str, Adapters], ...] = ()
+    factory: Factory,
+    batch: list[Sample],
+    frozen: frozenset[str],
+    adapters: tuple[tuple[str, Adapters], ...] = (),
+    divided: tuple[str, ...] = (),
 ) -> tuple[Outcome, _Rounding]:
     """Train in one process with one sample per pack, and measure the effect of rounding.
 
@@ -359,8 +369,10 @@ def _reference(
     ) -> Outcome:
         model = _omni(build_with(factory))
         require_same_weights(model, first)
+        model.divide(divided)  # to name its parts
         freeze(model, sorted(frozen))
         add_lora(model, dict(adapters))
+        model.divide(())
         if move is not None:
             _nudge_weights(model, seed=move)
         packs = [Pack.from_samples([sample]) for sample in samples]

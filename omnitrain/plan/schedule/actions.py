@@ -122,8 +122,9 @@ class SectionOfSchedule(NamedTuple):
         name: name of the section.
         components: its encoders.
         size: number of micro-batches that they encode together.
-        slots: number of messages with features of a component for which the first stage has room.
+        slots: number of messages with features of a component for which those who read them have room.
         ahead: whether the features of this step were encoded in the step before.
+        reads: (component of this section, component of another section whose features it reads).
     """
 
     name: str
@@ -131,6 +132,7 @@ class SectionOfSchedule(NamedTuple):
     size: int
     slots: int
     ahead: bool = False
+    reads: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from omnitrain.errors import ScheduleError
@@ -28,6 +29,7 @@ class SectionWindows:
         is_encoded: its features were encoded in the step before; now they are only sent. Then nothing trains.
         upcoming: component -> windows of the next step, which it encodes in this one. Their micro-batches are counted
             on from those of this step.
+        reads: component of this section -> component of another one whose features it reads, in windows of equal size.
     """
 
     name: str
@@ -39,6 +41,7 @@ class SectionWindows:
     encode_twice: bool = False
     is_encoded: bool = False
     upcoming: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    reads: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def keeps(self) -> float:
@@ -47,16 +50,27 @@ class SectionWindows:
 
 
 class _Turn(NamedTuple):
-    """When the first stage uses the features of a window.
+    """When the features of a window are used, by the first stage or by another section.
 
     Attributes:
         window: its first micro-batch.
         begins: seconds at which the first of its forwards starts, if no features are late.
         ends: seconds at which the last of its backwards ends.
+        needs: number of turns whose features must be there before it can end.
     """
 
     window: int
     begins: float
+    ends: float
+    needs: int
+
+
+class _Pass(NamedTuple):
+    """A window that a section encodes, or whose backward it runs, and when."""
+
+    window: int
+    is_backward: bool
+    starts: float
     ends: float
 
 
@@ -70,7 +84,8 @@ def with_sections(
 
     A section's list has ``ENCODE`` and ``SEND_F`` for each window and component, ``RECV_B`` and ``ENCODE_B`` for
     trained ones. The first stage gets ``RECV_F``, which waits for the features, before the first forward that reads
-    them, and ``SEND_B`` after the last backward that gives them gradients.
+    them, and ``SEND_B`` after the last backward that gives them gradients. So does a section that reads the features of
+    another one, before its ``ENCODE`` and after its ``ENCODE_B``.
 
     Windows are encoded in the order in which the first stage needs them. A section runs the next forward as soon as
     slots and ``in_flight`` allow, otherwise the backward that became possible first.
@@ -88,17 +103,65 @@ def with_sections(
         return schedule
     first_rank = schedule.stage_ranks[0]
     events = simulate(schedule, durations).events[first_rank]
-    rows = [list(row) for row in schedule.actions]
-    for section in sections:
-        peer, turns = len(rows), _turns(events, section)
-        rows[first_rank] = _with_messages(rows[first_rank], section, turns, peer)
-        rows.append(list(_actions(section, turns, encoding, first_rank)))
-    listed = tuple(SectionOfSchedule(s.name, tuple(s.encoded), s.size, s.slots, s.is_encoded) for s in sections)
-    return replace(schedule, actions=tuple(map(tuple, rows)), sections=listed)
+    rows = {rank: list(row) for rank, row in enumerate(schedule.actions)}
+    row_of = {component: len(rows) + index for index, s in enumerate(sections) for component in s.encoded}
+    peers = dict.fromkeys(row_of, first_rank) | {
+        read: row_of[reader] for s in sections for reader, read in s.reads.items()
+    }
+    passes: dict[str, list[_Pass]] = {}
+    for section in _readers_first(sections):
+        turns = _turns(events, section, [passes[s.name] for s in sections if _feeds(section, s)])
+        passes[section.name] = [*_order(section, turns, encoding, _limiting(section, sections))]
+    trained = frozenset[str]().union(*(section.trained for section in sections))
+    for index, section in enumerate(sections, len(schedule.actions)):
+        to_main = [component for component in section.encoded if peers[component] == first_rank]
+        rows[first_rank] = _with_messages(rows[first_rank], section, to_main, index)
+        rows[index] = [*_actions(section, passes[section.name], peers, row_of, trained)]
+    listed = tuple(
+        SectionOfSchedule(s.name, tuple(s.encoded), s.size, s.slots, s.is_encoded, tuple(s.reads.items()))
+        for s in sections
+    )
+    in_order = tuple(tuple(rows[rank]) for rank in range(len(rows)))
+    return replace(schedule, actions=in_order, sections=listed)
 
 
-def _turns(events: Sequence[Event], section: SectionWindows) -> list[_Turn]:
-    """The turns of all windows that have items, in the order in which they begin."""
+def _feeds(section: SectionWindows, other: SectionWindows) -> bool:
+    return any(read in section.encoded for read in other.reads.values())
+
+
+def _limiting(section: SectionWindows, sections: Sequence[SectionWindows]) -> SectionWindows:
+    """The section that limits for how many windows this one may be ahead: itself, or one that it reads."""
+    read = [_limiting(other, sections) for other in sections if _feeds(other, section)]
+    return min([section, *read], key=lambda other: other.keeps)
+
+
+def _readers_first(sections: Sequence[SectionWindows]) -> Iterator[SectionWindows]:
+    """Yield each section after those that read its features.
+
+    Raises:
+        ScheduleError: two sections read features of each other.
+    """
+    left = list(sections)
+    while left:
+        ready = [section for section in left if not any(_feeds(section, other) for other in left)]
+        if not ready:
+            names = " and ".join(section.name for section in left)
+            raise ScheduleError(
+                f"sections.{left[0].name}.components: {names} read features of each other, and would wait for each "
+                "other; name the towers in one section"
+            )
+        yield from ready
+        left = [section for section in left if section not in ready]
+
+
+def _turns(events: Sequence[Event], section: SectionWindows, readers: Sequence[Sequence[_Pass]]) -> list[_Turn]:
+    """The turns of all windows that have items, in the order in which they begin.
+
+    Args:
+        events: of the first stage.
+        section: the section whose features are used.
+        readers: what each section that reads them encodes. All of them use windows in the order of the first stage.
+    """
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
     for event in events:
@@ -109,18 +172,28 @@ def _turns(events: Sequence[Event], section: SectionWindows) -> list[_Turn]:
                     begins.setdefault(window, event.start)
                 else:
                     ends[window] = event.end
-    used = {window for windows in section.encoded.values() for window in windows}
-    turns = sorted((_Turn(w, begins[w], ends[w]) for w in used), key=lambda turn: turn.begins)
-    if turns != sorted(turns, key=lambda turn: turn.ends):
+    in_order = sorted({w for windows in section.encoded.values() for w in windows}, key=lambda window: begins[window])
+    if in_order != sorted(in_order, key=lambda window: ends[window]):
         raise ScheduleError(
             f"sections.{section.name}: the first stage ends micro-batches in another order than it begins them, and "
             "gradients would come back in another order than features go; use another kind of schedule"
         )
-    return turns
+    needs = {window: sum(begins[other] < ends[window] for other in in_order) for window in in_order}
+    for passes in readers:
+        encoded = 0  # number of turns up to the last one that the reader has encoded
+        for window, is_backward, starts, stops in passes:
+            if window not in needs:
+                continue  # the reader has items of other components
+            begins[window], ends[window] = min(begins[window], starts), max(ends[window], stops)
+            encoded = encoded if is_backward else in_order.index(window) + 1
+            needs[window] = max(needs[window], encoded)
+    first = [*accumulate((begins[window] for window in reversed(in_order)), min)][::-1]
+    last = accumulate((ends[window] for window in in_order), max)
+    return [*map(_Turn, in_order, first, last, (needs[window] for window in in_order))]
 
 
-def _with_messages(row: list[Action], section: SectionWindows, turns: list[_Turn], peer: int) -> list[Action]:
-    """Add the messages with a section to the actions of the first stage's rank."""
+def _with_messages(row: list[Action], section: SectionWindows, components: Sequence[str], peer: int) -> list[Action]:
+    """Add the messages of these components of a section to the actions of the first stage's rank."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, action in enumerate(row):
@@ -130,13 +203,13 @@ def _with_messages(row: list[Action], section: SectionWindows, turns: list[_Turn
                 (first.setdefault if part.kind is Kind.F else last.__setitem__)(window, index)
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}
-    for turn in turns:
-        for component in _components(section, turn.window):
-            receive = Action(Kind.RECV_F, micro_batch=turn.window, peer=peer, component=component)
-            before.setdefault(first[turn.window], []).append(receive)
+    for component in components:
+        for window in section.encoded[component]:
+            receive = Action(Kind.RECV_F, micro_batch=window, peer=peer, component=component)
+            before.setdefault(first[window], []).append(receive)
             if component in section.trained:
                 send = receive._replace(kind=Kind.SEND_B)
-                after.setdefault(last[turn.window], []).append(send)
+                after.setdefault(last[window], []).append(send)
     return [
         step for index, action in enumerate(row) for step in (*before.get(index, ()), action, *after.get(index, ()))
     ]
@@ -147,19 +220,36 @@ def _components(section: SectionWindows, window: int) -> list[str]:
 
 
 def _actions(
-    section: SectionWindows, turns: list[_Turn], encoding: Callable[[str, int], float], first_rank: int
+    section: SectionWindows,
+    passes: Sequence[_Pass],
+    peers: Mapping[str, int],
+    row_of: Mapping[str, int],
+    trained: frozenset[str],
 ) -> Iterator[Action]:
-    """Yield the actions of a section's ranks."""
+    """Yield the actions of a section's ranks.
+
+    Args:
+        section: the section.
+        passes: what it encodes, in order.
+        peers: component -> the list of those who read its features.
+        row_of: component -> the list of its section.
+        trained: components of all sections that have a backward.
+    """
     actions: list[Action] = []
     ahead = [Action(Kind.ENCODE, None, w, None, component) for component, ws in section.upcoming.items() for w in ws]
     ahead.sort(key=lambda action: action.micro_batch or 0)
-    for window, is_backward in _order(section, turns, encoding):
+    for window, is_backward, *_ in passes:
         for component in _components(section, window):
             if is_backward and component not in section.trained:
                 continue
-            message = Action(Kind.RECV_B if is_backward else Kind.SEND_F, None, window, first_rank, component)
+            message = Action(Kind.RECV_B if is_backward else Kind.SEND_F, None, window, peers[component], component)
             encode = Action(Kind.ENCODE_B if is_backward else Kind.ENCODE, None, window, None, component)
+            read = section.reads.get(component)
+            if read is not None and not is_backward:
+                actions.append(Action(Kind.RECV_F, None, window, row_of[read], read))
             actions += [message, encode] if is_backward else [message] if section.is_encoded else [encode, message]
+            if read in trained and is_backward:
+                actions.append(Action(Kind.SEND_B, None, window, row_of[read], read))
         actions += ahead[:1]  # between two messages, each of which waits until the first stage has room for it
         del ahead[:1]
     actions += ahead
@@ -176,9 +266,9 @@ def _actions(
 
 
 def _order(
-    section: SectionWindows, turns: list[_Turn], encoding: Callable[[str, int], float]
-) -> Iterator[tuple[int, bool]]:
-    """Yield the windows that a section encodes, and runs the backward of, in order: (window, whether backward).
+    section: SectionWindows, turns: list[_Turn], encoding: Callable[[str, int], float], limiting: SectionWindows
+) -> Iterator[_Pass]:
+    """Yield the windows that a section encodes, and runs the backward of, in order.
 
     The first stage begins a turn when its features are there; if they are late, everything after it is as much later.
     """
@@ -189,12 +279,11 @@ def _order(
     has_backward = frozenset(unknown)
     while True:
         encoded = len(begins)
-        # A turn's end is known when all turns that begin before it have their features.
-        while unknown and all(turn.begins >= turns[unknown[0]].ends for turn in turns[encoded:]):
+        while unknown and encoded >= turns[unknown[0]].needs:  # then its end is known
             heapq.heappush(ready, (turns[unknown[0]].ends + late, unknown[0]))
             del unknown[0]
         forward_at = float("inf")
-        if encoded < len(turns) and (kept < section.keeps or encoded not in has_backward):
+        if encoded < len(turns) and (kept < limiting.keeps or encoded not in has_backward):
             forward_at = max(free, begins[encoded - section.slots] if encoded >= section.slots else 0.0)
         backward_at = max(free, ready[0][0]) if ready else float("inf")
         if forward_at == backward_at == float("inf"):
@@ -206,16 +295,16 @@ def _order(
             late = max(late, free - turn.begins)
             begins.append(turn.begins + late)
             kept += encoded in has_backward
-            yield turn.window, False
+            yield _Pass(turn.window, False, forward_at, free)
         else:
             window = turns[heapq.heappop(ready)[1]].window
             trained = [c for c in _components(section, window) if c in section.trained]
             free = backward_at + sum(encoding(c, window) for c in trained) * (3 if section.encode_twice else 2)
             kept -= 1
-            yield window, True
+            yield _Pass(window, True, backward_at, free)
     if len(begins) < len(turns) or unknown:
         raise ScheduleError(
-            f"sections.{section.name}.in_flight: found {section.in_flight}, but the first stage needs the features of "
-            f"more windows before the first backward can run: the section would wait for ever; allow more, or set "
+            f"sections.{limiting.name}.in_flight: found {limiting.in_flight}, but the first stage needs the features "
+            "of more windows before the first backward can run: the section would wait for ever; allow more, or set "
             "encode_twice"
         )

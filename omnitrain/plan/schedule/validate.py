@@ -290,11 +290,12 @@ def _encoders(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _sections(schedule: Schedule) -> Iterator[Problem]:
-    """A section sends what it has encoded, and the first stage reads it, and returns its gradients, in time."""
+    """A section sends what it has encoded; those who read it have it, and return its gradients, in time."""
+    readers = _readers(schedule)
     for rank, section in enumerate(schedule.sections, schedule.num_pipeline_ranks):
         first = schedule.stage_ranks[0]
         places: dict[Action, list[int]] = defaultdict(list)
-        for of_rank in (first, rank):
+        for of_rank in dict.fromkeys((first, rank, *(readers[c][0] for c in section.components if c in readers))):
             for index, action in enumerate(schedule.actions[of_rank]):
                 for part in action.passes or (action,):
                     places[part].append(index)
@@ -305,7 +306,7 @@ def _sections(schedule: Schedule) -> Iterator[Problem]:
         ]
         windows = [window for window in windows if window[1] < schedule.num_micro_batches]  # others: the next step's
         for component, start in dict.fromkeys(windows):
-            for of_rank, actions in _of_window(schedule, rank, places, component, start):
+            for of_rank, actions in _of_window(schedule, rank, places, component, start, readers.get(component)):
                 listed = ", ".join(map(str, actions))
                 indices = [index for action in actions for index in places.get(action, ())]
                 if indices != sorted(indices) or len(indices) != len(actions):
@@ -313,24 +314,42 @@ def _sections(schedule: Schedule) -> Iterator[Problem]:
                     yield Problem(of_rank, message, tuple(actions))
 
 
+def _readers(schedule: Schedule) -> dict[str, tuple[int, str]]:
+    """Component whose features a section reads -> the list of that section, and its component that reads them."""
+    return {
+        read: (rank, component)
+        for rank, section in enumerate(schedule.sections, schedule.num_pipeline_ranks)
+        for component, read in section.reads
+    }
+
+
 def _of_window(
-    schedule: Schedule, rank: int, places: Mapping[Action, Sequence[int]], component: str, start: int
+    schedule: Schedule,
+    rank: int,
+    places: Mapping[Action, Sequence[int]],
+    component: str,
+    start: int,
+    reader: tuple[int, str] | None,
 ) -> Iterator[tuple[int, list[Action]]]:
-    """Yield the actions of a window on the section's ranks, and those on the first stage, in order."""
-    first, section = schedule.stage_ranks[0], schedule.sections[rank - schedule.num_pipeline_ranks]
+    """Yield the actions of a window on the section's ranks, and those where its features are read, in order."""
+    section = schedule.sections[rank - schedule.num_pipeline_ranks]
     micro_batches = range(start, min(start + section.size, schedule.num_micro_batches))
     encode = Action(Kind.ENCODE, None, start, None, component)
-    here = [*([] if section.ahead else [encode]), encode._replace(kind=Kind.SEND_F, peer=first)]
-    backward = [encode._replace(kind=Kind.RECV_B, peer=first), encode._replace(kind=Kind.ENCODE_B)]
-    forwards = [Action(Kind.F, 0, k) for k in micro_batches]
-    there = [encode._replace(kind=Kind.RECV_F, peer=rank), min(forwards, key=lambda action: places[action][0])]
+    if reader is None:
+        peer, uses = schedule.stage_ranks[0], [Action(Kind.F, 0, k) for k in micro_batches]
+        ends = [a for k in micro_batches for a in (Action(Kind.B, 0, k), Action(Kind.I, 0, k)) if a in places]
+    else:
+        peer, uses = reader[0], [encode._replace(component=reader[1])]
+        ends = [encode._replace(kind=Kind.ENCODE_B, component=reader[1])]
+    here = [*([] if section.ahead else [encode]), encode._replace(kind=Kind.SEND_F, peer=peer)]
+    backward = [encode._replace(kind=Kind.RECV_B, peer=peer), encode._replace(kind=Kind.ENCODE_B)]
+    there = [encode._replace(kind=Kind.RECV_F, peer=rank), min(uses, key=lambda action: [*places.get(action, ())])]
     returned = encode._replace(kind=Kind.SEND_B, peer=rank)
     if any(action in places for action in (*backward, returned)):
-        ends = [a for k in micro_batches for a in (Action(Kind.B, 0, k), Action(Kind.I, 0, k)) if a in places]
         here += backward
-        there += [max(ends, key=lambda action: places[action][0]), returned]
+        there += [max(ends, key=lambda action: [*places.get(action, ())]), returned]
     yield rank, here
-    yield first, there
+    yield peer, there
 
 
 def _deadlock(schedule: Schedule) -> Iterator[Problem]:

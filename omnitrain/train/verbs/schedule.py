@@ -14,13 +14,14 @@ from omnitrain.parallel.layout import is_separate, section_text
 from omnitrain.parallel.pipeline.apply import complete_schedule
 from omnitrain.parallel.pipeline.stages import PipelineStages, holders, path_of_blocks, stages_of
 from omnitrain.parallel.resolve import resolve_without_ranks
+from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule import Action, Kind, Schedule, Timeline, as_json, gantt, grid, simulate, validate
 from omnitrain.plan.schedule.draw import row_names
 from omnitrain.plan.schedule.generators import accumulate
 from omnitrain.plan.schedule.sections import SectionWindows, with_sections
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, PipelineSchedule, PlanError, Section
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, PipelineSchedule, PlanError, Section
 from omnitrain.train.build_from_recipe import build_without_tokenizer
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries
@@ -137,7 +138,7 @@ def show_schedule(
         _encodes(model, sections, state.dp_size, forward, encode),
         frozenset(name for section in sections.values() if section.encode_twice for name in section.components),
     )
-    windows = [_windows(name, section, plans, number) for name, section in sections.items()]
+    windows = [_windows(recipe.parallel, plans, name, number) for name in sections]
     schedule = with_sections(main, windows, times, lambda component, _: times.encodes[component])
     validate(schedule)
     timeline = simulate(schedule, times)
@@ -182,22 +183,13 @@ def _encodes(
     }
 
 
-def _windows(name: str, section: Section, plans: Mapping[str, ComponentPlan], number: int) -> SectionWindows:
+def _windows(plan: ParallelPlan, plans: Mapping[str, ComponentPlan], name: str, number: int) -> SectionWindows:
     """The windows of a section, if each micro-batch has media for all its encoders, in this step and in the next."""
-    starts = range(0, number, section.micro_batch)
-    encoded = {component: starts for component in plans if component in section.components}
-    later = [number + start for start in starts]
-    return SectionWindows(
-        name=name,
-        encoded=encoded,
-        trained=frozenset(component for component in section.components if not plans[component].freeze),
-        size=section.micro_batch,
-        slots=section.slots,
-        in_flight=section.in_flight,
-        encode_twice=section.encode_twice,
-        is_encoded=bool(section.ahead),
-        upcoming=dict.fromkeys(encoded, later) if section.ahead else {},
-    )
+    windows = full_windows(plan, plans, name, number)
+    if not plan.sections[name].ahead:
+        return windows
+    later = {component: [number + start for start in starts] for component, starts in windows.encoded.items()}
+    return replace(windows, is_encoded=True, upcoming=later)
 
 
 def _stage_rows(

@@ -30,14 +30,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "vision1.ahead+dp2.accum3",
-        pytest.param("encoders2.ahead.window2+tp2.accum3", marks=pytest.mark.slow),
-        pytest.param("vision1.ahead.slots1+pp2.accum4", marks=pytest.mark.slow),
-    ],
+    "layout", ["vision1.ahead+dp2.accum3", "encoders2.ahead.window2+tp2.accum3", "vision1.ahead.slots1+pp2.accum4"]
 )
 def test_what_is_encoded_ahead_trains_as_one_process(sections: RankPool, layout: str) -> None:
     report = verify(

@@ -34,6 +34,12 @@ def plan(
 
 VISION = {"vision": {}}
 OF_TWO = {"vision": {"ranks": 2}}
+TOWER = {"a": {"components": ["image_encoder.tower"]}}
+APART = TOWER | {"b": {"components": ["image_encoder.projector"]}}
+CROSSED = {
+    "a": {"components": ["image_encoder.tower", "audio_encoder.projector"]},
+    "b": {"components": ["audio_encoder.tower", "image_encoder.projector"]},
+}
 BOTH = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 2}}
 
 
@@ -57,6 +63,49 @@ BOTH = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 2}}
             3,
             r"found image_decoder, but only encoders can leave `main`",
         ),
+        (
+            plan({"a": {"components": ["image_encoder.tower", "image_encoder.projector"]}}),
+            3,
+            r"a.components: found image_encoder.tower and image_encoder.projector in one .*name image_encoder i",
+        ),
+        (
+            plan({"a": {"components": ["image_encoder.projector"]}}),
+            3,
+            r"found image_encoder.projector, but image_encoder.tower is in `main`; name image_encoder.tower in a sec",
+        ),
+        (
+            plan({"a": {"components": ["image_encoder.tower"]}, "b": {}}),
+            3,
+            r"found image_encoder.tower, but image_encoder is named as a whole, too; remove one",
+        ),
+        (
+            plan({"a": {"components": ["image_decoder.tower"]}}),
+            3,
+            r"image_decoder.tower, but only encoders that the recipe adds have .* projector: audio_encoder, image_enc",
+        ),
+        (
+            plan(CROSSED),
+            3,
+            r"sections.a.components: a and b read features of each other, and would wait .*name the towers in one sec",
+        ),
+        (plan(APART | {"b": APART["b"] | {"micro_batch": 2}}), 3, r"b.micro_batch: found 2, .*micro_batch 1; use the"),
+        (plan(APART | {"b": APART["b"] | {"ahead": 1}}, freeze=True), 3, r"sections.b.ahead: found 1, .* same step"),
+        (
+            plan(TOWER, {"image_encoder.projector": {"place": "world"}}),
+            3,
+            r"image_encoder.projector.place: found world, but a projector runs where its features are used; remove it",
+        ),
+        (
+            plan(TOWER, {"image_encoder.projector": {"window": 2}}),
+            3,
+            r"image_encoder.projector.window: found 2, but a projector in `main` runs in the forwards; remove it",
+        ),
+        (
+            plan(TOWER, {"image_encoder.projector": {"ulysses": 2}}, ulysses=2),
+            3,
+            r"image_encoder.projector.ulysses: found 2, but a projector has no attention; remove it",
+        ),
+        (plan(APART | {"a": APART["a"] | {"in_flight": 1}}, pp=2), 4, r"sections.a.in_flight: found 1, .* for ever"),
         (plan({"vision": {"ranks": 3}}), 3, r"3 of 3 ranks are for vision, and none is left .* such as --nproc 4"),
         (
             plan(VISION, tp=2, dp_shard=2),

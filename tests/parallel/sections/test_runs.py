@@ -39,6 +39,10 @@ def section(components: Sequence[str] = ("image_encoder", "audio_encoder"), rank
 
 
 MEDIA = section()
+APART = (
+    "parallel.sections={towers: {components: [image_encoder.tower, audio_encoder.tower], ranks: 1}, "
+    "projector: {components: [image_encoder.projector], ranks: 1}}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +111,7 @@ def test_a_run_that_goes_on_with_the_same_sections_has_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("now", [MEDIA, "parallel.sections={}", section(ranks=2), section(["audio_encoder"])])
+@pytest.mark.parametrize("now", [MEDIA, "parallel.sections={}", section(ranks=2), section(["audio_encoder"]), APART])
 def test_a_run_goes_on_with_other_sections(sections: RankPool, recipe: Path, tmp_path: Path, now: str) -> None:
     """On three ranks and one, four without sections, two and two, and with another component apart."""
     fit(recipe, [f"output_dir={tmp_path / 'one'}", *slots(12)])

@@ -24,7 +24,10 @@ def stages_simulated(layout: str) -> tuple[int, ...]:
     return chooser.passes(4).stage_ranks
 
 
-@pytest.mark.parametrize(("layout", "stages"), [("vision1+pp2", (0, 1)), ("vision1+pp2.gpipe", (0, 1))])
+@pytest.mark.parametrize(
+    ("layout", "stages"),
+    [("vision1+pp2", (0, 1)), pytest.param("vision1+pp2.gpipe", (0, 1), marks=pytest.mark.slow)],
+)
 def test_all_ranks_choose_windows_for_the_pipeline_of_main(
     ranks: RankPool, layout: str, stages: tuple[int, ...]
 ) -> None:

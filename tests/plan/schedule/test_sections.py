@@ -101,6 +101,52 @@ def test_components_of_a_section_encode_in_order_and_windows_without_items_are_l
     ]
 
 
+def chain(m: int, **fields: object) -> list[SectionWindows]:
+    """A section with a tower, and one with its projector."""
+    windows = {"tower": range(m)}, {"projector": range(m)}
+    tower, projector = (vision(m, encoded=e, trained=frozenset(e), **fields) for e in windows)
+    return [replace(tower, name="towers"), replace(projector, name="projectors", reads={"projector": "tower"})]
+
+
+def test_a_section_reads_the_features_of_another_one_and_returns_their_gradients() -> None:
+    schedule = planned(accumulate(1), *chain(1))
+    towers, projectors = (
+        [str(a) for a in row if a.kind not in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)] for row in schedule.actions[1:]
+    )
+    assert towers == ["ENCODE0@tower", "SEND_F0>2@tower", "RECV_B0<2@tower", "ENCODE_B0@tower"]
+    assert projectors == [
+        "RECV_F0<1@tower",
+        "ENCODE0@projector",
+        "SEND_F0>0@projector",
+        "RECV_B0<0@projector",
+        "ENCODE_B0@projector",
+        "SEND_B0>1@tower",
+    ]
+    without = schedule.with_actions(
+        [*schedule.actions[:2], [a for a in schedule.actions[2] if "SEND_B0" not in str(a)]]
+    )
+    assert any("SEND_B0>1@tower" in problem.message for problem in problems_in(without))
+
+
+@pytest.mark.parametrize("m", [1, 5, 16])
+def test_two_sections_that_keep_up_cost_only_their_first_forwards_and_last_backwards(m: int) -> None:
+    timeline = simulate(planned(accumulate(m), *chain(m), seconds=0.5), timed(0.5))
+    assert timeline.makespan == pytest.approx(2 * 0.5 + 3 * m + 2 * 1.0)
+
+
+def test_a_section_is_not_further_ahead_than_the_one_that_it_reads_may_be() -> None:
+    towers, projectors = chain(6, slots=6)
+    schedule = planned(accumulate(6), replace(towers, in_flight=2), projectors)
+    assert encodes(schedule, 1)[:4] == encodes(schedule, 2)[:4] == [("F", 0), ("F", 1), ("B", 0), ("F", 2)]
+    assert problems_in(schedule) == ()
+
+
+def test_sections_that_read_each_other_are_refused() -> None:
+    towers, projectors = chain(2)
+    with pytest.raises(ScheduleError, match="towers and projectors read features of each other, and would wait"):
+        planned(accumulate(2), replace(towers, reads={"tower": "projector"}), projectors)
+
+
 def test_a_section_that_would_starve_is_named() -> None:
     with pytest.raises(ScheduleError, match=r"sections.vision.in_flight: found 3, .* allow more, or set encode_twice"):
         planned(lower(one_f_one_b(4, 8)), vision(8, in_flight=3))
@@ -139,10 +185,30 @@ def random_section(rng: random.Random, name: str, m: int) -> SectionWindows:
     )
 
 
+def random_reader(rng: random.Random, sections: list[SectionWindows], m: int) -> SectionWindows:
+    """A section that reads a component of each of these sections, if their windows are equal, or of the first one."""
+    reader = random_section(rng, "reader", m)
+    of_size = [section for section in sections if section.size == sections[0].size]
+    reads = {f"reader of {component}": component for s in of_size for component in rng.sample(sorted(s.encoded), 1)}
+    windows = {component: windows for section in of_size for component, windows in section.encoded.items()}
+    trained = [name for name, read in reads.items() if rng.random() < 0.5 or any(read in s.trained for s in of_size)]
+    own = {} if reader.size != sections[0].size else reader.encoded
+    return replace(
+        reader,
+        size=sections[0].size,
+        encoded=own | {name: windows[read] for name, read in reads.items()},
+        trained=(reader.trained & own.keys()) | {*trained},
+        reads=reads,
+    )
+
+
 def random_schedule(rng: random.Random) -> Schedule | None:
     """None: a section would starve."""
     main = random_main(rng)
     sections = [random_section(rng, name, main.num_micro_batches) for name in ("vision", "audio")[: rng.randint(1, 2)]]
+    if rng.random() < 0.5:
+        sections.append(random_reader(rng, sections, main.num_micro_batches))
+        rng.shuffle(sections)
     try:
         return with_sections(main, sections, TIMES, lambda component, window: len(component) * 0.1 + window % 3)
     except ScheduleError as error:
