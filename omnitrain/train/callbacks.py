@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,6 +104,8 @@ class Callbacks:
         for callback in self._of_event[event]:
             try:
                 getattr(callback, event)(trainer, *arguments)
+                if event == "on_log":  # what cannot be written must not fail later, without the name of the callback
+                    json.dumps(arguments[0])
             except Exception as error:  # raised again below, after the other ranks know
                 failure = (_failure(callback, event, trainer.step, error), error)
                 break

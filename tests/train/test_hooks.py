@@ -71,6 +71,11 @@ class Misspelt(Callback):
     def on_stepp(self, trainer: Trainer) -> None: ...
 
 
+class Unwritable(Callback):
+    def on_log(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        line["norm"] = torch.ones(())
+
+
 def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -131,6 +136,11 @@ def test_a_callback_that_raises_on_one_rank_ends_all_with_its_name_and_a_checkpo
     assert saved == f"  the steps so far are saved in {tmp_path / 'run' / 'checkpoints' / 'step-00000002'}"
     resumed = [f"train.callbacks=['{__file__}:Recorder']", "train.steps=3"]
     assert Trainer(Recipe.load(str(path), resumed), resume=True).fit().step == 3
+
+
+def test_a_number_that_cannot_be_written_is_told_with_the_callback_that_added_it(tmp_path: Path) -> None:
+    with pytest.raises(CallbackError, match=r"Unwritable.on_log failed after step 1: TypeError: .*Tensor is not JSON"):
+        Trainer(recipe(tmp_path), callbacks=[Unwritable()]).fit()
 
 
 def test_a_callback_on_one_rank_stops_all_at_one_step(ranks: RankPool, tmp_path: Path) -> None:
