@@ -16,6 +16,7 @@ from omnitrain.data.sources.json_lines import JsonLines
 from omnitrain.data.sources.turns import MARKERS, as_messages, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
+from omnitrain.recipe.data import source_names
 from omnitrain.recipe.suggest import nearest
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
@@ -134,7 +135,8 @@ class RowSource(Sequence[Row]):
             DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
         """
         self._table = _open(source)
-        if not len(self._table):
+        self._length = min(len(self._table), source.limit or len(self._table))
+        if not self._length:
             raise DataError(f"data: {source.path!r} holds no rows")
         if problems := _missing_columns(self._table.column_names, source) or self._table.problems():
             raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
@@ -148,7 +150,7 @@ class RowSource(Sequence[Row]):
             raise DataError(f"data: {source.path!r}: media_folder {source.media_folder!r} is not a folder")
 
     def __len__(self) -> int:
-        return len(self._table)
+        return self._length
 
     def __getitem__(self, position: int) -> Row:  # type: ignore[override]
         record = self._table[position]
@@ -170,12 +172,12 @@ class RowSource(Sequence[Row]):
         files = list(column) if isinstance(column, (list, tuple)) else [column]
         return files if self._folder is None else [_located(file, self._folder) for file in files]
 
-    def by_source(self) -> dict[str, list[int]]:
+    def by_source(self) -> Mapping[str, Sequence[int]]:
         """Return source -> positions of its rows, in order of first appearance."""
         if self.columns.source not in self._table.column_names:
-            return {self.name: list(range(len(self)))}
+            return {self.name: range(len(self))}
         groups: dict[str, list[int]] = {}
-        for position, name in enumerate(self._table.sources()):
+        for position, name in enumerate(self._table.sources()[: len(self)]):
             groups.setdefault(_text(name, self.name), []).append(position)
         return groups
 
@@ -184,12 +186,21 @@ class RowSource(Sequence[Row]):
 
         Tool calls count as a type of part, and so does a column of tools. Empty if the message column has no messages.
         """
-        return sorted(set(self._table.kinds.values()))
+        return sorted({position for position in self._table.kinds.values() if position < len(self)})
 
     @property
     def shown(self) -> frozenset[tuple[str, bool]]:
         """The modalities that the messages of all rows show, each with whether the assistant writes it."""
-        return frozenset((kind, role_of(role) == "assistant") for role, kind in self._table.kinds if kind in MODALITIES)
+        return frozenset(
+            (kind, role_of(role) == "assistant")
+            for (role, kind), position in self._table.kinds.items()
+            if kind in MODALITIES and position < len(self)
+        )
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Number of rows of each part of the data set that is read at once; empty: rows are read one by one."""
+        return ()
 
 
 def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
@@ -204,7 +215,7 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
             f"sources: found {sources!r}; expected a list of DataSource, such as [DataSource(path='rows.jsonl')]"
         )
     opened, problems = [], []
-    for source, name in zip(sources, _names(sources), strict=True):
+    for source, name in zip(sources, source_names(sources), strict=True):
         try:
             opened.append(RowSource(source, name))
         except DataError as error:
@@ -212,21 +223,6 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
     if problems:
         raise DataError(*problems)
     return opened
-
-
-def _names(sources: Sequence[DataSource]) -> list[str]:
-    """Return the name of each source, or the shortest end of its path that no other source has."""
-    paths = list(dict.fromkeys(Path(source.path) for source in sources if source.name is None))
-    return [source.name or _end_of(Path(source.path), paths) for source in sources]
-
-
-def _end_of(path: Path, paths: Sequence[Path]) -> str:
-    """Return the stem of ``path`` with as many parent folders as make it unique among ``paths``."""
-    for depth in range(1, len(path.parts) + 1):
-        ends = [(*one.parts[:-1], one.stem)[-depth:] for one in (path, *paths)]
-        if ends.count(ends[0]) == 2:  # `paths` contains `path` itself
-            return "/".join(ends[0])
-    return path.name
 
 
 def _idle(source: DataSource, table: Table) -> Iterator[Idle]:
