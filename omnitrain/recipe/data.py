@@ -31,6 +31,30 @@ class Columns(Strict):
         description="Tools that the assistant may call: a list of JSON schemas (OpenAI), or the list as JSON text.",
     )
 
+    text: str | None = Field(
+        None,
+        description="Text of a document to train on, in place of messages. A text longer than `pack_tokens` becomes "
+        "several samples.",
+    )
+    response: str | None = Field(
+        None, description="Text of an assistant's only message, in place of `messages`. The row's media come before."
+    )
+    prompt: str | None = Field(None, description="With `response`: text of the user's message, after the row's media.")
+    system: str | None = Field(None, description="With `response`: text of a system message.")
+
+    def idle(self) -> Iterator[Idle]:
+        """Yield columns that the way in which rows are read does not use."""
+        if self.response is None:
+            yield Idle("prompt", "but `response` is not set; set it to the column of the answers")
+            yield Idle("system", "but `response` is not set; set it to the column of the answers")
+        for key in ("text", "response"):
+            if getattr(self, key) is not None:
+                yield Idle("messages", f"but `{key}` is set, so no messages are read; remove one of them")
+        if self.text is not None:
+            yield Idle("response", "but `text` is set, so rows are documents; remove one of them")
+            for key in ("images", "audios", "videos", "tools"):
+                yield Idle(key, "but `text` is set, and documents have no media and tools; remove it")
+
     def of_media(self) -> dict[str, str]:
         """Return field -> column name for the media columns."""
         return {field: getattr(self, field) for field in ("images", "audios", "videos")}
@@ -40,7 +64,8 @@ class DataSource(Strict):
     """One data set."""
 
     path: str = Field(
-        description="Parquet or JSON Lines (`.jsonl`) file, glob of such files, folder of them, or a Hub data set id."
+        description="Files of data (parquet, Arrow, JSON Lines, JSON, csv, tar shards or text), as a path, a URL, a "
+        "glob, a range `{00..12}` or a folder; or a Hub data set id."
     )
     name: str | None = Field(
         None,
@@ -48,6 +73,19 @@ class DataSource(Strict):
         "are equal.",
     )
     split: str = Field("train", description="Split to use if `path` is a Hub data set.")
+    subset: str | None = Field(None, description="Subset (configuration) to use if `path` is a Hub data set.")
+    revision: str | None = Field(None, description="Branch, tag or commit to use if `path` is a Hub data set.")
+    copy_parquet: bool = Field(
+        False,
+        description="Copy parquet files into the cache of HF `datasets` first. Rows are then shuffled over the whole "
+        "data set, and not over a few row groups at a time.",
+    )
+    read_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds in which a file, or a part of it, must arrive from a URL, all tries together. A row that "
+        "misses them is skipped.",
+    )
     weight: float = Field(
         1.0,
         ge=0,
@@ -64,7 +102,9 @@ class DataSource(Strict):
         description="Modalities that texts mark with `<image>`, `<audio>` or `<video>`, as in LLaVA's data.",
     )
     media_folder: str | None = Field(
-        None, description="Folder that media paths are relative to. Unset: the working folder."
+        None,
+        description="Folder or URL that media paths are relative to. Unset: the working folder; for a folder with a "
+        "file `metadata.*` of rows, this folder.",
     )
 
 

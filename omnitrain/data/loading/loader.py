@@ -285,8 +285,9 @@ def build_dataloader(
     Raises:
         DataError: a data set is missing, empty, or lacks a column.
     """
+    # The first order draws rows of the whole data set at random, for which parquet files would be read again and again.
     return StepLoader(
-        open_sources(data.train),
+        open_sources(data.train, copy_parquet=state is not None and state.order_version == 1),
         processor,
         data,
         seed=seed,
