@@ -49,10 +49,12 @@ def _spans_of_lines(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarr
     size = reader.version(file).size
     parts = [(start, min(start + _PART, size)) for start in range(0, size, _PART)]
     with ThreadPoolExecutor(1 if is_url(file) else min(4, os.cpu_count() or 1)) as threads:
-        ends = np.concatenate([*threads.map(lambda part: _newlines(file, reader, *part), parts), [size - 1]]) + 1
-    stops = np.unique(ends)
-    starts = np.concatenate([[0], stops[:-1]])
-    kept = stops > starts
+        newlines = list(threads.map(lambda part: _newlines(file, reader, *part), parts))
+    stops = np.concatenate([np.zeros(0, dtype=np.int64), *newlines]) + 1
+    if size and (not len(stops) or stops[-1] < size):  # the last line has no newline
+        stops = np.append(stops, size)
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), stops])[:-1]
+    kept = np.ones(len(stops), dtype=bool)
     for row in np.flatnonzero(stops - starts <= _SHORT):
         kept[row] = bool(reader.read(file, int(starts[row]), int(stops[row])).strip())
     return starts[kept], stops[kept]
