@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
+from omnitrain.recipe.located_problem import located
 from omnitrain.recipe.strict import Strict
+from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.useless_keys import Idle
 
 
@@ -27,6 +31,30 @@ class Columns(Strict):
         description="Tools that the assistant may call: a list of JSON schemas (OpenAI), or the list as JSON text.",
     )
 
+    text: str | None = Field(
+        None,
+        description="Text of a document to train on, in place of messages. A text longer than `pack_tokens` becomes "
+        "several samples.",
+    )
+    response: str | None = Field(
+        None, description="Text of an assistant's only message, in place of `messages`. The row's media come before."
+    )
+    prompt: str | None = Field(None, description="With `response`: text of the user's message, after the row's media.")
+    system: str | None = Field(None, description="With `response`: text of a system message.")
+
+    def idle(self) -> Iterator[Idle]:
+        """Yield columns that the way in which rows are read does not use."""
+        if self.response is None:
+            yield Idle("prompt", "but `response` is not set; set it to the column of the answers")
+            yield Idle("system", "but `response` is not set; set it to the column of the answers")
+        for key in ("text", "response"):
+            if getattr(self, key) is not None:
+                yield Idle("messages", f"but `{key}` is set, so no messages are read; remove one of them")
+        if self.text is not None:
+            yield Idle("response", "but `text` is set, so rows are documents; remove one of them")
+            for key in ("images", "audios", "videos", "tools"):
+                yield Idle(key, "but `text` is set, and documents have no media and tools; remove it")
+
     def of_media(self) -> dict[str, str]:
         """Return field -> column name for the media columns."""
         return {field: getattr(self, field) for field in ("images", "audios", "videos")}
@@ -36,7 +64,8 @@ class DataSource(Strict):
     """One data set."""
 
     path: str = Field(
-        description="Parquet or JSON Lines (`.jsonl`) file, glob of such files, folder of them, or a Hub data set id."
+        description="Files of data (parquet, Arrow, JSON Lines, JSON, csv, tar shards or text), as a path, a URL, a "
+        "glob, a range `{00..12}` or a folder; or a Hub data set id."
     )
     name: str | None = Field(
         None,
@@ -44,14 +73,38 @@ class DataSource(Strict):
         "are equal.",
     )
     split: str = Field("train", description="Split to use if `path` is a Hub data set.")
-    weight: float = Field(1.0, gt=0, description="Relative share of this source among all drawn samples.")
+    subset: str | None = Field(None, description="Subset (configuration) to use if `path` is a Hub data set.")
+    revision: str | None = Field(None, description="Branch, tag or commit to use if `path` is a Hub data set.")
+    copy_parquet: bool = Field(
+        False,
+        description="Copy parquet files into the cache of HF `datasets` first. Rows are then shuffled over the whole "
+        "data set, and not over a few row groups at a time.",
+    )
+    read_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds in which a file, or a part of it, must arrive from a URL, all tries together. A row that "
+        "misses them is skipped.",
+    )
+    weight: float = Field(
+        1.0,
+        ge=0,
+        description="Relative share of this source among all drawn samples, or their tokens (`weights_by`). 0: it is "
+        "drawn only in `stages` that give it a weight.",
+    )
+    epochs: float | None = Field(
+        None, gt=0, description="How often the rows are drawn; then the other sources share its draws. Unset: no limit."
+    )
+    limit: int | None = Field(None, ge=1, description="Use only this number of rows, from the first. Unset: all.")
     columns: Columns = Field(default_factory=Columns, description="Column names.")
     media_markers: list[Literal["image", "audio", "video"]] = Field(
         default_factory=list,
         description="Modalities that texts mark with `<image>`, `<audio>` or `<video>`, as in LLaVA's data.",
     )
     media_folder: str | None = Field(
-        None, description="Folder that media paths are relative to. Unset: the working folder."
+        None,
+        description="Folder or URL that media paths are relative to. Unset: the working folder; for a folder with a "
+        "file `metadata.*` of rows, this folder.",
     )
 
 
@@ -85,10 +138,40 @@ class ProcessorArguments(Strict):
     audio_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments for the feature extractor.")
 
 
+class Stage(Strict):
+    """Weights of the training data sets from a step on."""
+
+    from_step: int = Field(ge=1, description="Number of steps before the stage begins.")
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        min_length=1, description="Name of a training data set -> its weight. The others keep the weight they had."
+    )
+
+
+def source_names(sources: Sequence[DataSource]) -> list[str]:
+    """Return the name of each source, or the shortest end of its path that no other source has."""
+    paths = list(dict.fromkeys(Path(source.path) for source in sources if source.name is None))
+    return [source.name or _end_of(Path(source.path), paths) for source in sources]
+
+
+def _end_of(path: Path, paths: Sequence[Path]) -> str:
+    """Return the stem of ``path`` with as many parent folders as make it unique among ``paths``."""
+    for depth in range(1, len(path.parts) + 1):
+        ends = [(*one.parts[:-1], one.stem)[-depth:] for one in (path, *paths)]
+        if ends.count(ends[0]) == 2:  # `paths` contains `path` itself
+            return "/".join(ends[0])
+    return path.name
+
+
 class Data(Strict):
     """Data sets, the conversion of rows to samples, and packing."""
 
     train: list[DataSource] = Field(min_length=1, description="Training data sets, mixed by weight.")
+    weights_by: Literal["samples", "tokens"] = Field(
+        "samples",
+        description="Whether weights are shares of the samples or of their tokens. `tokens`: the mean length of each "
+        "source's first 64 samples turns its weight into a share of samples.",
+    )
+    stages: list[Stage] = Field(default_factory=list, description="Other weights from given steps on.")
     heldout: list[DataSource] = Field(default_factory=list, description="Evaluation data sets.")
     chat: ChatFormat | None = Field(
         None, description="The chat format. Unset: the one saved with `model.checkpoint`, or the defaults below."
@@ -136,9 +219,47 @@ class Data(Strict):
     def idle(self) -> Iterator[Idle]:
         """Yield weights of data sets that are not mixed, and chat texts that a chat template replaces."""
         if len(self.train) == 1:
-            yield Idle("train.0.weight", "but it is the only training data set; remove it")
+            for key in ("train.0.weight", "weights_by", "stages"):
+                yield Idle(key, "but there is only one training data set; remove it")
         for index in range(len(self.heldout)):
             yield Idle(f"heldout.{index}.weight", "but held-out data sets are not mixed; remove it")
+            yield Idle(f"heldout.{index}.epochs", "but held-out data sets are read once; remove it")
         if self.processor is not None:
             for key in CHAT_TEXTS:
                 yield Idle(f"chat.{key}", "but `processor` has its own chat template; remove it")
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        """Require weights of known sources, stages in order, and a source to draw from in every stage."""
+        names, problems = source_names(self.train), []
+        for number, stage in enumerate(self.stages):
+            at = ("stages", number, "weights")
+            problems += [
+                located(f"unknown data set; {hint(name, names)}", (*at, name), weight)
+                for name, weight in stage.weights.items()
+                if name not in names
+            ]
+        for number, (earlier, later) in enumerate(pairwise(self.stages), 1):
+            if later.from_step <= earlier.from_step:
+                why = f"found {later.from_step}, but the stage before begins at {earlier.from_step}; put them in order"
+                problems.append(located(why, ("stages", number, "from_step"), later.from_step))
+        weights = self.stage_weights()
+        for number, of_stage in enumerate(weights):
+            if not any(of_stage):
+                at = ("stages", number - 1, "weights") if number else ("train", 0, "weight")
+                problems.append(located("all weights are 0; expected one above 0", at, of_stage))
+        for number, of_source in enumerate(zip(*weights, strict=True)):
+            if not any(of_source):
+                why = "found 0.0, and no stage has another weight for it; remove the data set, or name it in `stages`"
+                problems.append(located(why, ("train", number, "weight"), 0.0))
+        if problems:
+            raise ValidationError.from_exception_data(type(self).__name__, problems)
+        return self
+
+    def stage_weights(self) -> list[list[float]]:
+        """Return the weight of each training data set, for the first stage and each of ``stages``."""
+        names, weights = source_names(self.train), [[source.weight for source in self.train]]
+        for stage in self.stages:
+            before = zip(names, weights[-1], strict=True)
+            weights.append([stage.weights.get(name, weight) for name, weight in before])
+        return weights

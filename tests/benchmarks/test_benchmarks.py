@@ -28,6 +28,7 @@ SIZES = {
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
+    "data_start": ["--rounds=1", "--lines=2000", "--megabytes=2"],
     "load": ["--rounds=1", "--width=64"],
     "checkpoint": ["--rounds=1", "--width=64", "--steps=1"],
     "loss": ["--rounds=1", "--tokens=512", "--classes=20000", "--hidden=32"],

@@ -58,8 +58,8 @@ def test_missing_key_is_named_with_what_it_means(tmp_path: Path) -> None:
     file.write_text("data: {train: [{weight: 1}]}")
     assert refusal(file)[1:] == [
         "  model: required, but missing; add `model`: The omni model",
-        "  data.train.0.path: required, but missing; add `path`: Parquet or JSON Lines (`.jsonl`) file, glob of such "
-        "files, folder of them, or a Hub data set id",
+        "  data.train.0.path: required, but missing; add `path`: Files of data (parquet, Arrow, JSON Lines, JSON, "
+        "csv, tar shards or text), as a path, a URL, a glob, a range `{00..12}` or a folder; or a Hub data set id",
     ]
 
 

@@ -110,7 +110,24 @@ STANDS: dict[str, Always | Idle] = {
     "DataSource.path": Always("it is the data set"),
     "DataSource.name": Always("metrics have it"),
     "DataSource.split": idle("files, which have no splits", "data.train.0.split=test"),
-    "DataSource.weight": idle("the only training data set", "data.train.0.weight=2"),
+    "DataSource.subset": idle("files, which have no subsets", "data.train.0.subset=en"),
+    "DataSource.revision": idle("files, which have no revisions", "data.train.0.revision=v2"),
+    "DataSource.copy_parquet": idle("the files are no parquet files", "data.train.0.copy_parquet=true", base="text"),
+    "DataSource.read_seconds": idle("neither the files nor `media_folder` are a URL", "data.train.0.read_seconds=5"),
+    "Columns.text": idle(
+        "`text` is set, so no messages are read", "data.train.0.columns={text: a}", "data.train.0.columns.messages=b"
+    ),
+    "Columns.response": idle("`text` is set, so rows are documents", "data.train.0.columns={text: a, response: b}"),
+    "Columns.prompt": idle("`response` is not set", "data.train.0.columns.prompt=a"),
+    "Columns.system": idle("`response` is not set", "data.train.0.columns.system=a"),
+    "DataSource.epochs": idle("held-out data sets are read once", "data.heldout.0.epochs=2"),
+    "DataSource.limit": SIZE,
+    "Data.weights_by": idle("there is only one training data set", "data.weights_by=tokens"),
+    "Stage.from_step": idle(
+        "there is only one training data set", "data.stages=[{weights: {train: 2}}]", "data.stages.0.from_step=3"
+    ),
+    "Stage.weights": idle("there is only one training data set", "data.stages=[{from_step: 3, weights: {train: 2}}]"),
+    "DataSource.weight": idle("there is only one training data set", "data.train.0.weight=2"),
     "DataSource.media_markers": idle("no text content has <image>", "data.train.0.media_markers=[image]", base="text"),
     "DataSource.media_folder": idle("no message shows a medium", "data.train.0.media_folder=.", base="text"),
     **{

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from omnitrain.data.loading.data_process import run_ahead
-from omnitrain.data.loading.order import SampleOrder
+from omnitrain.data.loading.order import Order, SampleOrder, SourceShare
+from omnitrain.data.loading.order_v1 import FirstOrder
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
 from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
@@ -20,10 +23,11 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import RowSource, open_sources
-from omnitrain.errors import UserError
+from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Data
 
 _PACKS_AHEAD = 4
+_MEASURED_ROWS = 64  # of each source, for weights by tokens
 
 Packs = tuple[Pack, ...]
 
@@ -53,7 +57,7 @@ class _Steps:
     """
 
     data: Data
-    order: SampleOrder
+    order: Order
     rows: PreparedRows
     share: RankShare
     slots: Mapping[int, SlotState]
@@ -69,14 +73,16 @@ class _Steps:
             TrainingError: a process that prepares rows was killed.
         """
         draws = {
-            slot: chain([self.order[index] for index in state.held], self.order.draws(state.next_index))
+            slot: chain(
+                [self.order.draw(index, state.begun) for index in state.held],
+                self.order.draws(state.next_index, state.begun),
+            )
             for slot, state in self.slots.items()
         }
         context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
         with context, SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1)) as rows:
             packers = [
-                SlotPacker(self.data, self.order, partial(rows.take, slot), state, self.alone)
-                for slot, state in self.slots.items()
+                SlotPacker(self.data, self.order, rows, slot, state, self.alone) for slot, state in self.slots.items()
             ]
             num_shares, share = self.share.num_shares, self.share.share
             minimal = [] if self.idle is None else [self.idle]
@@ -122,8 +128,11 @@ class StepLoader:
         if share.num_shares > 1 and idle is None:
             raise ValueError(f"{ranks} ranks share {slots} packs: pass `idle` for ranks whose share is empty")
         self.sources = sources
-        self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed, slots)
         self.rows = PreparedRows(sources, processor, data.pack_tokens, data.cached_samples, without_tails)
+        self._start = start
+        if data.weights_by == "tokens" and not start.tokens_per_draw:
+            self._start = replace(start, tokens_per_draw=_tokens_per_draw(sources, data, self.rows, seed))
+        self.order = order_of(sources, data, seed, slots, self._start)
         self.rejected = {row.id: row for row in start.rejected}
         self._listed = tuple(self.rejected.values())
         slot_states = {slot: start.of_slot(slot) for slot in share.slots}
@@ -131,7 +140,7 @@ class StepLoader:
 
     def state(self) -> LoaderState:
         """Return the states of this rank's slots after the last step; see ``slots.merge_states``."""
-        return LoaderState(self._steps.slots, self._listed)
+        return replace(self._start, slots=self._steps.slots, rejected=self._listed)
 
     @property
     def num_rejected(self) -> dict[int, Mapping[str, int]]:
@@ -148,6 +157,64 @@ class StepLoader:
                     self.rejected.update({row.id: row for row in loaded.rejected})
                     self._listed = tuple(self.rejected.values())
                 yield loaded.step
+
+
+def order_of(sources: Sequence[Sized], data: Data, seed: int, slots: int, state: LoaderState) -> Order:
+    """Return the order of a run's samples, in the version with which the run began.
+
+    Args:
+        sources: the rows of each data set of ``data.train``.
+        data: the recipe's ``data`` node.
+        seed: seed of the shuffling.
+        slots: packers of the run.
+        state: state of the run's data.
+    """
+    if state.order_version == 1:
+        return FirstOrder([len(source) for source in sources], [source.weight for source in data.train], seed, slots)
+    shares = _shares(sources, data, state.tokens_per_draw or [1.0] * len(sources))
+    return SampleOrder(shares, seed, slots, [stage.from_step for stage in data.stages])
+
+
+def _shares(sources: Sequence[Sized], data: Data, tokens_per_draw: Sequence[float]) -> list[SourceShare]:
+    weights = zip(*data.stage_weights(), strict=True)
+    together = zip(order_names(data), sources, data.train, weights, tokens_per_draw, strict=True)
+    return [
+        SourceShare(
+            name,
+            len(source),
+            tuple(weight / tokens for weight in of_stages),
+            node.epochs,
+            getattr(source, "blocks", ()),  # a plain sequence of rows has none
+        )
+        for name, source, node, of_stages, tokens in together
+    ]
+
+
+def order_names(data: Data) -> list[str]:
+    """Return a name of each training data set that no other has, and that other data sets do not change.
+
+    It is that of the recipe, or the file's. Data sets of the same name are counted.
+    """
+    names = [source.name or Path(source.path).stem for source in data.train]
+    return [f"{name} {names[:place].count(name)}" for place, name in enumerate(names)]
+
+
+def _tokens_per_draw(sources: Sequence[RowSource], data: Data, rows: PreparedRows, seed: int) -> tuple[float, ...]:
+    """Return the mean tokens of the first draws of each source; rows that training skips have none."""
+    means = []
+    for number, share in enumerate(_shares(sources, data, [1.0] * len(sources))):
+        first = share.rows(np.arange(min(_MEASURED_ROWS, share.length)), seed).tolist()
+        drawn = [rows[0, number, row] for row in first]
+        if mistake := next((one for one in drawn if isinstance(one, UserError)), None):
+            raise mistake
+        tokens = sum(len(piece) for one in drawn if isinstance(one, Sample) for piece in (one, *one.more))
+        if not tokens:
+            raise DataError(
+                f"data.train.{number}: none of its first {len(drawn)} rows can be used, so `weights_by: tokens` knows "
+                "no length of its samples; remove the data set, or mend its rows (`omnitrain check` says why)"
+            )
+        means.append(tokens / len(drawn))
+    return tuple(means)
 
 
 def first_samples(
@@ -218,8 +285,9 @@ def build_dataloader(
     Raises:
         DataError: a data set is missing, empty, or lacks a column.
     """
+    # The first order draws rows of the whole data set at random, for which parquet files would be read again and again.
     return StepLoader(
-        open_sources(data.train),
+        open_sources(data.train, copy_parquet=state is not None and state.order_version == 1),
         processor,
         data,
         seed=seed,

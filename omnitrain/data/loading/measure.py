@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
-from omnitrain.data.loading.order import SampleOrder
+from omnitrain.data.loading.loader import order_of
+from omnitrain.data.loading.order import Draw
 from omnitrain.data.loading.packer import SlotPacker
-from omnitrain.data.loading.slots import SlotState
+from omnitrain.data.loading.slots import LoaderState, SlotState
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.item_parts import modality_of, parts_of_items
 from omnitrain.data.render.processor import OmniProcessor
@@ -43,6 +45,14 @@ class Measure:
     is_alone: bool = False
     index: int = 0
 
+    piece: ClassVar[int] = 0  # pieces of a document are measured like rows
+    num_pieces: ClassVar[int] = 1
+
+    @property
+    def pieces(self) -> tuple[Measure, ...]:
+        """The measure itself."""
+        return (self,)
+
     def __len__(self) -> int:
         return self.length
 
@@ -68,7 +78,10 @@ def measure(
     for position in np.sort(np.random.default_rng(0).permutation(len(source))[:most]).tolist():
         row = source[position]
         prepared = processor.sample(row, max_tokens=max_tokens, without_tail=without_tails)
-        yield prepared if isinstance(prepared, Rejected) else _of_sample(prepared, row, processor)
+        if isinstance(prepared, Rejected):
+            yield prepared
+        else:
+            yield from (_of_sample(piece, row, processor) for piece in prepared.pieces)
 
 
 def _of_sample(sample: Sample, row: Row, processor: OmniProcessor) -> Measure:
@@ -121,17 +134,35 @@ def pack_measures(measured: Sequence[Sequence[Measured]], data: Data, *, seed: i
         packs: number of packs.
         alone: make packs of one sample.
     """
-    order = SampleOrder([len(rows) for rows in measured], [source.weight for source in data.train], seed)
-    draws = order.draws()
-
-    def take() -> Measured:
-        index, source, row = next(draws)
-        return replace(measured[source][row], index=index)
-
-    packer = SlotPacker(data.model_copy(update={"overlong": "drop"}), order, take, SlotState(0), alone)
+    endless = [source.model_copy(update={"epochs": None}) for source in data.train]
+    data = data.model_copy(update={"overlong": "drop", "train": endless})
+    state = LoaderState()
+    if data.weights_by == "tokens":
+        state = replace(state, tokens_per_draw=tuple(map(_tokens_per_draw, measured)))
+    order = order_of(measured, data, seed, 1, state)
+    packer = SlotPacker(data, order, _MeasuredRows(measured, order.draws()), 0, SlotState(0), alone)
     made = []
     for _ in range(packs):
         chosen = packer.choose()
         made.append(PackMeasure(len(chosen), sum(map(len, chosen)), sum(one.num_predicted for one in chosen)))
     read = packer.state.next_index - len(packer.state.held)
     return Packing(made, read / packs)
+
+
+class _MeasuredRows:
+    """The measured rows of one slot; see :class:`~omnitrain.data.loading.packer.PreparedStreams`."""
+
+    def __init__(self, measured: Sequence[Sequence[Measured]], draws: Iterator[Draw]) -> None:
+        self._measured, self._draws = measured, draws
+
+    def take(self, slot: int) -> Measured:
+        index, source, row = next(self._draws)
+        return replace(self._measured[source][row], index=index)
+
+    def redirect(self, slot: int, draws: Iterator[Draw]) -> None:
+        self._draws = draws
+
+
+def _tokens_per_draw(measured: Sequence[Measured]) -> float:
+    tokens = sum(len(one) for one in measured if isinstance(one, Measure))
+    return max(tokens, 1) / len(measured)

@@ -1,108 +1,241 @@
-"""The order of training data: a pure function of ``(seed, global index)``."""
+"""The order of training data: a pure function of ``(seed, global index)``, in memory that does not grow with the data.
+
+Each slot draws from all sources, and slot ``j`` of ``n`` draws the rows at the positions ``j``, ``j + n``,
+``j + 2 * n``, ... of each source's shuffled rows, so that no two slots draw the same row in an epoch. Draw ``k`` of a
+source in a slot has the time ``(k + phase) / share``, and the slot's draws are sorted by time. So each source gets its
+share of any stretch, and the state at an index is computed without replaying the order.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import heapq
-import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from omnitrain.data.loading.shuffle import shuffled, shuffled_in_blocks
+
 Draw = tuple[int, int, int]  # global index, source, row
+
+ORDER_VERSION = 2  # of new runs; 1 is that of `order_v1`
+
+_DRAWS_AT_A_TIME = 1024
+_ENDLESS = 1 << 52  # more draws than any run has; a float has no larger integers without gaps
+
+
+class Order(Protocol):
+    """The order of all samples of a run.
+
+    Index ``i`` is a draw of slot ``i % slots``. ``begun`` are the indices at which a slot began the second and each
+    later stage.
+
+    Attributes:
+        lengths: rows of each source.
+        slots: packers of the run.
+    """
+
+    lengths: tuple[int, ...]
+    slots: int
+
+    def draw(self, index: int, begun: Sequence[int] = ()) -> Draw:
+        """Return the draw of one global index.
+
+        Raises:
+            IndexError: the sources end before it.
+        """
+        ...
+
+    def draws(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[Draw]:
+        """Yield ``(index, source, row)`` for index ``start``, ``start + slots``, ...: the next draws of a slot."""
+        ...
+
+    def stage_of(self, step: int) -> int:
+        """Return the number, from 0, of the stage in which a step (from 0) is."""
+        ...
+
+    def is_first(self, index: int, begun: Sequence[int] = ()) -> bool:
+        """Return whether the row of a global index was in no draw before it: its source is in its first epoch."""
+        ...
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """The rows of a source, and how often they are drawn.
+
+    Attributes:
+        name: a name that no other source of the run has. With the seed, it decides the order of the rows.
+        length: number of rows.
+        weights: relative share of the draws in each stage; 0: no draws.
+        epochs: how often the rows are drawn; None: without end.
+        blocks: number of rows of each part of the source that is read at once; empty: rows are read one by one.
+    """
+
+    name: str
+    length: int
+    weights: tuple[float, ...] = (1.0,)
+    epochs: float | None = None
+    blocks: tuple[int, ...] = ()
+
+    def rows(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """Return the rows at ``[n]`` int64 positions of the source's endless order, which is shuffled every epoch."""
+        rows = np.empty_like(positions)
+        epochs, within = np.divmod(positions, self.length)
+        for epoch in np.unique(epochs):
+            found, key = np.flatnonzero(epochs == epoch), f"{seed} {epoch} {self.name}"
+            if self.blocks:
+                rows[found] = shuffled_in_blocks(within[found], self.blocks, key)
+            else:
+                rows[found] = shuffled(within[found], self.length, key)
+        return rows
+
+
+class _Draws(NamedTuple):
+    """Draws of a slot that follow each other.
+
+    Attributes:
+        before: ``[sources]``, draws of each source before the first of them.
+        sources: ``[n]``, source of each draw.
+        counts: ``[n]``, number from 0 of the draw among those of its source in this slot.
+    """
+
+    before: np.ndarray
+    sources: np.ndarray
+    counts: np.ndarray
 
 
 class SampleOrder:
-    """The source and row of each index of the run. Endless: each source is reshuffled every epoch.
+    """The order of new runs; see :class:`Order`. It ends when all sources have had their epochs."""
 
-    Draw ``k`` of a source has the time ``(k + phase) / share``, and draws are sorted by time. So each source gets its
-    share of any stretch, and the state at an index can be computed without replaying the order.
-
-    A run with ``slots`` packers divides this order into blocks of one draw per slot: slot ``j`` has the indices ``j``,
-    ``j + slots``, ``j + 2 * slots``, ... The first slot of each block is random. Otherwise sources that alternate with
-    the same period as the slots would each go to one slot::
-
-        draw       a b a b a b a b      two sources of equal weight
-        two slots  0 1 1 0 1 0 0 1      slot of each draw; without randomness slot 0 would never see b
-    """
-
-    def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int, slots: int = 1) -> None:
+    def __init__(
+        self, sources: Sequence[SourceShare], seed: int, slots: int = 1, stage_steps: Sequence[int] = ()
+    ) -> None:
         """Define the order.
 
         Args:
-            lengths: rows per source.
-            weights: relative shares of the draws.
+            sources: all sources, with a weight for each stage.
             seed: seed of the shuffling.
             slots: packers of the run.
+            stage_steps: number of steps before the second and each later stage.
         """
-        self.lengths = tuple(lengths)
-        self.slots = slots
-        self.shares = tuple(weight / sum(weights) for weight in weights)
-        self.seed = seed
-        # Different phases, so that sources of equal weight are not all drawn at the same time.
-        self._phases = tuple((source + 0.5) / len(lengths) for source in range(len(lengths)))
-        self._permutations: list[dict[int, np.ndarray]] = [{} for _ in lengths]  # per source: epoch -> rows
+        self.sources, self.seed, self.slots, self.stage_steps = tuple(sources), seed, slots, tuple(stage_steps)
+        self.lengths = tuple(source.length for source in sources)
+        weights = np.array([source.weights for source in sources], dtype=np.float64)
+        self._shares = (weights / weights.sum(axis=0)).T  # [stages, sources]
 
-    def __getitem__(self, index: int) -> Draw:
-        """Return the draw of one global index."""
-        return next(self.draws(index))
+    def draw(self, index: int, begun: Sequence[int] = ()) -> Draw:
+        """See :meth:`Order.draw`."""
+        source, position = self._position(index, begun)
+        return index, source, int(self.sources[source].rows(np.array([position]), self.seed)[0])
 
-    def draws(self, start: int = 0) -> Iterator[Draw]:
-        """Yield ``(index, source, row)`` for index ``start``, ``start + slots``, ...: the next draws of a slot."""
-        for index, source, count in self._counted(start):
-            yield index, source, self._row(source, count)
+    def is_first(self, index: int, begun: Sequence[int] = ()) -> bool:
+        """See :meth:`Order.is_first`."""
+        source, position = self._position(index, begun)
+        return position < self.lengths[source]
 
-    def is_first(self, index: int) -> bool:
-        """Return whether the row of a global index was in no draw before it: its source is in its first epoch."""
-        _, source, count = next(self._counted(index))
-        return count < self.lengths[source]
+    def stage_of(self, step: int) -> int:
+        """See :meth:`Order.stage_of`."""
+        return bisect_right(self.stage_steps, step)
 
-    def _counted(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the draws of a slot as ``(index, source, draw of that source)``, from index ``start`` on."""
-        index, position = start, self._position_in_time(start)
-        for drawn, source, count in self._by_time_from(position):
-            if drawn == position:
-                yield index, source, count
-                index += self.slots
-                position = self._position_in_time(index)
-
-    def _position_in_time(self, index: int) -> int:
-        """Return the position of a global index among all draws sorted by time."""
-        block, slot = divmod(index, self.slots)
-        random_bytes = hashlib.blake2b(f"{self.seed} {block}".encode(), digest_size=8).digest()
-        return block * self.slots + (slot + int.from_bytes(random_bytes, "little")) % self.slots
-
-    def _by_time_from(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """Yield ``(position, source, draw of that source)`` sorted by time, from position ``start`` on."""
-        begin = start - len(self.lengths) - 1  # early enough that fewer than `start` draws come before this time
-        drawn = [self._num_before(begin, source) for source in range(len(self.lengths))]
-        upcoming = [(self._time(source, count), source, count) for source, count in enumerate(drawn)]
-        heapq.heapify(upcoming)
-        position = sum(drawn)
+    def draws(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[Draw]:
+        """See :meth:`Order.draws`."""
+        slot, index = start % self.slots, start
         while True:
-            _, source, count = upcoming[0]
-            heapq.heapreplace(upcoming, (self._time(source, count + 1), source, count + 1))
-            if position >= start:
-                yield position, source, count
-            position += 1
+            end = next((later for later in begun if later > index), index + _DRAWS_AT_A_TIME * self.slots)
+            size = min(_DRAWS_AT_A_TIME, (end - index) // self.slots)
+            drawn = self._drawn(index, size, begun)
+            if not len(drawn.sources):
+                return
+            positions = drawn.counts * self.slots + slot
+            rows = np.empty_like(positions)
+            for source in np.unique(drawn.sources):
+                found = np.flatnonzero(drawn.sources == source)
+                rows[found] = self.sources[source].rows(positions[found], self.seed)
+            stop = index + len(rows) * self.slots
+            yield from zip(range(index, stop, self.slots), drawn.sources.tolist(), rows.tolist(), strict=True)
+            index = stop
 
-    def _time(self, source: int, count: int) -> float:
-        return (count + self._phases[source]) / self.shares[source]
+    def _position(self, index: int, begun: Sequence[int]) -> tuple[int, int]:
+        """Return the source of an index, and the position in the endless order of that source's rows."""
+        drawn = self._drawn(index, 1, begun)
+        if not len(drawn.sources):
+            raise IndexError(f"the sources end before sample {index}")
+        return int(drawn.sources[0]), int(drawn.counts[0]) * self.slots + index % self.slots
 
-    def _num_before(self, time: float, source: int) -> int:
-        """Return the number of draws of ``source`` with a smaller time, with the rounding of :meth:`_time`."""
-        count = max(0, math.ceil(time * self.shares[source] - self._phases[source]))
-        while count and self._time(source, count - 1) >= time:
-            count -= 1
-        while self._time(source, count) < time:
-            count += 1
-        return count
+    def _drawn(self, index: int, size: int, begun: Sequence[int]) -> _Draws:
+        """Return up to ``size`` draws of a slot from ``index`` on, all in one stage."""
+        slot, stage = index % self.slots, bisect_right(begun, index)
+        borders = [slot, *begun[:stage], index]
+        before = np.zeros(len(self.sources), dtype=np.int64)
+        for earlier in range(stage):
+            num_draws = (borders[earlier + 1] - borders[earlier]) // self.slots
+            before = before + self._in_stage(earlier, slot, before, num_draws, 0).before
+        drawn = self._in_stage(stage, slot, before, (index - borders[stage]) // self.slots, size)
+        return drawn._replace(counts=drawn.counts + before[drawn.sources])
 
-    def _row(self, source: int, count: int) -> int:
-        epoch, position = divmod(count, self.lengths[source])
-        permutations = self._permutations[source]
-        if epoch not in permutations:
-            if len(permutations) == 2:  # samples that wait for a pack may be of the previous epoch
-                del permutations[min(permutations)]
-            permutations[epoch] = np.random.default_rng([self.seed, source, epoch]).permutation(self.lengths[source])
-        return int(permutations[epoch][position])
+    def _in_stage(self, stage: int, slot: int, before: np.ndarray, start: int, size: int) -> _Draws:
+        """Return draws number ``start`` to ``start + size`` of a slot in a stage, counted from the stage's begin."""
+        shares, number = self._shares[stage], len(self.sources)
+        # Different phases, so that neither sources of equal weight nor slots draw the same source at the same time.
+        phases = ((np.arange(number) + 0.5) / number + slot / self.slots) % 1.0
+        ends = [_ENDLESS if one.epochs is None else int(one.epochs * one.length) for one in self.sources]
+        left = np.maximum(-(-(np.array(ends) - slot) // self.slots), 0) - before
+        times = _Times(shares, phases, np.where(shares > 0, left, 0))
+        low, high = (
+            times.num_before(times.at(start - number - 1)),
+            times.num_before(times.at(start + size + number + 1)),
+        )
+        sources = np.repeat(np.arange(number), high - low)
+        counts = np.concatenate([np.arange(first, last) for first, last in zip(low, high, strict=True)])
+        order = np.lexsort((sources, times.of(sources, counts)))
+        skipped, kept = np.split(order[: start + size - int(low.sum())], [start - int(low.sum())])
+        return _Draws(low + np.bincount(sources[skipped], minlength=number), sources[kept], counts[kept])
+
+
+@dataclass(frozen=True)
+class _Times:
+    """The times of the draws of all sources, ``[sources]`` each: draw ``k`` of a source is at ``(k + phase) / share``.
+
+    Attributes:
+        shares: of the draws; they add up to 1.
+        phases: in ``[0, 1)``.
+        left: number of draws of each source; 0 for a share of 0.
+    """
+
+    shares: np.ndarray
+    phases: np.ndarray
+    left: np.ndarray
+
+    def of(self, sources: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return ``[n]``, the times of the draws number ``counts`` of ``sources``."""
+        return np.asarray((counts + self.phases[sources]) / self.shares[sources])
+
+    def at(self, number: int) -> float:
+        """Return the time at which ``sum(min(left, time * share))`` is ``number``; infinite if it never is."""
+        if number <= 0:
+            return 0.0
+        active = np.flatnonzero(self.left)
+        ends = self.left[active] / self.shares[active]
+        time, done, rate = 0.0, 0.0, float(self.shares[active].sum())
+        for which in np.argsort(ends, kind="stable"):
+            if done + (ends[which] - time) * rate >= number:
+                return time + (number - done) / rate
+            done, time = done + (ends[which] - time) * rate, float(ends[which])
+            rate = max(rate - self.shares[active][which], 0.0)
+        return float("inf")
+
+    def num_before(self, time: float) -> np.ndarray:
+        """Return ``[sources]``, the draws of each source with a smaller time, with the rounding of :meth:`of`."""
+        if time == float("inf"):
+            return self.left
+        active = np.flatnonzero(self.left)
+        guess = np.ceil(time * self.shares[active] - self.phases[active]).astype(np.int64)
+        guess = np.clip(guess, 0, self.left[active])
+        while (high := (guess > 0) & (self.of(active, guess - 1) >= time)).any():
+            guess -= high
+        while (low := (guess < self.left[active]) & (self.of(active, guess) < time)).any():
+            guess += low
+        number = np.zeros_like(self.left)
+        number[active] = guess
+        return number

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Generic
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
 
-from omnitrain.data.loading.order import SampleOrder
+from omnitrain.data.loading.order import Draw, Order
 from omnitrain.data.loading.slots import SlotState
 from omnitrain.data.packing.fill_pack import Held, fill_pack, num_tokens
 from omnitrain.data.packing.sample import Rejected
@@ -16,14 +16,30 @@ from omnitrain.recipe import Data
 _MAX_FAILURES = 1000  # consecutive rejected rows; since the order is shuffled, the others would fail as well
 
 
+Prepared = TypeVar("Prepared", covariant=True)
+
+
+class PreparedStreams(Protocol[Prepared]):
+    """A stream of prepared rows for each slot."""
+
+    def take(self, slot: int) -> Prepared | Rejected | None:
+        """Return the next row of a slot; None if its draws have ended."""
+        ...
+
+    def redirect(self, slot: int, draws: Iterator[Draw]) -> None:
+        """Go on with other draws of a slot."""
+        ...
+
+
 class SlotPacker(Generic[Held]):
     """Chooses the samples of a slot's packs, independently of all other slots."""
 
     def __init__(
         self,
         data: Data,
-        order: SampleOrder,
-        take: Callable[[], Held | Rejected],
+        order: Order,
+        rows: PreparedStreams[Held],
+        slot: int,
         state: SlotState,
         alone: bool,
     ) -> None:
@@ -32,12 +48,15 @@ class SlotPacker(Generic[Held]):
         Args:
             data: the recipe's ``data`` node.
             order: order of the samples over all slots of the run.
-            take: returns the slot's next sample; samples that ``state`` holds come first.
+            rows: prepared rows of the slots of this rank; those that ``state`` holds come first.
+            slot: the slot.
             state: state of the slot.
             alone: make packs of one sample.
         """
-        self._data, self._order, self._take, self._alone = data, order, take, alone
-        self._next_index, self._num_unread = state.next_index, len(state.held)
+        self._data, self._order, self._rows, self._slot, self._alone = data, order, rows, slot, alone
+        self._next_index, self._num_packs, self._begun = state.next_index, state.num_packs, state.begun
+        self._num_unread, self._unread_pieces = len(state.held), state.held_pieces
+        self._has_ended = False  # the order has no more rows
         self._held: list[Held] = []
         self._held_tokens = 0
         self._failures = 0  # rows rejected since the last good one
@@ -48,25 +67,52 @@ class SlotPacker(Generic[Held]):
     @property
     def state(self) -> SlotState:
         """The state after the last chosen pack."""
-        held = tuple(sample.index for sample in self._held)
-        return SlotState(self._next_index, held, dict(sorted(self._num_rejected.items())))
+        pieces: dict[int, tuple[int, ...]] = {}
+        for sample in self._held:
+            if sample.num_pieces > 1:
+                pieces[sample.index] = (*pieces.get(sample.index, ()), sample.piece)
+        return SlotState(
+            next_index=self._next_index,
+            held=tuple(dict.fromkeys(sample.index for sample in self._held)),
+            rejected=dict(sorted(self._num_rejected.items())),
+            held_pieces=pieces,
+            num_packs=self._num_packs,
+            begun=self._begun,
+        )
 
     def choose(self) -> list[Held]:
         """Return the samples of the next pack.
 
         Raises:
-            UserError: the model cannot use the data, or a row is overlong and ``data.overlong`` is ``error``.
+            UserError: the model cannot use the data, or a row is overlong and ``data.overlong`` is ``error``, or all
+                rows have been drawn in all their epochs.
         """
         for _ in range(self._num_unread):
             self._draw()
-        self._num_unread = 0
-        while len(self._held) < self._data.packing_buffer or self._held_tokens < self._data.pack_tokens:
+        self._num_unread, self._unread_pieces = 0, {}
+        self._begin_stage()
+        while not self._has_ended and (
+            len(self._held) < self._data.packing_buffer or self._held_tokens < self._data.pack_tokens
+        ):
             self._draw()
+        if not self._held:
+            raise DataError(
+                f"data.train: all rows have been drawn as often as the `epochs` of their data sets allow, after "
+                f"{self._num_packs} steps; set train.steps={self._num_packs}, or raise `epochs`"
+            )
         chosen = fill_pack(self._held, self._data.pack_tokens, alone=self._alone)
+        self._num_packs += 1
         self._held_tokens -= num_tokens(chosen)
-        indices = {sample.index for sample in chosen}
-        self._held = [sample for sample in self._held if sample.index not in indices]
+        taken = {(sample.index, sample.piece) for sample in chosen}
+        self._held = [sample for sample in self._held if (sample.index, sample.piece) not in taken]
         return chosen
+
+    def _begin_stage(self) -> None:
+        """Draw with the weights of the stage of the next step, from the first index that was not drawn."""
+        if (stage := self._order.stage_of(self._num_packs)) > len(self._begun):
+            self._begun += (self._next_index,) * (stage - len(self._begun))
+            self._rows.redirect(self._slot, self._order.draws(self._next_index, self._begun))
+            self._has_ended = False
 
     def take_rejected(self) -> list[Rejected]:
         """Return the rows rejected since the last call."""
@@ -74,20 +120,25 @@ class SlotPacker(Generic[Held]):
         return rejected
 
     def _draw(self) -> None:
-        drawn = self._take()
+        drawn = self._rows.take(self._slot)
+        if drawn is None:
+            self._has_ended = True
+            return
         self._next_index = max(self._next_index, drawn.index + self._order.slots)
         if not isinstance(drawn, Rejected):
-            self._held.append(drawn)
-            self._held_tokens += len(drawn)
+            pieces = drawn.pieces
+            wanted = self._unread_pieces.get(drawn.index, range(len(pieces)))
+            self._held += [pieces[piece] for piece in wanted]
+            self._held_tokens += sum(len(pieces[piece]) for piece in wanted)
             self._failures = 0
             self._failed.clear()
             return
         if self._data.overlong == "error" and drawn.is_overlong:
             raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")
         self._rejected.append(drawn)
-        if self._order.is_first(drawn.index):
+        if self._order.is_first(drawn.index, self._begun):
             self._num_rejected[drawn.source] += 1
         self._failures += 1
-        self._failed.add(self._order[drawn.index][1:])
+        self._failed.add(self._order.draw(drawn.index, self._begun)[1:])
         if self._failures >= _MAX_FAILURES or len(self._failed) == sum(self._order.lengths):
             raise DataError(f"all of {self._failures} rows were rejected; the last, {drawn.id!r}: {drawn.reason}")

@@ -44,9 +44,13 @@ class PreparedRows(Dataset[Any]):
     def __getitem__(self, draw: Draw) -> Sample | Rejected | UserError:
         index, source, row = draw
         try:
-            return dataclasses.replace(self._prepared(source, row), index=index)
+            prepared = self._prepared(source, row)
         except UserError as error:
             return error
+        if isinstance(prepared, Sample) and prepared.more:
+            more = tuple(dataclasses.replace(piece, index=index) for piece in prepared.more)
+            prepared = dataclasses.replace(prepared, more=more)
+        return dataclasses.replace(prepared, index=index)
 
     @functools.cached_property  # built at the first use, because a cache cannot be pickled to another process
     def _prepared(self) -> Any:
@@ -75,29 +79,46 @@ class SlotRows:
 
         Args:
             rows: prepares the rows.
-            draws: slot -> its endless draws.
+            draws: slot -> its draws.
             helpers: number of processes that prepare rows.
         """
-        self._rows, self._draws, self._helpers = rows, draws, helpers
+        self._rows, self._draws, self._helpers = rows, dict(draws), helpers
         self._ready: dict[int, deque[Sample | Rejected | UserError]] = {slot: deque() for slot in draws}
         self._ahead = dict.fromkeys(draws, 0)  # rows requested and not taken yet
-        self._requested: deque[int] = deque()  # slots of the requested batches that have not arrived
+        self._batch_size = _ROWS_PER_MESSAGE if helpers else 1
+        self._ended: set[int] = set()  # slots whose draws have all been requested
+        self._arrived: set[int] = set()  # slots whose last rows have arrived
+        self._requested: deque[tuple[int, Iterator[Draw]]] = deque()  # slot and draws of each batch that is to come
         self._batches = self._prepare()
 
-    def take(self, slot: int) -> Sample | Rejected:
-        """Return the next row of a slot.
+    def take(self, slot: int) -> Sample | Rejected | None:
+        """Return the next row of a slot; None if its draws have ended.
 
         Raises:
             UserError: the model cannot use the row.
         """
         self._ahead[slot] -= 1  # must come first: without helpers the batch is requested in `next` below
         while not self._ready[slot]:
+            if slot in self._arrived:
+                return None
             batch = next(self._batches)
-            self._ready[self._requested.popleft()].extend(batch)
+            owner, draws = self._requested.popleft()
+            if draws is self._draws[owner]:  # else the slot was redirected since
+                self._ready[owner].extend(batch)
+                if len(batch) < self._batch_size:
+                    self._arrived.add(owner)
         row = self._ready[slot].popleft()
         if isinstance(row, UserError):
             raise row
         return row
+
+    def redirect(self, slot: int, draws: Iterator[Draw]) -> None:
+        """Go on with other draws of a slot. Its rows that wait are dropped."""
+        self._draws[slot] = draws
+        self._ready[slot].clear()
+        self._ahead[slot] = 0
+        self._ended.discard(slot)
+        self._arrived.discard(slot)
 
     def __enter__(self) -> SlotRows:
         return self
@@ -108,12 +129,14 @@ class SlotRows:
             raise TrainingError(f"a process that prepares rows ended (out of memory?): {error}") from error
 
     def _requests(self) -> Iterator[list[Draw]]:
-        size = _ROWS_PER_MESSAGE if self._helpers else 1
         while True:
-            slot = min(self._ahead, key=self._ahead.__getitem__)
-            self._ahead[slot] += size
-            self._requested.append(slot)
-            yield list(islice(self._draws[slot], size))
+            slot = min(self._ahead, key=lambda one: (one in self._ended, self._ahead[one]))
+            batch = list(islice(self._draws[slot], self._batch_size))
+            if len(batch) < self._batch_size:
+                self._ended.add(slot)
+            self._ahead[slot] += self._batch_size
+            self._requested.append((slot, self._draws[slot]))
+            yield batch
 
     def _prepare(self) -> Generator[list[Any], None, None]:
         """Yield batches of prepared rows, in the order of the requests."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
+from omnitrain.data.loading.order import ORDER_VERSION
 from omnitrain.data.packing.sample import Rejected
 
 
@@ -52,11 +54,17 @@ class SlotState:
         next_index: global index of its first sample that was not drawn yet.
         held: indices of samples that were drawn but not packed yet, oldest first.
         rejected: source -> rows that were skipped; not counted again in later epochs.
+        held_pieces: index in ``held`` -> pieces of the row that wait; only rows of which other pieces were packed.
+        num_packs: packs made so far, which is the number of steps.
+        begun: index at which the slot began the second and each later stage.
     """
 
     next_index: int
     held: tuple[int, ...] = ()
     rejected: Mapping[str, int] = field(default_factory=dict)
+    held_pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    num_packs: int = 0
+    begun: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,22 @@ class LoaderState:
             of all ranks. Empty: the beginning of a run.
         rejected: rows skipped so far, each once. The state of one loader has those that its rank met, after those of
             the state from which it continues.
+        order_version: version of the order of the samples.
+        tokens_per_draw: mean tokens of a draw of each source, by which weights of tokens become shares of draws.
+            Empty: weights are shares of draws.
     """
 
     slots: Mapping[int, SlotState] = field(default_factory=dict)
     rejected: tuple[Rejected, ...] = ()
+    order_version: int = ORDER_VERSION
+    tokens_per_draw: tuple[float, ...] = ()
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> Self:
+        """Return the state of which ``saved`` is the ``asdict``. A state without a version has the first order."""
+        slots = {slot: SlotState(**state) for slot, state in saved["slots"].items()}
+        rejected = tuple(Rejected(**row) for row in saved["rejected"])
+        return cls(**({"order_version": 1} | dict(saved) | {"slots": slots, "rejected": rejected}))
 
     def of_slot(self, slot: int) -> SlotState:
         """Return the state of one slot.
@@ -103,7 +123,8 @@ def merge_states(states: Sequence[LoaderState]) -> LoaderState:
                     f"slot {slot} has the states {slots[slot]} and {slot_state}; merge states of the same step"
                 )
     rejected = {row.id: row for state in states for row in state.rejected}
-    return LoaderState(dict(sorted(slots.items())), tuple(rejected.values()))
+    first = states[0] if states else LoaderState()  # ranks that do not write gather none
+    return replace(first, slots=dict(sorted(slots.items())), rejected=tuple(rejected.values()))
 
 
 def rejected_by_source(of_ranks: Iterable[Mapping[int, Mapping[str, int]]]) -> dict[str, int]:

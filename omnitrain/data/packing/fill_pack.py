@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,21 @@ class Packable(Protocol):
     @property
     def is_alone(self) -> bool:
         """Whether it must be alone in its pack."""
+        ...
+
+    @property
+    def piece(self) -> int:
+        """Its number among the pieces of its row."""
+        ...
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces of its row."""
+        ...
+
+    @property
+    def pieces(self) -> Sequence[Self]:
+        """All pieces of its row, if it is the first."""
         ...
 
     def __len__(self) -> int:

@@ -72,6 +72,9 @@ class Sample:
         forward_inputs: set for a sample that the foundation's own forward reads, alone in its pack: all outputs of the
             HF processor except the ids, batch axis included. The model then computes its positions.
         num_inputs: number of tokens, from the first, that the model gets. None: all. Later tokens are labels at most.
+        piece: number of the sample among those of its row. A text that is longer than a pack gives several.
+        num_pieces: number of samples of its row.
+        more: the other pieces of the row, if this is the first.
     """
 
     id: str
@@ -84,6 +87,14 @@ class Sample:
     token_inputs: dict[str, np.ndarray] = field(default_factory=dict)
     forward_inputs: Features = field(default_factory=dict)
     num_inputs: int | None = None
+    piece: int = 0
+    num_pieces: int = 1
+    more: tuple[Sample, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Sample, ...]:
+        """The samples of its row, if this is the first of them."""
+        return (replace(self, more=()), *self.more)
 
     @property
     def is_alone(self) -> bool:

@@ -102,6 +102,11 @@ class ChatRenderer:
             spans=tuple(spans),
         )
 
+    def encode_text(self, ids: list[int]) -> Encoded:
+        """See :meth:`Renderer.encode_text`."""
+        positions = np.arange(len(ids), dtype=np.int64)
+        return Encoded(np.array(ids, dtype=np.int64), np.ones(len(ids), dtype=bool), positions, ())
+
     def _token_ids(self, piece: _Text) -> list[int]:
         ids: list[int] | None = self._ids.get((piece.text, piece.is_format))
         if ids is None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from omnitrain.data.chat.parts import MediaPart, Message, media_parts
-from omnitrain.data.chat.text_tokenizer import load_tokenizer
+from omnitrain.data.chat.text_tokenizer import DocumentEncoder, load_tokenizer
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.component_media import AttachedMedia, MediaAdapter
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
+from omnitrain.data.sources.documents import Document
 from omnitrain.data.sources.rows import Row, is_file
 from omnitrain.data.sources.turns import how_to_show
 from omnitrain.errors import UserError
@@ -72,6 +76,8 @@ class OmniProcessor:
         Raises:
             UserError: the model cannot use such rows at all (no component handles a modality).
         """
+        if row.document is not None and not row.problem:
+            return self._document(row, row.document, index, max_tokens, without_tail=without_tail)
         sample = self._try(row, row.messages, index, for_generation=False)
         if isinstance(sample, Sample) and (unused := _not_shown(row)):
             return Rejected(row.id, row.source, unused, index)
@@ -84,9 +90,47 @@ class OmniProcessor:
 
     def prompt(self, row: Row, index: int = 0) -> Sample | Rejected:
         """Return the sample that generation starts from: everything before the last assistant message's content."""
+        if row.document is not None:
+            return Rejected(row.id, row.source, "a document asks nothing", index)
         return self._try(row, row.question, index, for_generation=True)
 
+    @cached_property
+    def _encode_document(self) -> DocumentEncoder:
+        return DocumentEncoder(self.tokenizer, self.end_token)
+
+    def _document(
+        self, row: Row, document: Document, index: int, max_tokens: int | None, *, without_tail: bool
+    ) -> Sample | Rejected:
+        """Return the first piece of a document, which has the others. All but the last two are as long as possible."""
+        try:
+            ids = self._encode_document(document)
+        except ValueError as error:
+            return Rejected(row.id, row.source, str(error), index)
+        if len(ids) < 2:
+            return Rejected(row.id, row.source, "the document is empty", index)
+        longest = len(ids) if max_tokens is None else max(2, max_tokens + without_tail)
+        borders = [*range(0, len(ids), longest), len(ids)]
+        if borders[-1] - borders[-2] == 1:  # a single token would have nothing to predict
+            borders[-2] -= 1
+        pieces = []
+        for start, stop in pairwise(borders):
+            encoded = self.renderer.encode_text(ids[start:stop])
+            sample = Sample(
+                id=row.id,
+                source=row.source,
+                input_ids=encoded.input_ids,
+                loss_mask=encoded.loss_mask,
+                position_ids=encoded.position_ids,
+                index=index,
+                token_inputs=encoded.token_inputs,
+            )
+            pieces.append(sample.without_tail() if without_tail else sample)
+        pieces = [replace(piece, piece=i, num_pieces=len(pieces)) for i, piece in enumerate(pieces)]
+        return replace(pieces[0], more=tuple(pieces[1:]))
+
     def _try(self, row: Row, messages: list[Message], index: int, *, for_generation: bool) -> Sample | Rejected:
+        if row.problem:
+            return Rejected(row.id, row.source, row.problem, index)
         try:
             parts = media_parts(messages)
         except (TypeError, KeyError, AttributeError, UnicodeEncodeError) as error:

@@ -61,6 +61,10 @@ class Renderer(Protocol):
         """
         ...
 
+    def encode_text(self, ids: list[int]) -> Encoded:
+        """Encode the tokens of a text without media; all of them are trained."""
+        ...
+
     def save_pretrained(self, folder: Path) -> dict[str, Any]:
         """Save the tokenizer (or processor) to ``folder``. Return the settings that its files do not contain."""
         ...

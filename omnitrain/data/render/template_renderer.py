@@ -137,6 +137,13 @@ class TemplateRenderer:
             token_inputs=token_inputs,
         )
 
+    def encode_text(self, ids: list[int]) -> Encoded:
+        """See :meth:`Renderer.encode_text`."""
+        array, trained = np.array(ids, dtype=np.int64), np.ones(len(ids), dtype=bool)
+        tokens = PlacedTokens(array, np.zeros_like(array), np.zeros_like(array), ())
+        token_inputs = self._token_inputs(tokens, trained, ())
+        return Encoded(array, trained, self._position_ids(tokens, token_inputs, ()), (), token_inputs)
+
     def _adds_special(self, text: str) -> bool:
         """Follow ``apply_chat_template``: a tokenizer adds none, a processor adds them unless the text has them."""
         if self._processor is self.tokenizer:

@@ -1,4 +1,4 @@
-"""Read a parquet or Hub data set as a table whose media stay encoded."""
+"""Read a data set of HF ``datasets`` or an Arrow table, whose media stay encoded."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ class ArrowTable:
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         """Return a row without null fields, which parquet adds for fields of other rows."""
-        record = dict(self._data[position])
-        nested = {self._columns.messages, self._columns.tools} & record.keys()
-        return record | {name: _without_nulls(record[name]) for name in nested}
+        return record_of(dict(self._data[position]), self._columns)
 
     def sources(self) -> list[Any]:
         """Return each row's value in the source column."""
@@ -47,33 +45,58 @@ class ArrowTable:
     @cached_property
     def kinds(self) -> dict[tuple[Any, Any], int]:
         """See :class:`omnitrain.data.sources.rows.Table`. Does not read texts or media."""
-        firsts: dict[tuple[Any, Any], int] = {}
-        start = 0
-        for chunk in self._data.data.column(self._columns.messages).chunks:
-            for kind, position in _first_of_each_kind(chunk, self._marked):
-                firsts.setdefault(kind, start + position)
-            start += len(chunk)
-        if self._columns.tools in self.column_names:
-            has_tools = _is_filled(self._data.data.column(self._columns.tools))
-            for position in pc.indices_nonzero(has_tools)[:1].to_pylist():
-                firsts["tools", None] = position
-        return firsts
+        return first_of_each_kind(self._data.data, self._columns, self._marked)
 
     def problems(self) -> list[str]:
         """Return problems of columns with a wrong type: messages that are plain values, media that are not files."""
-        features, messages = self._data.features, self._columns.messages
-        problems = []
-        if isinstance(_inner(features[messages]), datasets.Value):
+        return column_problems(self._data.features, self._columns)
+
+
+def record_of(record: dict[str, Any], columns: Columns) -> dict[str, Any]:
+    """Return a record without the null fields in messages and tools that Arrow adds for fields of other rows."""
+    nested = {columns.messages, columns.tools} & record.keys()
+    return record | {name: _without_nulls(record[name]) for name in nested}
+
+
+def first_of_each_kind(table: Any, columns: Columns, marked: Collection[str]) -> dict[tuple[Any, Any], int]:
+    """Return the kinds of the rows of an Arrow table; see :class:`omnitrain.data.sources.rows.Table`."""
+    firsts: dict[tuple[Any, Any], int] = {}
+    start = 0
+    for chunk in table.column(columns.messages).chunks:
+        for kind, position in _first_of_each_kind(chunk, marked):
+            firsts.setdefault(kind, start + position)
+        start += len(chunk)
+    if columns.tools in table.column_names:
+        has_tools = _is_filled(table.column(columns.tools))
+        for position in pc.indices_nonzero(has_tools)[:1].to_pylist():
+            firsts["tools", None] = position
+    return firsts
+
+
+def column_problems(features: datasets.Features, columns: Columns) -> list[str]:
+    """Return problems of columns with a wrong type: messages that are plain values, media that are not files."""
+    messages = columns.messages
+    problems = []
+    if messages in features and isinstance(_inner(features[messages]), datasets.Value):
+        problems.append(
+            f"column {messages!r} (columns.messages) has type {_type_name(features[messages])}, expected messages"
+        )
+    for field, name in columns.of_media().items():
+        if name in features and not _holds_files(_inner(features[name])):
             problems.append(
-                f"column {messages!r} (columns.messages) has type {_type_name(features[messages])}, expected messages"
+                f"column {name!r} (columns.{field}) has type {_type_name(features[name])}, expected files: "
+                "{bytes, path}, bytes or paths"
             )
-        for field, name in self._columns.of_media().items():
-            if name in features and not _holds_files(_inner(features[name])):
-                problems.append(
-                    f"column {name!r} (columns.{field}) has type {_type_name(features[name])}, expected files: "
-                    "{bytes, path}, bytes or paths"
-                )
-        return problems
+    return problems
+
+
+def undecoded_features(features: datasets.Features, columns: Columns) -> datasets.Features:
+    """Return the features with media that stay encoded, so that a damaged file costs one row and not the run."""
+    features = features.copy()
+    for name in columns.of_media().values():
+        if name in features:
+            features[name] = _undecoded(features[name])
+    return features
 
 
 def _without_nulls(value: Any) -> Any:
@@ -150,11 +173,7 @@ def _is_list_of(kind: pa.DataType, *fields: str) -> bool:
 
 
 def _keep_encoded(data: datasets.Dataset, columns: Columns) -> datasets.Dataset:
-    """Disable decoding in the data set, so that a damaged file costs one row and not the run."""
-    features = data.features.copy()
-    for name in columns.of_media().values():
-        if name in features:
-            features[name] = _undecoded(features[name])
+    features = undecoded_features(data.features, columns)
     return data.cast(features) if features != data.features else data
 
 

@@ -1,4 +1,4 @@
-"""Read JSON Lines files as a table: each line is a row, an object of column names and values."""
+"""Read JSON Lines and JSON files as a table: each line (or entry of the list) is a row, an object of columns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from omnitrain.data.sources.files import FileReader, ReadError, is_url
+from omnitrain.data.sources.line_index import row_spans
 from omnitrain.data.sources.turns import MORE_FIELDS, as_messages
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
 
+CHECKED_BYTES = 1 << 25  # data sets up to this size are checked whole when they are opened
+_CHECKED_ROWS = 2000  # rows of larger ones, evenly spaced
+_COUNTED_BYTES = 1 << 24  # at a time, for the number of a line
 _MAX_SHOWN = 3  # lines that an error lists
 
 
@@ -25,73 +30,113 @@ class JsonLines:
     Values keep their JSON types, so digits in quotes stay text. Rows may have different columns.
 
     Attributes:
-        kinds: see :class:`omnitrain.data.sources.rows.Table`.
+        kinds: see :class:`omnitrain.data.sources.rows.Table`. Of large data sets, those of some rows.
     """
 
-    def __init__(self, files: Sequence[str], columns: Columns, *, marked: Collection[str]) -> None:
-        """Read all lines once, and keep the offset and source of each row and the kinds of its messages.
+    def __init__(
+        self, files: Sequence[str], columns: Columns, *, marked: Collection[str], reader: FileReader | None = None
+    ) -> None:
+        """Find the rows, check them (some of them if there are many), and keep the source and kinds of these.
 
         Args:
-            files: files in order; blank lines are skipped.
+            files: paths or URLs in order; blank lines are skipped.
             columns: names of the columns of messages, media and sources.
             marked: see :func:`omnitrain.data.sources.turns.as_messages`.
+            reader: reads the files.
 
         Raises:
             DataError: lines are not rows; the message gives their files and line numbers.
         """
-        self._files, self._columns = [str(Path(file).absolute()) for file in files], columns
-        self._starts: list[np.ndarray] = []
-        self._sources: list[Any] = []
+        self._columns, self._reader = columns, reader or FileReader()
+        self._files = [file if is_url(file) else str(Path(file).absolute()) for file in files]
+        self._spans = [row_spans(file, self._reader) for file in self._files]
+        self._ends = list(accumulate(len(starts) for starts, _ in self._spans))
+        self._is_checked = sum(int(stops[-1]) for _, stops in self._spans if len(stops)) <= CHECKED_BYTES
+        self._sources: list[Any] | None = [] if self._is_checked else None
         self.kinds: dict[tuple[Any, Any], int] = {}
+        self.column_names: list[str] = []
+        self._check_rows(marked)
+
+    def _check_rows(self, marked: Collection[str]) -> None:
         names: dict[str, None] = {}
         wrong: list[str] = []
         num_wrong = 0
-        for file in self._files:
-            starts = []
-            for number, start, line in _lines(file):
-                try:
-                    record = _record(line, columns)
-                except ValueError as error:
-                    num_wrong += 1
-                    if num_wrong <= _MAX_SHOWN:
-                        wrong.append(f"{file}, line {number}: {error}")
-                    continue
-                names |= dict.fromkeys(record)
-                for kind in _kinds(as_messages(record.get(columns.messages), marked=marked)):
-                    self.kinds.setdefault(kind, len(self._sources))
-                if record.get(columns.tools):
-                    self.kinds.setdefault(("tools", None), len(self._sources))
-                source = record.get(columns.source)
+        for position, where, line in self._looked_at():
+            try:
+                record = _record(line, self._columns)
+            except ValueError as error:
+                num_wrong += 1
+                if num_wrong <= _MAX_SHOWN:
+                    wrong.append(f"{where()}: {error}")
+                continue
+            names |= dict.fromkeys(record)
+            for kind in kinds_of(record, self._columns, marked):
+                self.kinds.setdefault(kind, position)
+            if self._sources is not None:
+                source = record.get(self._columns.source)
                 self._sources.append(sys.intern(source) if isinstance(source, str) else source)
-                starts.append(start)
-            self._starts.append(np.array(starts, dtype=np.int64))
-        if wrong:
+        self.column_names = list(names)
+        if wrong and (self._is_checked or not names):  # a few bad lines of a large data set are skipped in training
             more = [f"... and {num_wrong - _MAX_SHOWN} more lines"] if num_wrong > _MAX_SHOWN else []
             raise DataError("\n".join(f"data: {line}" for line in [*wrong, *more]))
-        self._ends = list(accumulate(map(len, self._starts)))
-        self.column_names = list(names)
+
+    def _looked_at(self) -> Iterator[tuple[int, Any, bytes]]:
+        """Yield position, place in words (a function) and content of all rows, or of some if there are many."""
+        if not self._is_checked:
+            for position in np.unique(np.linspace(0, len(self) - 1, _CHECKED_ROWS).astype(np.int64)).tolist():
+                file, start, stop = self._span(position)
+                yield position, lambda at=position: self._where(at), self._reader.read(file, start, stop)
+            return
+        position = 0
+        for file, (starts, stops) in zip(self._files, self._spans, strict=True):
+            content = self._reader.read(file)
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+                yield position, lambda at=position: self._where(at), content[start:stop]
+                position += 1
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         """Return a row; columns that it lacks are None.
 
         Raises:
             DataError: the file was changed after it was opened.
+            ReadError: the row cannot be read, or is not a row.
         """
-        file = bisect_right(self._ends, position)
-        start = self._starts[file][position - self._ends[file]]
+        file, start, stop = self._span(position)
         try:
-            with open(self._files[file], "rb") as stream:
-                stream.seek(int(start))
-                record = _record(stream.readline(), self._columns)
+            record = _record(self._reader.read(file, start, stop), self._columns)
+        except ReadError:
+            raise
         except (OSError, ValueError) as error:
-            raise DataError(f"data: {self._files[file]} changed while it was in use: {error}") from None
+            if self._is_checked:
+                raise DataError(f"data: {file} changed while it was in use: {error}") from None
+            raise ReadError(f"{self._where(position)}: {error}") from None
         return dict.fromkeys(self.column_names) | record
 
-    def sources(self) -> list[Any]:
-        """Return each row's value in the source column."""
+    def _span(self, position: int) -> tuple[str, int, int]:
+        """Return file, first byte and end of a row."""
+        file = bisect_right(self._ends, position)
+        starts, stops = self._spans[file]
+        within = position - self._ends[file]  # from the end of this file's rows
+        return self._files[file], int(starts[within]), int(stops[within])
+
+    def _where(self, position: int) -> str:
+        """Return the file and line (or entry) of a row in words."""
+        file, start, _ = self._span(position)
+        if file.endswith(".json"):
+            first = self._ends[self._files.index(file)] - len(self._spans[self._files.index(file)][0])
+            return f"{file}, entry {position - first + 1}"
+        if is_url(file):
+            return f"{file}, byte {start}"
+        lines = 1
+        for begin in range(0, start, _COUNTED_BYTES):
+            lines += self._reader.read(file, begin, min(start, begin + _COUNTED_BYTES)).count(b"\n")
+        return f"{file}, line {lines}"
+
+    def sources(self) -> list[Any] | None:
+        """Return each row's value in the source column; None if the data set is too large to know."""
         return self._sources
 
     def problems(self) -> list[str]:
@@ -99,14 +144,11 @@ class JsonLines:
         return []
 
 
-def _lines(file: str) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number (from 1), byte offset and content of each line that is not blank."""
-    start = 0
-    with open(file, "rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield number, start, line
-            start += len(line)
+def kinds_of(record: dict[str, Any], columns: Columns, marked: Collection[str]) -> Iterator[tuple[Any, Any]]:
+    """Yield the kinds of a row; see :class:`omnitrain.data.sources.rows.Table`."""
+    yield from _kinds(as_messages(record.get(columns.messages), marked=marked))
+    if record.get(columns.tools):
+        yield "tools", None
 
 
 def _record(line: bytes, columns: Columns) -> dict[str, Any]:

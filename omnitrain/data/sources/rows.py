@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import datasets
-
-from omnitrain.data.sources.arrow_table import ArrowTable
-from omnitrain.data.sources.json_lines import JsonLines
+from omnitrain.data.sources.documents import Document, TextFiles
+from omnitrain.data.sources.files import FileReader, ReadError, is_url
+from omnitrain.data.sources.formats import files_of, open_table, suffix_of
+from omnitrain.data.sources.json_lines import kinds_of
 from omnitrain.data.sources.turns import MARKERS, as_messages, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
+from omnitrain.recipe.data import source_names
 from omnitrain.recipe.suggest import nearest
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
 MODALITIES = ("image", "audio", "video")
+_LOOKED_AT = 256  # rows in which kinds are searched
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Row:
         media: modality -> encoded files (bytes or a path), in the order of the parts that show them.
         extra: all other columns, for scorers.
         tools: tools that the assistant may call, as in the column; None: none.
+        document: a text to train on in place of messages.
+        problem: why the row cannot be read; empty if it can.
+        reader: reads the files of its media.
     """
 
     id: str
@@ -41,6 +46,9 @@ class Row:
     media: dict[str, list[Any]]
     extra: dict[str, Any]
     tools: Any = None
+    document: Document | None = None
+    problem: str = ""
+    reader: FileReader = field(default_factory=FileReader)
 
     @property
     def question(self) -> list[dict[str, Any]]:
@@ -69,7 +77,7 @@ class Row:
         if not path:
             raise ValueError(f"{modality} {position + 1} has neither bytes nor a path")
         try:
-            return Path(path).read_bytes()
+            return self.reader.read(path)
         except OSError as error:
             raise ValueError(
                 f"{modality} {position + 1} cannot be read from its file: {error}{_begins_in(Path(path))}"
@@ -92,76 +100,85 @@ def _path_of(file: Any) -> str | None:
     return None if isinstance(path, bytes) or not path else str(path)
 
 
-class Table(Protocol):
-    """The records of a data set, by position. It can be pickled.
-
-    Attributes:
-        column_names: columns of all records.
-    """
-
-    column_names: list[str]
-
-    @property
-    def kinds(self) -> Mapping[tuple[Any, Any], int]:
-        """``(role, type of part)`` of all records, or ``(role, None)`` -> position of the first record that has it."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, position: int) -> dict[str, Any]: ...
-
-    def sources(self) -> list[Any]:
-        """Return each record's value in the source column."""
-        ...
-
-    def problems(self) -> list[str]:
-        """Return why its columns cannot be read, one text per problem."""
-        ...
-
-
 class RowSource(Sequence[Row]):
     """A data set with checked columns. Media stay encoded until a row is used."""
 
-    def __init__(self, source: DataSource, name: str | None = None) -> None:
+    def __init__(self, source: DataSource, name: str | None = None, *, copy_parquet: bool = False) -> None:
         """Open the data set.
 
         Args:
             source: the recipe's node of the data set.
+            copy_parquet: see :class:`DataSource`.
             name: name in metrics, and in the ids of rows that have none. None: the name of ``source``, or the stem of
                 its path.
 
         Raises:
             DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
         """
-        self._table = _open(source)
-        if not len(self._table):
+        files, self._folder = files_of(source)
+        self._reader = FileReader(source.read_seconds)
+        self._table = open_table(source, files, self._reader, copy_parquet=copy_parquet)
+        self._length = min(len(self._table), source.limit or len(self._table))
+        if not self._length:
             raise DataError(f"data: {source.path!r} holds no rows")
-        if problems := _missing_columns(self._table.column_names, source) or self._table.problems():
+        is_chat = source.columns.text is None and source.columns.response is None
+        needs_messages = is_chat and not isinstance(self._table, TextFiles)
+        missing = _missing_columns(self._table.column_names, source, needs_messages=needs_messages)
+        if problems := missing or self._table.problems():
             raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
         self.name = name or source.name or Path(source.path).stem
         self.columns, self._marked = source.columns, frozenset(source.media_markers)
+        self._has_documents = source.columns.text is not None or isinstance(self._table, TextFiles)
         self.takes_markers = bool(source.media_markers) or "media_markers" in source.model_fields_set
-        if problems := idle_problems(source, _idle(source, self._table)):
-            raise DataError(*(f"data: {source.path!r}: {problem}" for problem in problems))
-        self._folder = None if source.media_folder is None else Path(source.media_folder)
-        if self._folder is not None and not self._folder.is_dir():
+        if self._folder is not None and not is_url(self._folder) and not Path(self._folder).is_dir():
             raise DataError(f"data: {source.path!r}: media_folder {source.media_folder!r} is not a folder")
+        if problems := idle_problems(source, _idle(source, files, self.kinds)):
+            raise DataError(*(f"data: {source.path!r}: {problem}" for problem in problems))
 
     def __len__(self) -> int:
-        return len(self._table)
+        return self._length
 
     def __getitem__(self, position: int) -> Row:  # type: ignore[override]
-        record = self._table[position]
+        """Return a row; one that cannot be read has a ``problem``."""
+        default = f"{self.name}[{position}]"
+        try:
+            record = self._table[position]
+        except ReadError as error:
+            return Row(default, self.name, [], {}, {}, problem=str(error))
         columns = self.columns
         media = {m: self._files(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
-        return Row(
-            id=_text(record.pop(columns.id, None), f"{self.name}[{position}]"),
+        row = Row(
+            id=_text(record.pop(columns.id, None), default),
             source=_text(record.pop(columns.source, None), self.name),
-            messages=as_messages(record.pop(columns.messages), marked=self._marked),
+            messages=[],
             media=media,
             tools=record.pop(columns.tools, None),
             extra=record,
+            reader=self._reader,
         )
+        try:
+            return replace(row, **self._content(record, media))
+        except ValueError as error:
+            return replace(row, problem=str(error))
+
+    def _content(self, record: dict[str, Any], media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Take the document or the messages out of a record."""
+        columns = self.columns
+        if self._has_documents:
+            text = record.pop(columns.text or "text")
+            return {"document": text if isinstance(text, Document) else Document(_required(text, columns.text))}
+        if columns.response is None:
+            return {"messages": as_messages(record.pop(columns.messages), marked=self._marked)}
+        turns = []
+        for role, name in (("system", columns.system), ("user", columns.prompt), ("assistant", columns.response)):
+            text = "" if name is None else _required(record.pop(name), name)
+            shown = [] if role != "user" else [{"type": m} for m in MODALITIES for _ in filter(is_file, media[m])]
+            if role == "user" and any(MARKERS[modality] in text for modality in self._marked):
+                shown = []  # the text says where they are
+            if name is not None or shown:
+                parts = [*shown, *([{"type": "text", "text": text}] if text else [])]
+                turns.append({"role": role, "content": parts if shown else text})
+        return {"messages": as_messages(turns, marked=self._marked)}
 
     def _files(self, column: Any) -> list[Any]:
         """Return the files of a row as a list."""
@@ -170,12 +187,14 @@ class RowSource(Sequence[Row]):
         files = list(column) if isinstance(column, (list, tuple)) else [column]
         return files if self._folder is None else [_located(file, self._folder) for file in files]
 
-    def by_source(self) -> dict[str, list[int]]:
+    def by_source(self) -> Mapping[str, Sequence[int]]:
         """Return source -> positions of its rows, in order of first appearance."""
         if self.columns.source not in self._table.column_names:
-            return {self.name: list(range(len(self)))}
+            return {self.name: range(len(self))}
+        if (sources := self._table.sources()) is None:  # it is known when a row is read
+            return {self.name: range(len(self))}
         groups: dict[str, list[int]] = {}
-        for position, name in enumerate(self._table.sources()):
+        for position, name in enumerate(sources[: len(self)]):
             groups.setdefault(_text(name, self.name), []).append(position)
         return groups
 
@@ -184,16 +203,47 @@ class RowSource(Sequence[Row]):
 
         Tool calls count as a type of part, and so does a column of tools. Empty if the message column has no messages.
         """
-        return sorted(set(self._table.kinds.values()))
+        return sorted({position for position in self.kinds.values() if position < len(self)})
+
+    @cached_property
+    def kinds(self) -> Mapping[tuple[Any, Any], int]:
+        """``(role, type of part)`` or ``(role, None)`` -> position of the first row that has it.
+
+        If the table has no messages of its own, these are those of some rows.
+        """
+        if self._has_documents:
+            return {("document", None): 0}
+        if self.columns.response is None and self._table.kinds is not None:
+            return self._table.kinds
+        firsts: dict[tuple[Any, Any], int] = {}
+        for position in range(0, len(self), max(1, len(self) // _LOOKED_AT)):
+            row = self[position]
+            record = {"messages": row.messages, "tools": row.tools}
+            for kind in () if row.problem else kinds_of(record, Columns(), self._marked):
+                firsts.setdefault(kind, position)
+        return firsts
 
     @property
     def shown(self) -> frozenset[tuple[str, bool]]:
         """The modalities that the messages of all rows show, each with whether the assistant writes it."""
-        return frozenset((kind, role_of(role) == "assistant") for role, kind in self._table.kinds if kind in MODALITIES)
+        return frozenset(
+            (kind, role_of(role) == "assistant")
+            for (role, kind), position in self.kinds.items()
+            if kind in MODALITIES and position < len(self)
+        )
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Number of rows of each part of the data set that is read at once; empty: rows are read one by one."""
+        return () if self._length < len(self._table) else tuple(getattr(self._table, "blocks", ()))
 
 
-def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
+def open_sources(sources: Sequence[DataSource], *, copy_parquet: bool = False) -> list[RowSource]:
     """Open every data set.
+
+    Args:
+        sources: the recipe's nodes.
+        copy_parquet: copy parquet files first, even if the node does not say so (:class:`DataSource`).
 
     Raises:
         DataError: data sets cannot be used; the message has one line per problem.
@@ -204,9 +254,9 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
             f"sources: found {sources!r}; expected a list of DataSource, such as [DataSource(path='rows.jsonl')]"
         )
     opened, problems = [], []
-    for source, name in zip(sources, _names(sources), strict=True):
+    for source, name in zip(sources, source_names(sources), strict=True):
         try:
-            opened.append(RowSource(source, name))
+            opened.append(RowSource(source, name, copy_parquet=copy_parquet))
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -214,26 +264,16 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
     return opened
 
 
-def _names(sources: Sequence[DataSource]) -> list[str]:
-    """Return the name of each source, or the shortest end of its path that no other source has."""
-    paths = list(dict.fromkeys(Path(source.path) for source in sources if source.name is None))
-    return [source.name or _end_of(Path(source.path), paths) for source in sources]
-
-
-def _end_of(path: Path, paths: Sequence[Path]) -> str:
-    """Return the stem of ``path`` with as many parent folders as make it unique among ``paths``."""
-    for depth in range(1, len(path.parts) + 1):
-        ends = [(*one.parts[:-1], one.stem)[-depth:] for one in (path, *paths)]
-        if ends.count(ends[0]) == 2:  # `paths` contains `path` itself
-            return "/".join(ends[0])
-    return path.name
-
-
-def _idle(source: DataSource, table: Table) -> Iterator[Idle]:
+def _idle(source: DataSource, files: Sequence[str], kinds: Mapping[tuple[Any, Any], int]) -> Iterator[Idle]:
     """Yield keys that have no effect on this data set."""
-    if _files(source.path):
-        yield Idle("split", "but the path leads to files, which have no splits; remove it")
-    shown = {kind for _, kind in table.kinds} if source.media_markers or source.media_folder else set()
+    if files:
+        for key, what in (("split", "splits"), ("subset", "subsets"), ("revision", "revisions")):
+            yield Idle(key, f"but the path leads to files, which have no {what}; remove it")
+        if suffix_of(files[0]) != ".parquet":
+            yield Idle("copy_parquet", "but the files are no parquet files; remove it")
+    if files and not is_url(f"{files[0]}{source.media_folder or ''}"):
+        yield Idle("read_seconds", "but neither the files nor `media_folder` are a URL; remove it")
+    shown = {kind for _, kind in kinds} if source.media_markers or source.media_folder else set()
     for modality in source.media_markers:
         if modality not in shown:
             why = f"but no text content has {MARKERS[modality]} (lists of parts are not searched); remove it"
@@ -242,95 +282,21 @@ def _idle(source: DataSource, table: Table) -> Iterator[Idle]:
         yield Idle("media_folder", "but no message shows a medium; remove it, or see `media_markers`")
 
 
-def _open(source: DataSource) -> Table:
-    path, marked = Path(source.path), frozenset(source.media_markers)
-    files = _files(source.path)
-    is_lines = bool(files) and _is_lines(files[0])
-    if files and files[0].endswith(".json"):
-        raise DataError(
-            f"data: {source.path!r}: found a .json file; expected parquet or JSON Lines (.jsonl), one row per line; "
-            f"convert a list with jq -c '.[]' {files[0]} > {files[0]}l, or rename the file if it has one row per line"
-        )
-    try:
-        if is_lines:
-            return JsonLines(files, source.columns, marked=marked)
-        if files:
-            names = [glob.escape(str(Path(file).absolute())) for file in files]  # load_dataset treats names as globs
-            return ArrowTable(
-                datasets.load_dataset("parquet", data_files=names, split="train"), source.columns, marked=marked
-            )
-        if path.suffix or path.exists() or source.path.count("/") != 1:
-            raise FileNotFoundError
-        return ArrowTable(datasets.load_dataset(source.path, split=source.split), source.columns, marked=marked)
-    except FileNotFoundError:
-        raise DataError(
-            f"data: no parquet or jsonl file at {source.path!r} (looked in {path.absolute()}){_nearest_file(path)}"
-        ) from None
-    except DataError:
-        raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        as_files = "as JSON Lines" if is_lines else "as parquet (JSON Lines end in .jsonl)"
-        where = as_files if files else f"from the Hub, and no such folder exists ({path.absolute()})"
-        raise DataError(f"data: {source.path!r} cannot be read {where}: {error.__cause__ or error}") from error
-
-
-def _files(given: str) -> list[str]:
-    """Return the files of a path, a folder or a glob; empty if there are none.
-
-    Raises:
-        DataError: JSON Lines are mixed with other files.
-    """
-    path = Path(given)
-    if path.is_file():
-        return [given]
-    if path.is_dir():
-        found = sorted(str(file) for kind in ("parquet", "jsonl") for file in path.glob(f"**/*.{kind}"))
-    elif any(character in given for character in "*?["):
-        root = Path(path.anchor)  # empty for a relative path
-        found = sorted(str(file) for file in root.glob(str(path.relative_to(root)) if path.anchor else given))
-    else:
-        found = []
-    lines = [file for file in found if _is_lines(file)]
-    others = [file for file in found if not _is_lines(file)]
-    if lines and others:
-        inside = path / "**" if path.is_dir() else path.parent
-        one, other = (str(inside / f"*.{kind}") for kind in ("parquet", "jsonl"))
-        raise DataError(
-            f"data: {given!r} has {len(lines)} file(s) of JSON Lines ({Path(lines[0]).name!r}, ...) and {len(others)} "
-            f"other file(s) ({Path(others[0]).name!r}, ...); set `path` to {one!r} or {other!r}; to use both, list two "
-            "data sets"
-        )
-    return found
-
-
-def _is_lines(file: str) -> bool:
-    return file.endswith(".jsonl")
-
-
-def _nearest_file(path: Path) -> str:
-    if path.is_dir():
-        return ""
-    if not path.parent.is_dir():
-        return f"; the folder {path.parent} does not exist"
-    close = nearest(path.name, (file.name for file in path.parent.iterdir()))
-    return f"; did you mean {str(path.parent / close)!r}?" if close else ""
-
-
-def _missing_columns(found: list[str], source: DataSource) -> list[str]:
+def _missing_columns(found: Sequence[str], source: DataSource, *, needs_messages: bool) -> list[str]:
     """Return problems if the message column, or a column whose name the recipe sets, is missing."""
-    defaults = Columns()
+    defaults, found = Columns(), list(found)
     named = {field for field in Columns.model_fields if getattr(source.columns, field) != getattr(defaults, field)}
-    wanted = {"messages", *named}
+    wanted = {"messages", *named} if needs_messages else named
     problems = []
-    for field in sorted(wanted):
-        name = getattr(source.columns, field)
+    for key in sorted(wanted):
+        name = getattr(source.columns, key)
         if name not in found:
             close = nearest(name, found)
-            if field == "messages":  # LLaVA and ShareGPT call this column `conversations`
+            if key == "messages":  # LLaVA and ShareGPT call this column `conversations`
                 close = next((column for column in found if column.startswith("conversation")), close)
-            hint = f"; set `columns.{field}: {close}`?" if close else f"; set `columns.{field}` to one of them"
-            problems.append(f"column {name!r} (columns.{field}) is missing, found {found}{hint}")
-    names = [getattr(source.columns, field) for field in Columns.model_fields]
+            hint = f"; set `columns.{key}: {close}`?" if close else f"; set `columns.{key}` to one of them"
+            problems.append(f"column {name!r} (columns.{key}) is missing, found {found}{hint}")
+    names = [name for field in Columns.model_fields if (name := getattr(source.columns, field)) is not None]
     return problems + [
         f"column {name!r} has two roles in `columns`" for name in sorted({n for n in names if names.count(n) > 1})
     ]
@@ -351,10 +317,16 @@ def _begins_in(path: Path) -> str:
     return f" in {Path.cwd()}; set `media_folder` of the data source to the folder of its media"
 
 
-def _located(file: Any, folder: Path) -> Any:
+def _located(file: Any, folder: str) -> Any:
     """Prepend ``folder`` to the path of a file, if it has one."""
     if isinstance(file, str) and file:
-        return str(folder / file)
+        return file if is_url(file) else f"{folder.rstrip('/')}/{file}" if is_url(folder) else str(Path(folder, file))
     if isinstance(file, dict) and file.get("path") and not file.get("bytes"):
-        return file | {"path": str(folder / file["path"])}
+        return file | {"path": _located(file["path"], folder)}
     return file
+
+
+def _required(text: Any, name: str | None) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"column {name!r} has {text!r}, expected a text")
+    return text

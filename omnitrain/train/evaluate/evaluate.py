@@ -222,7 +222,7 @@ class _Share:
 
     def _readable(self, prepared: Sample | Rejected) -> list[Sample]:
         if isinstance(prepared, Sample):
-            return [prepared]
+            return [prepared, *prepared.more]
         self.rejected[prepared.index] = prepared
         return []
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from omnitrain.checkpoint.optimizer import load_optimizer
-from omnitrain.data.loading.slots import LoaderState, SlotState
-from omnitrain.data.packing.sample import Rejected
+from omnitrain.data.loading.slots import LoaderState
 from omnitrain.errors import UserError
 from omnitrain.parallel.step.item_costs import UNUSED_STEPS
 from omnitrain.train.run_state.snapshot import OPTIMIZER
@@ -80,10 +79,7 @@ def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
             "start a new run from its weights"
         )
     load_optimizer(model, optimizer, folder / OPTIMIZER)
-    data = saved["state"]["data"]
-    slots = {slot: SlotState(**state) for slot, state in data["slots"].items()}
-    rejected = tuple(Rejected(**row) for row in data["rejected"])
-    return TrainingState(**(saved["state"] | {"data": LoaderState(slots, rejected)}))
+    return TrainingState(**(saved["state"] | {"data": LoaderState.from_saved(saved["state"]["data"])}))
 
 
 def trainable(model: torch.nn.Module) -> list[str]:

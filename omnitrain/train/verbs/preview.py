@@ -88,5 +88,5 @@ def loader_of(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> Ste
 
 
 def _row(loader: StepLoader, index: int) -> Row:
-    _, source, position = loader.order[index]
+    _, source, position = loader.order.draw(index)
     return loader.sources[source][position]

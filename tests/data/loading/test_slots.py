@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from omnitrain.data.loading.loader import Packs, StepLoader
-from omnitrain.data.loading.order import SampleOrder
+from omnitrain.data.loading.order import SampleOrder, SourceShare
+from omnitrain.data.loading.order_v1 import FirstOrder
 from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
 from omnitrain.data.loading.slots import (
     LoaderState,
@@ -163,7 +164,7 @@ def test_merging_lists_a_rejected_row_once() -> None:
 
 def test_rejected_rows_of_one_slot_leave_the_others_as_they_are() -> None:
     many = texts(400)
-    order = SampleOrder([len(many)], [1.0], seed=3, slots=SLOTS)
+    order = SampleOrder([SourceShare("texts 0", len(many))], seed=3, slots=SLOTS)
     bad = {f"row {row}" for _, _, row in islice(order.draws(2), 8)}  # only slot 2 draws them in the first epoch
     clean, dirty = loader(rows=many), loader(rows=many, bad=bad)
     for before, after in zip(content([clean], 6), content([dirty], 6), strict=True):
@@ -320,7 +321,7 @@ def test_every_share_of_every_pack_is_of_one_rank_and_ranks_differ_by_one_pack_o
 
 
 def test_rows_ahead_stay_bounded_however_unevenly_slots_take() -> None:
-    order = SampleOrder([60], [1.0], seed=3, slots=2)
+    order = SampleOrder([SourceShare("texts", 60)], seed=3, slots=2)
     prepared = PreparedRows([texts()], Ready(), max_tokens=None)
     with SlotRows(prepared, {0: order.draws(0), 1: order.draws(1)}, helpers=1) as rows:
         taken = [rows.take(0).index for _ in range(1500)] + [rows.take(1).index]
@@ -328,17 +329,20 @@ def test_rows_ahead_stay_bounded_however_unevenly_slots_take() -> None:
         assert len(rows._ready[1]) <= 4 * 8  # messages on their way, rows in each
 
 
-def test_slots_deal_out_the_order_of_one_packer() -> None:
-    one, four = (SampleOrder([7, 90], [1.0, 2.0], seed=1, slots=slots) for slots in (1, SLOTS))
+def test_slots_deal_out_the_first_order_of_one_packer() -> None:
+    one, four = (FirstOrder([7, 90], [1.0, 2.0], seed=1, slots=slots) for slots in (1, SLOTS))
     for block in range(0, 400, SLOTS):
-        dealt = [four[index][1:] for index in range(block, block + SLOTS)]
-        assert sorted(dealt) == sorted(one[index][1:] for index in range(block, block + SLOTS))
+        dealt = [four.draw(index)[1:] for index in range(block, block + SLOTS)]
+        assert sorted(dealt) == sorted(one.draw(index)[1:] for index in range(block, block + SLOTS))
 
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [1.0, 3.0], [1.0, 1.0, 1.0, 1.0], [5.0, 2.0, 1.0]])
 @pytest.mark.parametrize("slots", [2, 3, 4, 8])
-def test_every_slot_sees_every_source_by_its_weight(weights: list[float], slots: int) -> None:
-    order = SampleOrder([1000] * len(weights), weights, seed=0, slots=slots)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_every_slot_sees_every_source_by_its_weight(weights: list[float], slots: int, is_first: bool) -> None:
+    shares = [SourceShare(str(source), 1000, (weight,)) for source, weight in enumerate(weights)]
+    lengths = [1000] * len(weights)
+    order = FirstOrder(lengths, weights, 0, slots) if is_first else SampleOrder(shares, 0, slots)
     for slot in range(slots):
         drawn = Counter(source for _, source, _ in islice(order.draws(slot), 2000))
         for source, weight in enumerate(weights):

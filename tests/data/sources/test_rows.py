@@ -155,12 +155,12 @@ def test_a_damaged_medium_is_named_by_its_file_and_its_row(tmp_path: Path) -> No
 
 
 def test_a_folder_of_both_kinds_and_one_of_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no parquet or jsonl file at '.*' \(looked in [^)]*\)$"):
+    with pytest.raises(DataError, match=r"no file of data at '.*' \(looked in [^)]*\)$"):
         open_sources([DataSource(path=str(tmp_path))])
     json_lines(tmp_path / "rows.jsonl", asked("hi"))
     write_parquet(tmp_path / "rows.parquet", [tiny_row("text", 0)])
     for both in (tmp_path, tmp_path / "rows*"):
-        with pytest.raises(DataError, match=r"1 file\(s\) of JSON Lines .* and 1 other file\(s\)") as refused:
+        with pytest.raises(DataError, match=r"1 file\(s\) of JSON Lines .* and 1 file\(s\) of parquet") as refused:
             open_sources([DataSource(path=str(both))])
         advised = re.findall(r"'([^']*\*\.\w+)'", str(refused.value))
         assert [len(rows) for rows in open_sources([DataSource(path=path) for path in advised])] == [1, 1]

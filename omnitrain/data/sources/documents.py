@@ -1,0 +1,90 @@
+"""Read plain text files as documents. Long files are rows of some ten thousand bytes, cut between lines or words."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from omnitrain.data.sources.files import FileReader, ReadError
+
+_ROW_BYTES = 1 << 15
+_SEARCHED = 1 << 12  # bytes in which the end of a line or word is searched
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text to train on, whole or a part of a longer one.
+
+    Attributes:
+        text: the text.
+        begins: whether the document begins here.
+        ends: whether the document ends here.
+    """
+
+    text: str
+    begins: bool = True
+    ends: bool = True
+
+
+class TextFiles:
+    """Each file is a document; see :class:`omnitrain.data.sources.rows.Table`. A row is a part of one."""
+
+    column_names = ("text",)
+
+    def __init__(self, files: Sequence[str], *, reader: FileReader) -> None:
+        """Read the size of each file.
+
+        Args:
+            files: paths or URLs in order; empty files have no rows.
+            reader: reads the files.
+        """
+        self._files, self._reader = list(files), reader
+        self._sizes = [reader.version(file).size for file in files]
+        self._counts = [max(-(-(size - _SEARCHED) // _ROW_BYTES), min(size, 1)) for size in self._sizes]
+        self._ends = list(accumulate(self._counts))
+
+    @property
+    def kinds(self) -> dict[tuple[Any, Any], int]:
+        """See :class:`omnitrain.data.sources.rows.Table`."""
+        return {("document", None): 0}
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        """Return the part of a document as ``{"text": Document}``.
+
+        Raises:
+            ReadError: the file cannot be read, or its text is not UTF-8.
+        """
+        file = bisect_right(self._ends, position)
+        size, count = self._sizes[file], self._counts[file]
+        part = position - (self._ends[file] - count)
+        begin, end = part * _ROW_BYTES, size if part == count - 1 else (part + 1) * _ROW_BYTES
+        try:
+            content = self._reader.read(self._files[file], begin, min(end + _SEARCHED, size))
+            text = content[self._cut(begin, content) : end - begin + self._cut(end, content[end - begin :])].decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ReadError(f"{self._files[file]}: {error}") from error
+        return {"text": Document(text, begins=part == 0, ends=part == count - 1)}
+
+    def _cut(self, at: int, following: bytes) -> int:
+        """Return how many bytes after ``at`` a document is cut: after a line, a word, or at least a character."""
+        if not at or not following:
+            return 0
+        searched = following[:_SEARCHED]
+        for border in (b"\n", b" "):
+            if (found := searched.find(border)) >= 0:
+                return found + 1
+        return next((place for place, byte in enumerate(searched) if byte & 0xC0 != 0x80), len(searched))
+
+    def sources(self) -> None:
+        """Return None: all rows have the name of the data set."""
+        return
+
+    def problems(self) -> list[str]:
+        """Return no problems."""
+        return []

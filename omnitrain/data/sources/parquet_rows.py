@@ -1,0 +1,154 @@
+"""Read parquet files where they lie, one row group at a time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from omnitrain.data.sources.arrow_table import column_problems, first_of_each_kind, record_of, undecoded_features
+from omnitrain.data.sources.files import FileReader, is_url
+from omnitrain.errors import DataError
+from omnitrain.recipe import Columns
+
+_KEPT_GROUPS = 5  # row groups in memory: those that an order in blocks uses at a time, and the next
+_KEPT_BYTES = 1 << 28  # more are kept if they are small
+_SEARCHED_BYTES = 1 << 28  # of messages, in which kinds are searched
+_MOST_SOURCES = 1_000_000  # rows whose source column is read at once
+
+
+class _Group(NamedTuple):
+    file: int
+    number: int  # in the file
+    rows: int
+    message_bytes: int
+
+
+class ParquetRows:
+    """Reads rows from row groups, of which it keeps some; see :class:`omnitrain.data.sources.rows.Table`.
+
+    Attributes:
+        blocks: rows of each row group.
+    """
+
+    def __init__(self, files: Sequence[str], columns: Columns, *, marked: Collection[str], reader: FileReader) -> None:
+        """Read the footer of each file.
+
+        Args:
+            files: paths or URLs in order.
+            columns: names of the columns of messages and media.
+            marked: see :func:`omnitrain.data.sources.turns.as_messages`.
+            reader: reads the files.
+
+        Raises:
+            DataError: the files have different columns.
+            OSError, pa.ArrowInvalid: a file is not parquet.
+        """
+        self._files, self._columns, self._marked, self._reader = list(files), columns, marked, reader
+        self._footers: list[pq.FileMetaData] = []
+        self._groups: list[_Group] = []
+        self._kept: OrderedDict[int, pa.Table] = OrderedDict()
+        schema: pa.Schema | None = None
+        for file, path in enumerate(self._files):
+            parquet = self._opened(file)
+            if schema is None:
+                schema = parquet.schema_arrow
+            elif parquet.schema_arrow.names != schema.names:
+                raise DataError(
+                    f"data: {path!r} has columns {parquet.schema_arrow.names}, but {self._files[0]!r} has "
+                    f"{schema.names}; list them as two data sets"
+                )
+            self._footers.append(parquet.metadata)
+            self._groups += _groups(file, parquet.metadata, columns.messages)
+        assert schema is not None
+        self._features = undecoded_features(datasets.Features.from_arrow_schema(schema), columns)
+        self.column_names: list[str] = schema.names
+        self.blocks = tuple(group.rows for group in self._groups)
+        self._ends = list(accumulate(self.blocks))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": OrderedDict()}
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        """Return a row without null fields, which parquet adds for fields of other rows.
+
+        Raises:
+            ReadError: the URL could not be read in time.
+        """
+        group = bisect_right(self._ends, position)
+        within = position - (self._ends[group] - self.blocks[group])
+        return record_of(self._group(group).slice(within, 1).to_pylist()[0], self._columns)
+
+    def _group(self, group: int) -> pa.Table:
+        if group in self._kept:
+            self._kept.move_to_end(group)
+            return self._kept[group]
+        table = self._read(group)
+        self._kept[group] = table
+        while len(self._kept) > _KEPT_GROUPS and sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return table
+
+    def _read(self, group: int, columns: list[str] | None = None) -> pa.Table:
+        found = self._groups[group]
+        return self._opened(found.file).read_row_group(found.number, columns=columns)
+
+    def _opened(self, file: int) -> pq.ParquetFile:
+        footer = self._footers[file] if file < len(self._footers) else None
+        path = self._files[file]
+        if is_url(path):
+            return pq.ParquetFile(self._reader.open(path), metadata=footer)
+        return pq.ParquetFile(path, metadata=footer, memory_map=True)
+
+    def sources(self) -> list[Any] | None:
+        """Return each row's value in the source column; None if there are too many rows."""
+        if len(self) > _MOST_SOURCES:
+            return None
+        name = self._columns.source
+        return [value for group in range(len(self._groups)) for value in self._read(group, [name])[name].to_pylist()]
+
+    @cached_property
+    def kinds(self) -> dict[tuple[Any, Any], int]:
+        """See :class:`omnitrain.data.sources.rows.Table`. Of large data sets, those of some row groups."""
+        if self._columns.messages not in self.column_names:
+            return {}
+        names = [name for name in (self._columns.messages, self._columns.tools) if name in self.column_names]
+        firsts: dict[tuple[Any, Any], int] = {}
+        for group in self._searched():
+            table = self._read(group, names).combine_chunks()
+            start = self._ends[group] - self.blocks[group]
+            for kind, position in first_of_each_kind(table, self._columns, self._marked).items():
+                firsts.setdefault(kind, start + position)
+        return firsts
+
+    def _searched(self) -> list[int]:
+        """Return the row groups in which kinds are searched: all, or some that are evenly spaced."""
+        total = sum(group.message_bytes for group in self._groups)
+        count = min(len(self._groups), max(1, int(len(self._groups) * _SEARCHED_BYTES / max(total, 1))))
+        return np.unique(np.linspace(0, len(self._groups) - 1, count).astype(np.int64)).tolist()
+
+    def problems(self) -> list[str]:
+        """See :meth:`omnitrain.data.sources.rows.Table.problems`."""
+        return column_problems(self._features, self._columns)
+
+
+def _groups(file: int, footer: pq.FileMetaData, messages: str) -> list[_Group]:
+    found = []
+    for number in range(footer.num_row_groups):
+        group = footer.row_group(number)
+        columns = (group.column(column) for column in range(group.num_columns))
+        size = sum(one.total_uncompressed_size for one in columns if one.path_in_schema.split(".")[0] == messages)
+        if group.num_rows:
+            found.append(_Group(file, number, group.num_rows, size))
+    return found

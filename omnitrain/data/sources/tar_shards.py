@@ -1,0 +1,131 @@
+"""Read tar shards in the format of WebDataset: files of the same name up to the first dot are one row."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+
+from omnitrain.data.sources.files import FileReader, ReadError
+from omnitrain.data.sources.index_file import index_of
+from omnitrain.errors import DataError
+
+_TEXTS = ("txt", "text", "cls", "caption", "transcript")
+_MEMBER = pa.struct({"suffix": pa.string(), "start": pa.int64(), "stop": pa.int64()})
+_SCHEMA = pa.schema({"key": pa.string(), "members": pa.list_(_MEMBER)})
+_LOOKED_AT = 64  # rows of each data set, for the names of its columns
+
+
+class TarShards:
+    """Reads any row of the shards; see :class:`omnitrain.data.sources.rows.Table`.
+
+    A column is named as the suffix of its file: ``jpg`` of ``0001.jpg``. Text files are strings. The fields of a
+    ``json`` file are columns of the row themselves. All other files are ``{bytes, path}``.
+    """
+
+    def __init__(self, files: Sequence[str], *, reader: FileReader) -> None:
+        """Read the index of each shard, or build it.
+
+        Args:
+            files: paths or URLs of uncompressed tar files, in order.
+            reader: reads the files.
+
+        Raises:
+            DataError: a file is no tar file, or a compressed one.
+        """
+        self._files, self._reader = list(files), reader
+        self._indexes = [index_of(file, "tar", reader.version(file), partial(_members, file, reader)) for file in files]
+        self._ends = list(accumulate(map(len, self._indexes)))
+        looked_at = range(0, len(self), max(1, len(self) // _LOOKED_AT))
+        self.column_names = list(dict.fromkeys(name for position in looked_at for name in self._names(position)))
+
+    def _names(self, position: int) -> list[str]:
+        try:
+            return list(self[position])
+        except ReadError:
+            return []
+
+    @property
+    def kinds(self) -> None:
+        """None: kinds are found in some rows."""
+        return None
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        """Return a row.
+
+        Raises:
+            ReadError: its files cannot be read, or its JSON is invalid.
+        """
+        shard = bisect_right(self._ends, position)
+        within = position - (self._ends[shard] - len(self._indexes[shard]))
+        found = self._indexes[shard].slice(within, 1).to_pylist()[0]
+        key, members = found["key"], found["members"]
+        first = min(member["start"] for member in members)
+        try:
+            content = self._reader.read(self._files[shard], first, max(member["stop"] for member in members))
+        except OSError as error:
+            raise ReadError(f"{self._files[shard]}, {key!r}: {error}") from error
+        record: dict[str, Any] = {"id": f"{PurePosixPath(self._files[shard]).stem}/{key}"}
+        for member in members:
+            data = content[member["start"] - first : member["stop"] - first]
+            record |= self._column(shard, f"{key}.{member['suffix']}", member["suffix"], data)
+        return record
+
+    def _column(self, shard: int, name: str, suffix: str, data: bytes) -> dict[str, Any]:
+        where = f"{self._files[shard]}, {name!r}"
+        try:
+            if suffix == "json":
+                fields = json.loads(data)
+                if not isinstance(fields, dict):
+                    raise ReadError(f"{where}: found {type(fields).__name__}, expected an object with columns")
+                return fields
+            if suffix in _TEXTS:
+                return {suffix: data.decode()}
+        except ReadError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise ReadError(f"{where}: {error}") from error
+        return {suffix: {"bytes": data, "path": name}}
+
+    def sources(self) -> None:
+        """Return None: sources are known when a row is read."""
+        return
+
+    def problems(self) -> list[str]:
+        """Return no problems: types are checked row by row."""
+        return []
+
+
+def _members(file: str, reader: FileReader) -> pa.Table:
+    """Return the key of each row and where its files are; neighbours with the same key are one row."""
+    keys: list[str] = []
+    members: list[list[dict[str, Any]]] = []
+    try:
+        with reader.open(file) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                stem, dot, suffix = name.partition(".")
+                if not member.isfile() or not dot or not stem:
+                    continue
+                key = f"{folder}/{stem}" if folder else stem
+                if not keys or keys[-1] != key:
+                    keys.append(key)
+                    members.append([])
+                span = {"start": member.offset_data, "stop": member.offset_data + member.size}
+                members[-1].append({"suffix": suffix.lower()} | span)
+    except tarfile.TarError as error:
+        raise DataError(
+            f"data: {file}: not an uncompressed tar file ({error}); rows of a compressed one cannot be read one by "
+            "one: decompress it (gunzip)"
+        ) from None
+    return pa.table({"key": keys, "members": members}, schema=_SCHEMA)

@@ -1,0 +1,220 @@
+"""Files behind URLs: whole and in parts, from servers that are slow, drop connections or have no file."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from omnitrain.data.loading.loader import build_dataloader
+from omnitrain.data.sources.files import FileReader, ReadError, find_files
+from omnitrain.data.sources.rows import RowSource, open_sources
+from omnitrain.errors import DataError
+from omnitrain.recipe import Data, DataSource
+from tests.tiny import CHAT, png, tiny_model, tiny_processor
+
+
+class Server(BaseHTTPRequestHandler):
+    """Serves ``files``, with ranges. What ``behave`` has of a path happens before an answer."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    behave: ClassVar[dict[str, Any]] = {}
+    asked: ClassVar[Counter[str]] = Counter()
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        name = self.path[1:]
+        Server.asked[name] += 1
+        content = self.files.get(name)
+        if content is None:
+            self.send_error(404)
+            return
+        first, last = 0, len(content) - 1
+        if asked := self.headers.get("Range"):
+            begin, end = asked.removeprefix("bytes=").split("-")
+            first, last = int(begin), min(int(end or last), last)
+        body = content[first : last + 1]
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", str(hash(content)))
+        self.end_headers()
+        if with_body and (behave := self.behave.get(name)):
+            body = behave(self, first, body)
+        if with_body and body is not None:
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    Server.files.clear(), Server.behave.clear(), Server.asked.clear()
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    running.daemon_threads = True
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{running.server_port}"
+    running.shutdown()
+    running.server_close()
+
+
+def drops(times: int) -> Any:
+    """Cut the first ``times`` answers after half of their bytes."""
+
+    def behave(handler: Server, first: int, body: bytes) -> bytes | None:
+        if Server.asked[handler.path[1:] + " cut"] >= times:
+            return body
+        Server.asked[handler.path[1:] + " cut"] += 1
+        handler.wfile.write(body[: len(body) // 2])
+        handler.connection.close()
+        return None
+
+    return behave
+
+
+def drips(handler: Server, first: int, body: bytes) -> bytes | None:
+    """Send a byte now and then, for ever."""
+    for _ in range(200):
+        try:
+            handler.wfile.write(b"x")
+            handler.wfile.flush()
+        except OSError:
+            return None
+        time.sleep(0.05)
+    return None
+
+
+def lines(count: int) -> bytes:
+    rows = ({"prompt": f"what is {i}?", "response": str(i), "id": f"row {i}"} for i in range(count))
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def parquet(count: int) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(
+        pa.Table.from_pylist([json.loads(line) for line in lines(count).splitlines()]), stream, row_group_size=4
+    )
+    return stream.getvalue()
+
+
+def shard(count: int) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for i, line in enumerate(lines(count).splitlines()):
+            for suffix, data in (("json", line), ("png", png(i))):
+                member = tarfile.TarInfo(f"{i:03}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return stream.getvalue()
+
+
+MAPPED = {"prompt": "prompt", "response": "response"}
+
+
+def opened(path: str, **node: Any) -> RowSource:
+    return open_sources([DataSource.model_validate({"path": path, "columns": MAPPED, **node})])[0]
+
+
+CONTENTS = {"rows.jsonl": lines, "rows.parquet": parquet, "rows.tar": shard}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_rows_of_a_server_and_of_fsspec_are_those_of_the_file(server: str, tmp_path: Path, name: str) -> None:
+    content = CONTENTS[name](10)
+    Server.files[name] = content
+    (tmp_path / name).write_bytes(content)
+    with fsspec.open(f"memory://bucket/{name}", "wb") as stream:
+        stream.write(content)
+    local, *others = (opened(place) for place in (str(tmp_path / name), f"{server}/{name}", f"memory://bucket/{name}"))
+    said = [row.messages for row in local]
+    for rows in others:
+        assert [row.messages for row in rows] == said and [row.id for row in rows] == [f"row {i}" for i in range(10)]
+
+
+def test_media_of_a_url_are_read_beside_rows_of_this_machine(server: str, tmp_path: Path) -> None:
+    Server.files["photos/1.png"] = png(1)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"response": "a cat", "images": ["1.png"]}) + "\n")
+    node = {"columns": {"response": "response"}, "media_folder": f"{server}/photos"}
+    row = opened(str(tmp_path / "rows.jsonl"), **node)[0]
+    assert row.media_bytes("image", 0) == png(1)
+
+
+def test_ranges_globs_and_folders_name_files_of_a_storage(server: str) -> None:
+    system = fsspec.filesystem("memory")
+    for i in range(3):
+        system.pipe(f"/shards/s-{i}.jsonl", lines(2))
+    assert find_files("memory://shards/*.jsonl", (".jsonl",)) == [f"memory:///shards/s-{i}.jsonl" for i in range(3)]
+    assert find_files("memory://shards", (".jsonl",)) == find_files("memory://shards/*.jsonl", ())
+    assert find_files(f"{server}/s-{{08..10}}.tar", ()) == [f"{server}/s-{i}.tar" for i in ("08", "09", "10")]
+    assert len(opened("memory://shards")) == 6
+
+
+def test_dropped_connections_are_tried_again(server: str) -> None:
+    Server.files["rows.jsonl"] = lines(20)
+    Server.behave["rows.jsonl"] = drops(times=2)
+    assert FileReader(seconds=20).read(f"{server}/rows.jsonl") == lines(20)
+    assert Server.asked["rows.jsonl"] == 3
+
+
+@pytest.mark.parametrize("behave", [drips, drops(times=10**9)])
+def test_a_read_never_takes_longer_than_its_deadline(server: str, behave: Any) -> None:
+    Server.files["rows.jsonl"] = lines(20)
+    Server.behave["rows.jsonl"] = behave
+    started = time.monotonic()
+    with pytest.raises(
+        ReadError, match=r"rows\.jsonl: not read within 0\.5 s \(read_seconds\); tries: \d+, the last: "
+    ):
+        FileReader(seconds=0.5).read(f"{server}/rows.jsonl", 10, 300)
+    assert time.monotonic() - started < 1.5
+
+
+def test_what_is_not_there_is_not_tried_again(server: str) -> None:
+    with pytest.raises(DataError, match=r"no such file: .*none\.jsonl: HTTP Error 404"):
+        opened(f"{server}/none.jsonl")
+    assert sum(Server.asked.values()) == 1
+    with pytest.raises(DataError, match="no file of data at 'memory://nowhere'"):
+        opened("memory://nowhere")
+
+
+def test_rows_that_a_server_does_not_send_are_skipped_and_listed(server: str) -> None:
+    """The file is whole while it is opened; then a stretch of it no longer arrives."""
+    content = lines(60)
+    border = content.index(b'{"prompt": "what is 40?"')
+    Server.files["rows.jsonl"] = content
+    node = {"path": f"{server}/rows.jsonl", "columns": MAPPED, "read_seconds": 0.1, "epochs": 1}
+    data = {"train": [node], "chat": CHAT, "pack_tokens": 200, "packing_buffer": 4, "workers": 0}
+    loader = build_dataloader(Data.model_validate(data), tiny_processor(tiny_model()))
+    Server.behave["rows.jsonl"] = lambda handler, first, body: body if first < border else drips(handler, first, body)
+    seen: list[str] = []
+    with pytest.raises(DataError, match="as often as the `epochs`"):
+        for (pack,) in loader:
+            seen += pack.info.ids
+    assert sorted(seen) == sorted(f"row {i}" for i in range(40))
+    assert set(loader.rejected) == {f"rows[{i}]" for i in range(40, 60)}
+    assert all("not read within 0.1 s" in row.reason for row in loader.rejected.values())
+
+
+def test_a_server_without_ranges_is_refused_with_what_to_do(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Server.files["rows.jsonl"] = lines(5)
+    original = Server.send_response
+    monkeypatch.setattr(Server, "send_response", lambda self, code: original(self, 200))
+    with pytest.raises(ReadError, match=r"does not send parts of files \(Range\); copy the file"):
+        FileReader().read(f"{server}/rows.jsonl", 3, 9)
