@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64  # bytes
+_STEP = 2**20  # bytes in which the memory grows
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("omnitrain checkpoint")
-        self._memory = _mapped(self.descriptor, 0)
+        self._memory, self._is_pinned = _mapped(self.descriptor, 0), False
 
     def message(self, value: Any) -> Message:
         """Copy the tensors of ``value``. The other process must have read the message before this one.
@@ -79,7 +80,7 @@ class SharedMemory:
         content = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
         message = Message(pickler.end, pickler.end + len(content))
         if message.end > len(self._memory):
-            self._resize(message.end)
+            self._resize(-(-message.end // _STEP) * _STEP)
         self._memory[message.begin : message.end] = content
         for place, tensor in pickler.copies:
             place.of(self._memory).copy_(tensor, non_blocking=True)
@@ -93,12 +94,12 @@ class SharedMemory:
         os.close(self.descriptor)
 
     def _resize(self, size: int) -> None:
-        is_pinned = torch.cuda.is_initialized()  # copies from the device are several times as fast
-        if is_pinned and len(self._memory):
+        if self._is_pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
         os.ftruncate(self.descriptor, size)
         self._memory = _mapped(self.descriptor, size)
-        if is_pinned and size:
+        self._is_pinned = bool(size) and torch.cuda.is_initialized()  # copies from the device are faster
+        if self._is_pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
 
 
@@ -154,7 +155,7 @@ class _Pickler(pickle.Pickler):
         return place
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+        if isinstance(value, type | FunctionType) and value.__module__ in ("__main__", "__mp_main__"):
             raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script or notebook")
         return NotImplemented
 

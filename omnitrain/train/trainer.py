@@ -428,7 +428,7 @@ class Trainer:
         if not self.step:
             return "nothing is saved, because no step was done"
         with contextlib.suppress(TrainingError):  # the step's own error is the one to tell
-            self.saver.finish()
+            self._finish_save()
         if unsound := unsound_parameters(self.model, self.ranks.peers):
             reason = f"the weights are not finite ({len(unsound)}: {unsound[0]}, ...)"
             return f"nothing is saved, because {reason}; {self._newest_checkpoint()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from omnitrain.train.run_state.writer import CheckpointWriter
 
 _OF_RUN = ("recipe.yaml", LAYOUT_FILE, ENVIRONMENT_FILE)  # copied from the folder of the run as they are then
 _POLL_SECONDS = 0.01
+_OTHERS_SECONDS = 60.0  # in which writers of other ranks finish, although their ranks may have ended
 
 
 class Saver:
@@ -58,6 +60,7 @@ class Saver:
         self._model, self._processor, self._optimizer = model, processor, optimizer
         self._snapshots: _Snapshots | None = None
         self._writer: CheckpointWriter | None = None
+        self._started = 0  # writers so far
         self._begun: int | None = None  # step of the checkpoint that the process is writing
 
     def rehearse(self, state: TrainingState) -> None:
@@ -97,11 +100,15 @@ class Saver:
         if waits or not self._in_background:
             write_snapshot(self._run.store, snapshot.on_host(), self._ranks.peers)
         else:
-            if self._writer is None:
-                self._writer = CheckpointWriter(self._ranks.rendezvous)
-            self._writer.begin(self._run.store, snapshot)
-            self._begun = state.step
+            all_or_raise(self._ranks.peers, lambda: self._begin(snapshot))
         self._ranks.first(lambda: self._run.list_rejected(state.data.rejected))
+
+    def _begin(self, snapshot: Snapshot) -> None:
+        if self._writer is None:
+            self._writer = CheckpointWriter(self._ranks.rendezvous, self._started)
+            self._started += 1
+        self._writer.begin(self._run.store, snapshot)
+        self._begun = snapshot.step
 
     @property
     def is_rehearsed(self) -> bool:
@@ -142,6 +149,11 @@ class Saver:
                 self.close()
                 all_or_raise(self._ranks.peers, partial(_raise, error))
             time.sleep(_POLL_SECONDS)
+        return self._written()
+
+    def _written(self) -> Path:
+        """Note that the checkpoint that was begun is complete."""
+        assert self._begun is not None, "one was begun"
         store = self._run.store
         store.last = store.saved = written = store.folder_of(self._begun)
         self._begun = None
@@ -160,8 +172,13 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if isinstance(error, Exception) and self.is_writing:  # other ranks may be gone, so this one asks none of them
             console.print(f"the checkpoint of step {self._begun} is still being written; the run ends after it")
-            while self.is_writing:
+            limit = math.inf if self._ranks.peers.size == 1 else time.monotonic() + _OTHERS_SECONDS
+            while self.is_writing and time.monotonic() < limit:
                 time.sleep(_POLL_SECONDS)
+            if self._writer is not None and not self._writer.is_writing and self._writer.error is None:
+                self._written()
+            else:
+                console.print("it was not written; the checkpoint before it is intact")
         self.close()
 
 

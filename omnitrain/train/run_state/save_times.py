@@ -62,4 +62,4 @@ class SaveTimes:
 
     def restart(self, step: int) -> None:
         """Count from now, after ``step`` steps."""
-        self._saved_at, self._saved_step = time.monotonic(), step
+        self._saved_at, self._saved_step, self._begun_at = time.monotonic(), step, None

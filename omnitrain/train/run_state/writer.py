@@ -35,6 +35,7 @@ class CheckpointWriter:
 
     Args:
         rendezvous: where the writers of all ranks connect.
+        number: how many this rank has started before; the same on all ranks.
 
     Attributes:
         error: why the last checkpoint was not written. None: it was.
@@ -42,25 +43,32 @@ class CheckpointWriter:
 
     error: Exception | None
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
+    def __init__(self, rendezvous: Rendezvous, number: int = 0) -> None:
         self._memory = SharedMemory()
         self._connection, theirs = Pipe()
         shared = (theirs.fileno(), self._memory.descriptor)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, *map(str, shared)],
-            pass_fds=shared,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,  # Ctrl-C in a terminal is for the ranks, which let this process finish
-        )
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        # The process inherits the mask: a scheduler sends these signals to all processes, also while they start.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, *map(str, (*shared, os.getpid(), number))],
+                pass_fds=shared,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,  # Ctrl-C in a terminal is for the ranks, which let this process finish
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._is_busy, self.error = False, None
         self._send(rendezvous)
 
     def begin(self, store: CheckpointStore, snapshot: Snapshot) -> None:
         """Copy ``snapshot``, and let the process write it to ``store``. The one before must have ended."""
+        message = self._memory.message((store, snapshot))
         self._is_busy = True
-        self._send(self._memory.message((store, snapshot)))
+        self._send(message)
 
     @property
     def is_writing(self) -> bool:
@@ -89,16 +97,16 @@ class CheckpointWriter:
             self._connection.send(message)
 
 
-def main(connection: Connection, descriptor: int) -> None:
+def main(connection: Connection, descriptor: int, parent: int, number: int) -> None:
     """Write what arrives, in the process of its own.
 
     Args:
         connection: to the process that trains.
         descriptor: of the shared memory.
+        parent: id of the process that trains.
+        number: see :class:`CheckpointWriter`.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a scheduler sends them to all processes
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     rendezvous: Rendezvous = connection.recv()
     peers: Peers | None = None
@@ -106,7 +114,7 @@ def main(connection: Connection, descriptor: int) -> None:
         while True:
             message: Message = connection.recv()
             try:
-                peers = peers or _meet(rendezvous)
+                peers = peers or _meet(rendezvous, number)
                 store, snapshot = received(message, descriptor)
                 write_snapshot(store, snapshot, peers)
                 connection.send(None)
@@ -116,13 +124,12 @@ def main(connection: Connection, descriptor: int) -> None:
             del store, snapshot
 
 
-def _meet(rendezvous: Rendezvous) -> Peers:
+def _meet(rendezvous: Rendezvous, number: int) -> Peers:
     if rendezvous.world_size == 1:
         return SINGLE_PROCESS
     rank = rendezvous.rank
     store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=_PATIENCE)
-    count = store.add(f"checkpoint writers/{rank}", 1)  # writers of this rank so far, equal on all ranks
-    prefixed = dist.PrefixStore(f"checkpoint writers {count}", store)
+    prefixed = dist.PrefixStore(f"checkpoint writers {number}", store)
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=rendezvous.world_size, timeout=_PATIENCE)
     return GlooGroup()
 
@@ -135,4 +142,4 @@ def _follow(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    main(Connection(int(sys.argv[1])), *map(int, sys.argv[2:]))
