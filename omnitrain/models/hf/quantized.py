@@ -75,12 +75,12 @@ class Dequantizer:
 
     Args:
         quantization: see :func:`dequantizing`.
-        dtype: dtype of dequantized tensors.
+        dtype: dtype of dequantized tensors; also an attribute.
     """
 
     def __init__(self, quantization: dict[str, Any], dtype: torch.dtype) -> None:
         self._quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=True)
-        self._dtype = dtype
+        self.dtype = dtype
 
     def parts(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         """Group names of stored tensors: name of a dequantized tensor -> last name of a part -> its name."""
@@ -92,15 +92,12 @@ class Dequantizer:
         return parts
 
     def dequantized(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor that ``parts`` stand for; nothing is computed if they are in files.
+        """Return the quantized tensor that ``parts`` stand for; nothing is computed if they are in files.
 
         Raises:
             UserError: transformers cannot dequantize it alone.
         """
         last = name.rpartition(".")[2]
-        if set(parts) == {last}:
-            return parts[last]
-        target = _AnyModel(self._dtype)
         try:
             with weights_left_in_files(), operations_recorded(), partial_blocks_are_dequantized():
                 conversion = next(
@@ -111,7 +108,7 @@ class Dequantizer:
                     source_patterns=conversion.source_patterns,
                     target_patterns=conversion.target_patterns,
                     full_layer_name=name,
-                    model=target,
+                    model=_AnyModel(self.dtype),
                 )
             return converted[name].detach()
         except Exception as error:  # each format fails differently

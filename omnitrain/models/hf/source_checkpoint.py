@@ -33,14 +33,14 @@ class SourceCheckpoint:
     Attributes:
         folder: its folder.
         file_of: name of a tensor -> its file.
-        tensors: name of a tensor -> its value, which stays in the file. Quantized ones are dequantized.
-        is_quantized: whether the files have other tensors.
+        parts: name of a tensor -> what the files have of it, and where it stays: itself, or its parts if quantized.
+        dequantizer: dequantizes tensors; None: none is quantized.
     """
 
     folder: Path
     file_of: Mapping[str, str]
-    tensors: Mapping[str, Tensor]
-    is_quantized: bool
+    parts: Mapping[str, Mapping[str, Tensor]]
+    dequantizer: Dequantizer | None
 
     @classmethod
     def open(cls, path: str) -> SourceCheckpoint:
@@ -60,14 +60,37 @@ class SourceCheckpoint:
         stored = {name: tensor for of_file in by_file.values() for name, tensor in of_file.items()}
         quantization = dequantizing(str(folder))
         if quantization is None:
-            return cls(folder, file_of, stored, is_quantized=False)
+            return cls(folder, file_of, {name: {name: tensor} for name, tensor in stored.items()}, None)
         dequantizer = Dequantizer(quantization, config_at(str(folder)).dtype or torch.bfloat16)
-        parts = dequantizer.parts(stored)
-        tensors = {
-            name: dequantizer.dequantized(name, {part: stored[of] for part, of in of_name.items()})
-            for name, of_name in parts.items()
-        }
-        return cls(folder, {name: file_of[next(iter(of.values()))] for name, of in parts.items()}, tensors, True)
+        names = dequantizer.parts(stored)
+        parts = {name: {part: stored[of] for part, of in of_name.items()} for name, of_name in names.items()}
+        return cls(folder, {name: file_of[next(iter(of.values()))] for name, of in names.items()}, parts, dequantizer)
+
+    def plain(self, name: str) -> Tensor | None:
+        """Return a tensor that is not quantized; None: it is."""
+        parts = self.parts[name]
+        is_plain = self.dequantizer is None or set(parts) == {name.rpartition(".")[2]}
+        return next(iter(parts.values())) if is_plain else None
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, dequantized.
+
+        Raises:
+            UserError: transformers cannot dequantize it alone.
+        """
+        plain = self.plain(name)
+        if plain is not None:
+            return plain
+        assert self.dequantizer is not None
+        return self.dequantizer.dequantized(name, self.parts[name])
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor, after it was dequantized."""
+        plain = self.plain(name)
+        if plain is not None:
+            return plain.dtype
+        assert self.dequantizer is not None
+        return self.dequantizer.dtype
 
     def matched(self, model: PreTrainedModel) -> MatchedWeights:
         """Find the model's weights among the tensors.
@@ -77,7 +100,8 @@ class SourceCheckpoint:
                 source, whose names then have a prefix.
 
         Raises:
-            UserError: the files lack weights of the model, or have them with other shapes.
+            UserError: the files lack weights of the model, or have them with other shapes, or transformers cannot
+                dequantize a tensor that the model does not have.
         """
         values = self._values(model)
         first = max(values, key=len)
@@ -87,13 +111,15 @@ class SourceCheckpoint:
         of = f"of {len(values)} tensors of {type(model).__name__}"
         if missing := missing_of[prefix]:
             raise UserError(f"{str(self.folder)!r} lacks {len(missing)} {of}, such as {prefix}{missing[0]}")
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        shapes = {name: tuple(tensor.shape) for name in self.file_of if (tensor := self.plain(name)) is not None}
         values = {name: _turned_as(shapes.get(prefix + name), value) for name, value in values.items()}
         # The number of rows grows with the vocabulary.
         other = [n for n, value in values.items() if shapes.get(prefix + n, value.shape)[1:] != value.shape[1:]]
         if other:
             raise UserError(f"{str(self.folder)!r} has {len(other)} {of} in another shape, such as {prefix}{other[0]}")
-        return MatchedWeights(self, values, prefix)
+        its_names = {prefix + name for name in values}
+        others = {name: self.tensor(name) for name in self.file_of if name not in its_names}
+        return MatchedWeights(self, values, prefix, others)
 
     def _values(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """The model's weights by the names of its checkpoint, with the experts apart if the files have them so."""
@@ -120,19 +146,13 @@ class MatchedWeights:
         source: the checkpoint.
         values: name without the prefix -> weight.
         prefix: of the model's names in the files, such as ``thinker.``.
+        others: tensors of the source that the model does not have; they stay in the files.
     """
 
     source: SourceCheckpoint
     values: Mapping[str, Tensor]
     prefix: str
-
-    @property
-    def others(self) -> list[str]:
-        """Names of the tensors that the model does not have."""
-        return [name for name in self.source.file_of if self._value(name) is None]
-
-    def _value(self, name: str) -> Tensor | None:
-        return self.values.get(name.removeprefix(self.prefix)) if name.startswith(self.prefix) else None
+    others: Mapping[str, Tensor]
 
     def write(self, folder: Path, dtype: torch.dtype | None) -> None:
         """Write the files of the source, with the model's weights in it, tensor by tensor.
@@ -149,7 +169,7 @@ class MatchedWeights:
         for file, names in names_of.items():
             with safe_open(self.source.folder / file, framework="pt") as opened:
                 metadata = opened.metadata() or {}
-            tensors = {name: self._tensor(name, self.source.tensors[name], dtype) for name in names}
+            tensors = {name: self._tensor(name, dtype) for name in names}
             entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
             with SafetensorsFile(folder / file, entries, metadata) as written:
                 for name, tensor in tensors.items():
@@ -160,16 +180,16 @@ class MatchedWeights:
         if index_file.is_file():
             index = json.loads(index_file.read_text())
             index.setdefault("metadata", {})["total_size"] = num_bytes
-            if self.source.is_quantized:
+            if self.source.dequantizer is not None:
                 index["weight_map"] = dict(self.source.file_of)
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _tensor(self, name: str, stored: Tensor, dtype: torch.dtype | None) -> Tensor:
-        value = self._value(name)
-        if value is None:
-            return stored
+    def _tensor(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        if name in self.others:
+            return self.others[name]
+        value = self.values[name.removeprefix(self.prefix)]
         keeps = dtype is not None or not value.is_floating_point()
-        return value.detach().to("cpu", value.dtype if keeps else stored.dtype)
+        return value.detach().to("cpu", value.dtype if keeps else self.source.dtype_of(name))
 
 
 def _turned_as(shape: tuple[int, ...] | None, value: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def export_as_source(
     if not keeps_processor:
         processor.renderer.save_pretrained(folder)
     _change_configs(folder, config_at(str(source)), model, processor.end_token, dtype)
-    dequantized = ", which is not quantized" if matched.source.is_quantized else ""
+    dequantized = ", which is not quantized" if matched.source.dequantizer is not None else ""
     if not matched.others:
         return dequantized
     counts = counted(model, {name.removeprefix(matched.prefix) for name in matched.others})
