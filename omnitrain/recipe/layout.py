@@ -142,9 +142,10 @@ def parse_layout(text: str) -> Layout:
     ``group`` (``place``), ``windowN`` (micro-batches whose items are encoded together).
 
     ``vision1+dp2``: the image encoder has a rank of its own, the rest of the model two. The word of a section is
-    ``vision``, ``audio``, ``encoders`` (both, together) or the name of a component, with its number of ranks. Further
-    words of a section: ``twice`` (``encode_twice``), ``ahead``, ``nixl`` (``carrier``), ``windowN`` (``micro_batch``),
-    ``slotsN``, ``flightN`` (``in_flight``).
+    ``vision``, ``audio``, ``encoders`` (both, together), ``vision_tower``, ``vision_projector`` (and so for ``audio``),
+    ``towers``, ``projectors`` (both) or the name of a component, with its number of ranks. Further words of a section:
+    ``twice`` (``encode_twice``), ``ahead``, ``nixl`` (``carrier``), ``windowN`` (``micro_batch``), ``slotsN``,
+    ``flightN`` (``in_flight``).
 
     Raises:
         UserError: a word is unknown or sets a field twice; lists all such words, and the valid ones.

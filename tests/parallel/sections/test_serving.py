@@ -73,10 +73,10 @@ def evaluated(make: Callable[[], Made], layout: str, times: int = 1) -> list[Fou
 @pytest.mark.parametrize(
     ("make", "layout", "num_main"),
     [
-        (any_to_any, "vision1+dp2", 2),
+        pytest.param(any_to_any, "vision1+dp2", 2, marks=pytest.mark.slow),
         pytest.param(any_to_any, "encoders1+pp2", 2, marks=pytest.mark.slow),
         pytest.param(any_to_any, "vision1+tp2", 2, marks=pytest.mark.slow),
-        (any_to_any, "audio1+vision2+dp1", 1),
+        pytest.param(any_to_any, "audio1+vision2+dp1", 1, marks=pytest.mark.slow),
         pytest.param(any_to_any, "encoders2+dp2", 2, marks=pytest.mark.slow),
         (any_to_any, "towers1+vision_projector1+dp2", 2),
         pytest.param(any_to_any, "vision_tower1+audio1+pp2", 2, marks=pytest.mark.slow),
