@@ -28,6 +28,7 @@ TIMEOUT = 600  # seconds of a cell
 def environment() -> Iterator[None]:
     """The kernel imports this checkout, has one thread, and says nothing of widgets that are not installed."""
     changes = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
+    changes["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # they appear only where a file is read for the first time
     with patch.dict(os.environ, changes):
         yield
 
@@ -107,7 +108,7 @@ def test_a_notebook_runs_and_shows_what_it_showed(name: str) -> None:
         right, asked = map(int, re.findall(r"(\d+) of (\d+) held-out sums are right", said)[0])
         assert right / asked > 0.8
         assert "rank 1 raised IndexError" in said and 'print("hello from", names[' in said
-        assert "unreadable image of 60 bytes" in said and said.count(" equal ") == 2
+        assert "unreadable image of ... bytes" in said and said.count(" equal ") == 2
     else:
         differences = [float(one) for one in re.findall(r"│ (\d\.\de[+-]\d+) +│$", said, re.MULTILINE)]
         assert len(differences) == 6 and max(differences) < 1e-5 and said.count(" equal ") == 2

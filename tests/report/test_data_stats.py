@@ -127,3 +127,11 @@ def test_data_of_which_every_row_is_rejected_is_described(folder: Path, tmp_path
     assert sum(one.rows for one in stats.rejected) == 21
     assert "No pack can be filled" in self_contained(stats.save(tmp_path / "stats.html")).words["packs"]
     assert "no pack can be filled" in str(stats)
+
+
+def test_a_recipe_that_counts_epochs_and_samples_is_measured_in_its_steps(folder: Path) -> None:
+    counted = ["train.steps=1000", "train.epochs=3", "train.samples_per_step=6", "data.pack_tokens=60"]
+    stats = data_stats(str(folder / "recipe.yaml"), counted)
+    assert stats.steps > 1 and stats.packs_per_step > 1
+    assert stats.data_sets[0].epochs == pytest.approx(3, rel=0.3)  # of whole steps with few rows
+    assert stats.packing.samples_per_step == pytest.approx(6, rel=0.3)

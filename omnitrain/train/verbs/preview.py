@@ -15,6 +15,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.report.data.pack_view import view_pack, view_rejected
 from omnitrain.report.data.preview import DataPreview
 from omnitrain.train.build_from_recipe import build_from_recipe
+from omnitrain.train.epochs import in_steps
 from omnitrain.train.metrics.display import quiet_libraries
 
 
@@ -56,16 +57,16 @@ def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs
 
 
 def recipe_and_name(recipe: Recipe | str | Path, overrides: Sequence[str]) -> tuple[Recipe, str]:
-    """Return a recipe, and what to call it.
+    """Return a recipe that counts in steps and packs, as its run does, and what to call it.
 
     Raises:
         UserError: overrides of a recipe that is loaded already, or the recipe has mistakes.
     """
     if not isinstance(recipe, Recipe):
-        return Recipe.load(recipe, list(overrides)), Path(recipe).stem
+        return in_steps(Recipe.load(recipe, list(overrides))), Path(recipe).stem
     if overrides:
         raise UserError("overrides change a recipe while it is loaded; give them to Recipe.load")
-    return recipe, Path(recipe.output_dir).name
+    return in_steps(recipe), Path(recipe.output_dir).name
 
 
 def model_without_weights(recipe: Recipe) -> tuple[OmniModel, OmniProcessor]:
