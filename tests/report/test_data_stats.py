@@ -73,7 +73,7 @@ def test_fill_and_epochs_are_those_of_the_run(recipe: Recipe, stats: DataStats) 
     loader = loader_of(recipe, *model_without_weights(recipe))
     packs = [pack for step in islice(loader, 6) for pack in step]
     state = loader.state().slots[0]
-    read = Counter(loader.order[index][1] for index in range(state.next_index))
+    read = Counter(loader.order.draw(index)[1] for index in range(state.next_index))
     assert stats.packing is not None and stats.packing.packs == 6
     assert stats.packing.fill == pytest.approx(sum(pack.num_tokens for pack in packs) / (6 * 60))
     assert stats.packing.samples == pytest.approx(sum(len(pack.info.ids) for pack in packs) / 6)

@@ -52,6 +52,8 @@ def shuffled_in_blocks(positions: np.ndarray, blocks: Sequence[int], key: str) -
     Returns:
         ``[n]`` int64.
     """
+    if len(blocks) <= _BLOCKS_AT_A_TIME:
+        return shuffled(positions, sum(blocks), key)
     order = shuffled(np.arange(len(blocks)), len(blocks), key)
     lengths = np.asarray(blocks, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
