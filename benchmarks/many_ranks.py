@@ -254,7 +254,6 @@ def loader_of(rank: int, world: int) -> StepLoader:
     loader = StepLoader([rows], Processor(), data, seed=0, state=state, slots=world, rank=rank, ranks=world)
     stream: Iterator[Any] = iter(loader)
     next(stream)
-    loader.order._permutations.clear()  # of all rows, on each of the simulated ranks
     return loader
 
 
