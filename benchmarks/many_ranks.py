@@ -292,6 +292,8 @@ def line_of(world: int) -> Values:
         trainer = SimpleNamespace(
             recipe=recipe,
             step=1,
+            samples=world,
+            _started=0.0,
             mean_loss=MeanLoss(1.5, 3),
             meter=meter(),
             ranks=ranks_of_run,
