@@ -43,7 +43,7 @@ class Callback:
         """Called after an evaluation. Without generation, there are only ``result.losses``."""
 
     def on_save(self, trainer: Any, folder: Path) -> None:
-        """Called after a checkpoint is complete in ``folder``."""
+        """Called after a checkpoint is complete in ``folder``, which may be that of an earlier step."""
 
     def on_end(self, trainer: Any, summary: Any) -> None:
         """Called at the end of :meth:`Trainer.fit`, with the :class:`RunSummary` that it returns; not after errors."""
