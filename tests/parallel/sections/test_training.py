@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +22,7 @@ from omnitrain.errors import LostRankError
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel import parallelize
 from omnitrain.parallel.parallelize import build_parallelize_model
-from omnitrain.parallel.resolve import dtype_of
-from omnitrain.parallel.schedule import executor
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import init_state_of
@@ -40,10 +36,9 @@ from tests.parallel.factories import any_to_any, windows_of_four_heads
 from tests.parallel.laid_out import full, samples
 from tests.parallel.schedule.separate import factory
 from tests.parallel.schedule.test_layouts import samples_of
-from tests.tiny import MODEL, TASKS, tiny_model, tiny_processor, tiny_samples
+from tests.tiny import MODEL, tiny_model
 
 pytestmark = pytest.mark.ranks
-ENCODERS = ("image_encoder", "audio_encoder")
 
 
 @dataclass(frozen=True)
@@ -131,14 +126,6 @@ class Step:
     gradients: dict[str, torch.Tensor]
 
 
-def in_float64(*args: Any) -> Step:
-    """:func:`step` with all that a plan has in float32 in float64: then another order of sums shows in no digit."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (parallelize, executor):
-            patch.setattr(module, "dtype_of", lambda name: torch.float64 if name == "float32" else dtype_of(name))
-        return step(*args)
-
-
 def step(layout: Layout, make: Callable[[], OmniModel], packs: list[list[Pack]] | None, given: list[Sample]) -> Step:
     """One step; ``packs``: of each data rank. None: :func:`micro_batches` of ``given``."""
     plan = layout.plan()
@@ -218,39 +205,6 @@ def require_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         size = float(gradient.abs().max().clamp(min=1e-4))
         error = float((found.get(name, torch.zeros_like(gradient)) - gradient).abs().max())
         assert error <= tolerance * size, (name, error, size)
-
-
-def small_model() -> OmniModel:
-    """Both encoders, no decoders."""
-    return tiny_model(decoders={})
-
-
-def random_graph(rng: random.Random) -> Layout:
-    """One or two sections of one or two ranks each, and their settings, beside one to three ranks of ``main``."""
-    words = []
-    for name in rng.choice([("vision",), ("audio",), ("encoders",), ("vision", "audio")]):
-        settings = [f"window{rng.randint(1, 3)}", f"slots{rng.randint(1, 3)}"]
-        settings += rng.choice([["twice"], [f"flight{rng.randint(2, 4)}"], []])
-        words.append(".".join([f"{name}{rng.randint(1, 2)}", *settings]))
-    main = rng.choice(["dp1", "dp2", "dp3", "pp2", "sp2", "cp2", "tp2", "replicate2"])
-    return parse_layout("+".join([*words, f"{main}.accum{rng.randint(2, 4)}"]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_random_sections_give_the_gradients_of_one_process(sections: RankPool, seed: int) -> None:
-    rng = random.Random(seed)
-    layout = random_graph(rng)
-    make = small_model
-    tasks = [task for task in TASKS if "to_text" in task or task == "text"]
-    given = tiny_samples(tiny_processor(small_model()), rng.randint(2, 9), rng.sample(tasks, 3))
-    found = sections.run(in_float64, layout, make, None, given, timeout_s=180, world=layout.num_ranks)
-    data_ranks = layout.dp_shard * layout.dp_replicate
-    packs = [pack for of_rank in micro_batches(make(), given, data_ranks, layout.accumulation) for pack in of_rank]
-    (expected,) = sections.run(in_float64, parse_layout("dp1"), make, [packs], [], timeout_s=180, world=1)
-    assert found[0].loss == pytest.approx(expected.loss, rel=1e-6), str(layout)
-    assert {gradient.dtype for gradient in expected.gradients.values()} == {torch.float64}
-    require_close(together(found), expected.gradients, 1e-6)
 
 
 def lost_in_a_step(folder: str, victim: int) -> None:
