@@ -69,3 +69,12 @@ def lora_problems(
             yield f"{path}.lora: experts backend {backend} does not support adapters; use the backend auto or torch"
         if name == FOUNDATION and plan.of(FOUNDATION).async_ulysses:
             yield f"{path}.lora: async_ulysses does not support adapters; use only one of the two"
+    for projector, tower in plan.reads().items():
+        found = [(each.rank, each.alpha) for name in (projector, tower) if (each := adapters.get(name)) is not None]
+        if len({*found}) > 1:
+            (rank, alpha), (rank_of_tower, alpha_of_tower) = found
+            yield (
+                f"{plan.path_of(projector, 'lora')}.lora: found rank {rank} and alpha {alpha:g}, but {tower} has rank "
+                f"{rank_of_tower} and alpha {alpha_of_tower:g}, and an encoder that is not divided has one rank and "
+                "one alpha; use the same"
+            )

@@ -259,6 +259,11 @@ def _adapters_in(model: ComponentModel, root: str, config: Mapping[str, Any]) ->
         rank = config["rank_pattern"].get(name, config["r"])
         alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
         entry = values.setdefault(component, {"rank": rank, "alpha": alpha, "linears": [], "experts": []})
+        if (rank, alpha) != (entry["rank"], entry["alpha"]):
+            raise UserError(
+                f"the checkpoint has {root} adapters for {name} of rank {rank} and alpha {alpha:g}, but others of "
+                f"{component} of rank {entry['rank']} and alpha {entry['alpha']:g}; a component must have one of each"
+            )
         kind = "linears" if parameter.endswith(_WEIGHT) else "experts"
         entry[kind].append(f"{root}.{parameter.removesuffix(_WEIGHT)}")
     return {

@@ -70,12 +70,15 @@ def peft() -> ModuleType:
 def adapters_of(model: ComponentModel) -> dict[str, Adapters]:
     """Return component -> its adapters, for components with adapters."""
     found = dict[str, Adapters](getattr(model, _APPLIED, {}))
-    for encoder in [name for name in model.divided if name in found] if found else []:
+    for encoder in (name for name in model.divided if name in found):
         whole = found.pop(encoder)
-        of_tower = tuple(name for name in whole.linears if name.startswith(f"{encoder}.tower."))
-        of_projector = tuple(name for name in whole.linears if name not in of_tower)
-        parts = {f"{encoder}.tower": of_tower, f"{encoder}.projector": of_projector}
-        found |= {part: replace(whole, linears=linears) for part, linears in parts.items() if linears}
+        for part, is_tower in ((f"{encoder}.tower", True), (f"{encoder}.projector", False)):
+            linears, experts = (
+                tuple(name for name in names if name.startswith(f"{encoder}.tower.") == is_tower)
+                for names in (whole.linears, whole.experts)
+            )
+            if linears or experts:
+                found[part] = replace(whole, linears=linears, experts=experts)
     return found
 
 

@@ -144,6 +144,15 @@ def test_a_tower_and_a_language_model_have_ranks_of_their_own_in_one_file(tmp_pa
     assert ranks == {"foundation": {2}, "image_encoder": {5}}
 
 
+def test_a_component_whose_layers_have_different_factors_is_refused(tmp_path: Path) -> None:
+    file = saved(adapted(), tmp_path) / "adapter_config.json"
+    config = json.loads(file.read_text())
+    changed = sorted(config["target_modules"])[0]
+    file.write_text(json.dumps(config | {"alpha_pattern": {changed: 12}}))
+    with pytest.raises(UserError, match="rank 3 and alpha 6, but others of foundation of rank 3 and alpha 12"):
+        load_adapters(omni(), tmp_path)
+
+
 def test_a_file_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     folder = saved(adapted(), tmp_path)
     weights = load_file(folder / "adapter_model.safetensors")

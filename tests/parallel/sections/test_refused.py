@@ -32,6 +32,10 @@ def plan(
     return ParallelPlan(sections=given, components=components or {}, default=default)
 
 
+def lora(rank: int, alpha: float) -> dict[str, Any]:
+    return {"lora": {"targets": ["**"], "rank": rank, "alpha": alpha}}
+
+
 VISION = {"vision": {}}
 OF_TWO = {"vision": {"ranks": 2}}
 TOWER = {"a": {"components": ["image_encoder.tower"]}}
@@ -104,6 +108,11 @@ BOTH = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 2}}
             plan(TOWER, {"image_encoder.projector": {"ulysses": 2}}, ulysses=2),
             3,
             r"image_encoder.projector.ulysses: found 2, but a projector has no attention; remove it",
+        ),
+        (
+            plan(TOWER, {"image_encoder.tower": lora(2, 4), "image_encoder.projector": lora(2, 8)}),
+            3,
+            r"image_encoder.projector.lora: found rank 2 and alpha 8, but image_encoder.tower has rank 2 and alpha 4, ",
         ),
         (plan(APART | {"a": APART["a"] | {"in_flight": 1}}, pp=2), 4, r"sections.a.in_flight: found 1, .* for ever"),
         (plan({"vision": {"ranks": 3}}), 3, r"3 of 3 ranks are for vision, and none is left .* such as --nproc 4"),
