@@ -154,19 +154,16 @@ class VisionEncoder(PreTrainedModel, EncoderMixin):
             encoded = output.last_hidden_state if output.pooler_output is None else output.pooler_output
             tokens_per_frame = grid.prod(dim=1) // self.tower.config.spatial_merge_size**2
         else:
-            merged = merge_grid(self._patch_grid(pixels), self.projector.factor)
+            height, width = (side // self.tower.config.patch_size for side in pixels.shape[-2:])
+            patches = self.tower(pixel_values=pixels).last_hidden_state  # after class and register tokens
+            grid = patches[:, patches.size(1) - height * width :].unflatten(1, (height, width))
+            merged = merge_grid(grid, self.projector.factor)
             encoded = merged.flatten(0, 1)
             tokens_per_frame = torch.full_like(features["frame_index"], merged.size(1))
         if encoded.size(0) != sum(num_tokens):
             kind = type(self.tower).__name__
             raise ValueError(f"{kind} gave {encoded.size(0)} features for {sum(num_tokens)} placeholders")
         return encoded, tokens_per_frame
-
-    def _patch_grid(self, pixels: torch.Tensor) -> torch.Tensor:
-        """``[frames, C, H, W] -> [frames, H/p, W/p, tower]``, without the class and register tokens in front."""
-        height, width = (side // self.tower.config.patch_size for side in pixels.shape[-2:])
-        patches = self.tower(pixel_values=pixels).last_hidden_state
-        return patches[:, patches.size(1) - height * width :].unflatten(1, (height, width))
 
     def _time(self, frame_index: torch.Tensor) -> torch.Tensor:
         """``[frames] -> [frames, hidden]``: projected sinusoids of the frame index, zero for still images."""

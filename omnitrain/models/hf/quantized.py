@@ -98,11 +98,12 @@ class Dequantizer:
             UserError: transformers cannot dequantize it alone.
         """
         last = name.rpartition(".")[2]
-        try:
-            with weights_left_in_files(), operations_recorded(), partial_blocks_are_dequantized():
-                conversion = next(
-                    each for each in self._quantizer.get_weight_conversions() if last in each.target_patterns
-                )
+        with weights_left_in_files(), operations_recorded(), partial_blocks_are_dequantized():
+            try:
+                conversions = self._quantizer.get_weight_conversions()
+                conversion = next((each for each in conversions if last in each.target_patterns), None)
+                if conversion is None:
+                    raise LookupError(f"it has no conversion to {last!r}")
                 converted = conversion.operations[0].convert(
                     {part: [tensor] for part, tensor in parts.items()},
                     source_patterns=conversion.source_patterns,
@@ -110,9 +111,10 @@ class Dequantizer:
                     full_layer_name=name,
                     model=_AnyModel(self.dtype),
                 )
-            return converted[name].detach()
-        except Exception as error:  # each format fails differently
-            raise UserError(f"transformers cannot dequantize {name} alone: {' '.join(str(error).split())}") from error
+                return converted[name].detach()
+            except Exception as error:  # each format fails differently
+                reason = " ".join(str(error).split())
+                raise UserError(f"transformers cannot dequantize {name} alone: {reason}") from error
 
 
 @dataclass(frozen=True)
