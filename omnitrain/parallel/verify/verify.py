@@ -42,7 +42,7 @@ from omnitrain.parallel.verify.arguments import (
 from omnitrain.parallel.verify.run import STEPS, Outcome, micro_batches, train
 from omnitrain.parallel.verify.tiny_model import described, num_parameters, tiny_model_of
 from omnitrain.recipe.layout import Layout, parse_layout
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan, PlanError
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan
 
 _NOISE_FACTOR = 20.0
 # How much a gradient changes if every weight moves to a neighbouring number differs tenfold with the random directions.
@@ -217,7 +217,7 @@ def verify(
         rows = []
         for case in cases:
             model.divide(())
-            with suppress(PlanError):  # the ranks refuse it, too
+            with suppress(UserError):  # the ranks refuse it, too
                 divide_encoders(model, case.plan)
             adapters = adapters_for(model, case.plan)[0]
             frozen = frozenset(n for n in model.components if case.plan.of(n).freeze and n not in adapters)
