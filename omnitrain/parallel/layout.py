@@ -195,14 +195,17 @@ class ModelLayout:
 
     def table(self, model: OmniModel) -> LayoutTable:
         """Return a printable table with one row per component."""
-        parameters = dict(model.named_parameters())
+        return self._table(dict(model.named_parameters()))
+
+    def _table(self, parameters: Mapping[str, nn.Parameter]) -> LayoutTable:
+        """The table; without ``parameters``, what depends on their sizes and dtypes is empty."""
         return LayoutTable(
             _row(
                 component.name,
                 section_text(self.state_of(component.name)) if self.sections else "",
                 component.plan,
                 component.num_units,
-                [parameters[name] for name in component.parameters],
+                [parameters[name] for name in component.parameters] if parameters else [],
                 _sequence(component.plan, component.async_ulysses, component.tokens),
             )
             for component in self.components.values()
@@ -229,18 +232,8 @@ class ModelLayout:
             for index, facts in enumerate(self.facts_of_sections())
             if has_matplotlib()
         ]
-        rows = LayoutTable(
-            _row(
-                one.name,
-                section_text(self.state_of(one.name)) if self.sections else "",
-                one.plan,
-                one.num_units,
-                [],
-                _sequence(one.plan, one.async_ulysses, one.tokens),
-            )
-            for one in self.components.values()
-        )
-        return part_of_notebook([*pictures, heading("Layout (mesh: copies x shards)"), rows.as_html(_OF_PLAN)])
+        table = self._table({}).as_html(_OF_PLAN)
+        return part_of_notebook([*pictures, heading("Layout (mesh: copies x shards)"), table])
 
     def offloaded(self, model: OmniModel) -> list[nn.Parameter]:
         """Return the trained parameters whose optimizer state lives in host memory."""
