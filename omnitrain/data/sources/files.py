@@ -23,7 +23,7 @@ _CHUNK = 1 << 16
 _FIRST_PAUSE = 0.05  # seconds before the second try; each later pause is twice as long
 _LONGEST_PAUSE = 5.0
 _BUFFER = 1 << 20  # of a file that is read from a URL from its begin to its end
-_MAY_HELP_AGAIN = {408, 425, 429, 500, 502, 503, 504}
+_MAY_PASS = {408, 425, 429, 500, 502, 503, 504}  # statuses of http after which another try may succeed
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 Result = TypeVar("Result")
@@ -106,7 +106,7 @@ class FileReader:
             except (FileNotFoundError, ImportError):
                 raise
             except (OSError, http.client.HTTPException) as error:
-                if not _may_help_again(error):
+                if isinstance(error, urllib.error.HTTPError) and error.code not in _MAY_PASS:
                     raise ReadError(f"{file}: {error}") from error
                 if time.monotonic() + pause >= deadline:
                     why = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -177,10 +177,6 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 def _is_http(file: str) -> bool:
     return file.startswith(("http://", "https://"))
-
-
-def _may_help_again(error: Exception) -> bool:
-    return not isinstance(error, urllib.error.HTTPError) or error.code in _MAY_HELP_AGAIN
 
 
 def _http_version(url: str, seconds: float) -> FileVersion:
