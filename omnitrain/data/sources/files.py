@@ -84,6 +84,8 @@ class FileReader:
             with open(file, "rb") as stream:
                 stream.seek(start)
                 return stream.read() if stop is None else stream.read(stop - start)
+        if stop is not None and stop <= start:  # servers have no empty ranges
+            return b""
         if _is_http(file):
             return self._retried(file, lambda seconds: _http_bytes(file, start, stop, seconds))
         system, path = _file_system(file)
@@ -189,8 +191,6 @@ def _http_version(url: str, seconds: float) -> FileVersion:
 
 def _http_bytes(url: str, start: int, stop: int | None, seconds: float) -> bytes:
     """Read a part of a URL; the whole call takes ``seconds`` at most, however slowly the server sends."""
-    if stop is not None and stop <= start:
-        return b""
     deadline = time.monotonic() + seconds
     is_part = bool(start) or stop is not None
     headers = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if is_part else {}
