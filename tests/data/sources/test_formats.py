@@ -127,6 +127,20 @@ def test_a_compressed_or_cut_tar_is_refused_with_what_to_do(tmp_path: Path) -> N
         opened(tmp_path / "gz.tar", columns={"response": "txt"})
 
 
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_a_folder_of_hf_datasets_has_descriptions_beside_its_rows(tmp_path: Path, name: str) -> None:
+    if name == "rows.arrow":
+        Dataset.from_list(PAIRS).save_to_disk(str(tmp_path))
+    else:
+        Dataset.from_list(PAIRS).to_parquet(str(tmp_path / name))
+    (tmp_path / "README.md").write_text("# Questions")
+    rows = opened(tmp_path, columns=MAPPED)
+    assert [row.messages[1]["content"] for row in rows] == [str(i) for i in range(12)]
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "README.md").rename(tmp_path / "alone" / "README.md")
+    assert opened(tmp_path / "alone")[0].document == documents.Document("# Questions")
+
+
 def test_a_folder_with_a_manifest_has_its_media(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "1.png").write_bytes(png(1))
