@@ -108,7 +108,7 @@ def write_lines(path: Path, rows: int) -> None:
 
 
 def write_parquet(path: Path, megabytes: int) -> None:
-    """Write documents of 100 characters beside blobs of 1 MiB, which are compressed to almost nothing."""
+    """Write documents of 100 characters. Each has a blob of 1 MiB zeros beside it, which compress to almost nothing."""
     schema = pa.schema({"text": pa.string(), "blob": pa.binary()})
     with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
         for first in range(0, megabytes, 64):

@@ -86,6 +86,30 @@ def test_fill_and_epochs_are_those_of_the_run(recipe: Recipe, stats: DataStats) 
     assert first.epochs * first.rows + second.epochs * second.rows == pytest.approx(state.next_index - waiting)
 
 
+def test_rows_of_several_samples_and_weights_of_tokens_are_read_as_in_a_run(folder: Path) -> None:
+    for name, letters in (("long", 130), ("short", 20)):
+        lines = [json.dumps({"text": "x" * letters}) + "\n" for _ in range(30)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    two = ", ".join(f"{{path: {folder}/{name}.jsonl, columns: {{text: text}}}}" for name in ("long", "short"))
+    recipe = Recipe.load(
+        str(folder / "recipe.yaml"),
+        [f"data.train=[{two}]", "data.weights_by=tokens", "data.stages=[{from_step: 3, weights: {short: 3}}]", *STEPS],
+    )
+    stats = data_stats(recipe)
+    loader = loader_of(recipe, *model_without_weights(recipe))
+    packs = [pack for step in islice(loader, 6) for pack in step]
+    state = loader.state().slots[0]
+    read = state.next_index - len(state.held)
+    assert [(one.rows, one.measured) for one in stats.data_sets] == [(30, 30), (30, 30)]
+    assert [one.samples for one in stats.sources] == [30 * 3, 30]
+    assert stats.packing.fill == pytest.approx(sum(pack.num_tokens for pack in packs) / (6 * 60))
+    assert sum(one.epochs * one.rows for one in stats.data_sets) == pytest.approx(read)
+    (long, short), lengths = stats.data_sets, loader.state().tokens_per_draw
+    ratio = lengths[0] / lengths[1]  # rows of the short ones for each long one, at equal weights
+    assert short.share == pytest.approx((ratio / (1 + ratio) + 3 * ratio / (1 + 3 * ratio)) / 2)
+    assert long.share + short.share == pytest.approx(1)
+
+
 def test_rejected_rows_are_counted_by_reason(stats: DataStats) -> None:
     (one,) = stats.rejected
     assert (one.source, one.rows, one.example) == ("image_to_text", 2, "image_to_text/1")

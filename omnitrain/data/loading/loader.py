@@ -207,7 +207,7 @@ def _tokens_per_draw(sources: Sequence[RowSource], data: Data, rows: PreparedRow
         drawn = [rows[0, number, row] for row in first]
         if mistake := next((one for one in drawn if isinstance(one, UserError)), None):
             raise mistake
-        tokens = sum(len(piece) for one in drawn if isinstance(one, Sample) for piece in (one, *one.more))
+        tokens = sum(len(piece) for one in drawn if isinstance(one, Sample) for piece in one.pieces)
         if not tokens:
             raise DataError(
                 f"data.train.{number}: none of its first {len(drawn)} rows can be used, so `weights_by: tokens` knows "

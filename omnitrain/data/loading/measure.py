@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +34,7 @@ class Measure:
         items: modality -> images, sounds or videos.
         is_alone: whether it must be alone in its pack.
         index: position in the global data order.
+        piece, num_pieces, more: as those of a :class:`Sample`.
     """
 
     source: str
@@ -44,14 +44,14 @@ class Measure:
     items: Mapping[str, int]
     is_alone: bool = False
     index: int = 0
-
-    piece: ClassVar[int] = 0  # pieces of a document are measured like rows
-    num_pieces: ClassVar[int] = 1
+    piece: int = 0
+    num_pieces: int = 1
+    more: tuple[Measure, ...] = ()
 
     @property
     def pieces(self) -> tuple[Measure, ...]:
-        """The measure itself."""
-        return (self,)
+        """The samples of its row, if this is the first of them."""
+        return (replace(self, more=()), *self.more)
 
     def __len__(self) -> int:
         return self.length
@@ -64,6 +64,8 @@ def measure(
     source: RowSource, processor: OmniProcessor, *, most: int, max_tokens: int, without_tails: bool
 ) -> Iterator[Measured]:
     """Prepare rows of a data set as training does, and yield the size of each, or why it is rejected.
+
+    A row of several samples gives the size of the first, which has the others.
 
     Args:
         source: the data set.
@@ -81,7 +83,8 @@ def measure(
         if isinstance(prepared, Rejected):
             yield prepared
         else:
-            yield from (_of_sample(piece, row, processor) for piece in prepared.pieces)
+            first, *more = (_of_sample(piece, row, processor) for piece in prepared.pieces)
+            yield replace(first, more=tuple(more))
 
 
 def _of_sample(sample: Sample, row: Row, processor: OmniProcessor) -> Measure:
@@ -99,7 +102,16 @@ def _of_sample(sample: Sample, row: Row, processor: OmniProcessor) -> Measure:
     tokens[TEXT + PREDICTED] += read_text
     tokens[TEXT] += len(sample) - of_media - read_text
     num_predicted = int(sample.loss_mask[1:].sum()) + written
-    return Measure(sample.source, len(sample), num_predicted, +tokens, items, sample.is_alone)
+    return Measure(
+        source=sample.source,
+        length=len(sample),
+        num_predicted=num_predicted,
+        tokens=+tokens,
+        items=items,
+        is_alone=sample.is_alone,
+        piece=sample.piece,
+        num_pieces=sample.num_pieces,
+    )
 
 
 @dataclass(frozen=True)
@@ -157,12 +169,31 @@ class _MeasuredRows:
 
     def take(self, slot: int) -> Measured:
         index, source, row = next(self._draws)
-        return replace(self._measured[source][row], index=index)
+        found = self._measured[source][row]
+        if isinstance(found, Measure):
+            found = replace(found, more=tuple(replace(piece, index=index) for piece in found.more))
+        return replace(found, index=index)
 
     def redirect(self, slot: int, draws: Iterator[Draw]) -> None:
         self._draws = draws
 
 
+def shares_of_rows(measured: Sequence[Sequence[Measured]], data: Data, steps: int) -> list[float]:
+    """Return the share of each data set of all rows that a run reads, by the weights of its stages.
+
+    Args:
+        measured: rows of each data set.
+        data: the recipe's ``data`` node.
+        steps: steps of the run.
+    """
+    weights = np.array(data.stage_weights())  # [stages, data sets]
+    if data.weights_by == "tokens":
+        weights = weights / [_tokens_per_draw(rows) for rows in measured]
+    borders = np.minimum([0, *(stage.from_step for stage in data.stages), steps], steps)
+    of_stages = weights / weights.sum(axis=1, keepdims=True)
+    return list((np.diff(borders) @ of_stages / steps).tolist())
+
+
 def _tokens_per_draw(measured: Sequence[Measured]) -> float:
-    tokens = sum(len(one) for one in measured if isinstance(one, Measure))
+    tokens = sum(len(piece) for one in measured if isinstance(one, Measure) for piece in one.pieces)
     return max(tokens, 1) / len(measured)

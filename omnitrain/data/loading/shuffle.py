@@ -2,7 +2,7 @@
 
 A Feistel network over the grid ``a x b`` permutes its ``a * b`` cells, for any function of a round (Black and Rogaway,
 "Ciphers with Arbitrary Finite Domains", 2002). The grid is the smallest about square one with as many cells as there
-are rows; a position that lands behind the last row goes through the network again until it lands on a row.
+are rows; a result that is not below the number of rows goes through the network again until it is.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class SlotState:
         next_index: global index of its first sample that was not drawn yet.
         held: indices of samples that were drawn but not packed yet, oldest first.
         rejected: source -> rows that were skipped; not counted again in later epochs.
-        held_pieces: index in ``held`` -> pieces of the row that wait; only rows of which other pieces were packed.
+        held_pieces: index in ``held`` -> pieces of its row that were not packed yet. Only rows with several pieces.
         num_packs: packs made so far, which is the number of steps.
         begun: index at which the slot began the second and each later stage.
     """
@@ -88,7 +88,7 @@ class LoaderState:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the state of which ``saved`` is the ``asdict``. A state without a version has the first order."""
+        """Return the state that ``asdict`` turned into ``saved``. A state without a version has the first order."""
         slots = {slot: SlotState(**state) for slot, state in saved["slots"].items()}
         rejected = tuple(Rejected(**row) for row in saved["rejected"])
         return cls(**({"order_version": 1} | dict(saved) | {"slots": slots, "rejected": rejected}))

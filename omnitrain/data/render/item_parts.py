@@ -15,7 +15,7 @@ def parts_of_items(components: Sequence[str], row: Row, processor: OmniProcessor
 
     Args:
         components: the component of each item of the sample, in the order of the sample.
-        row: the row of which ``processor`` made the sample.
+        row: the row that ``processor`` turned into the sample.
         processor: the processor.
     """
     by_component: dict[str, list[MediaPart]] = {}

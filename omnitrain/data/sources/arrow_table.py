@@ -28,7 +28,8 @@ class ArrowTable:
             marked: see :func:`omnitrain.data.sources.turns.as_messages`.
         """
         self._columns, self._marked = columns, marked
-        self._data = _keep_encoded(data, columns)
+        undecoded = undecoded_features(data.features, columns)
+        self._data = data.cast(undecoded) if undecoded != data.features else data
         self.column_names: list[str] = data.column_names
 
     def __len__(self) -> int:
@@ -170,11 +171,6 @@ def _is_list_of(kind: pa.DataType, *fields: str) -> bool:
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
         return False
     return all(kind.value_type.get_field_index(field) >= 0 for field in fields)
-
-
-def _keep_encoded(data: datasets.Dataset, columns: Columns) -> datasets.Dataset:
-    features = undecoded_features(data.features, columns)
-    return data.cast(features) if features != data.features else data
 
 
 def _undecoded(feature: Any) -> Any:

@@ -23,7 +23,7 @@ _CHUNK = 1 << 16
 _FIRST_PAUSE = 0.05  # seconds before the second try; each later pause is twice as long
 _LONGEST_PAUSE = 5.0
 _BUFFER = 1 << 20  # of a file that is read from a URL from its begin to its end
-_MAY_HELP_AGAIN = {408, 425, 429, 500, 502, 503, 504}
+_MAY_PASS = {408, 425, 429, 500, 502, 503, 504}  # statuses of http after which another try may succeed
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 Result = TypeVar("Result")
@@ -84,6 +84,8 @@ class FileReader:
             with open(file, "rb") as stream:
                 stream.seek(start)
                 return stream.read() if stop is None else stream.read(stop - start)
+        if stop is not None and stop <= start:  # servers have no empty ranges
+            return b""
         if _is_http(file):
             return self._retried(file, lambda seconds: _http_bytes(file, start, stop, seconds))
         system, path = _file_system(file)
@@ -106,7 +108,7 @@ class FileReader:
             except (FileNotFoundError, ImportError):
                 raise
             except (OSError, http.client.HTTPException) as error:
-                if not _may_help_again(error):
+                if isinstance(error, urllib.error.HTTPError) and error.code not in _MAY_PASS:
                     raise ReadError(f"{file}: {error}") from error
                 if time.monotonic() + pause >= deadline:
                     why = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -179,10 +181,6 @@ def _is_http(file: str) -> bool:
     return file.startswith(("http://", "https://"))
 
 
-def _may_help_again(error: Exception) -> bool:
-    return not isinstance(error, urllib.error.HTTPError) or error.code in _MAY_HELP_AGAIN
-
-
 def _http_version(url: str, seconds: float) -> FileVersion:
     with _request(url, seconds, method="HEAD") as response:
         length = response.headers.get("Content-Length")
@@ -193,8 +191,6 @@ def _http_version(url: str, seconds: float) -> FileVersion:
 
 def _http_bytes(url: str, start: int, stop: int | None, seconds: float) -> bytes:
     """Read a part of a URL; the whole call takes ``seconds`` at most, however slowly the server sends."""
-    if stop is not None and stop <= start:
-        return b""
     deadline = time.monotonic() + seconds
     is_part = bool(start) or stop is not None
     headers = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if is_part else {}

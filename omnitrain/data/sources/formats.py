@@ -34,6 +34,8 @@ FORMATS = {
     ".md": "text",
 }
 _MANIFESTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # of a folder of media, as HF `datasets` has them
+# Of HF `datasets` and its Hub: they describe the rows that other files of the folder have.
+_DESCRIPTIONS = ("README.md", "dataset_info.json", "dataset_dict.json", "state.json")
 
 
 class Table(Protocol):
@@ -89,6 +91,8 @@ def files_of(source: DataSource) -> tuple[list[str], str | None]:
             if (folder / name).is_file():
                 return [str(folder / name)], source.media_folder or source.path
     found = find_files(source.path, tuple(FORMATS))
+    if len({FORMATS[suffix_of(file)] for file in found}) > 1:
+        found = [file for file in found if Path(file).name not in _DESCRIPTIONS]
     by_format: dict[str, list[str]] = {}
     for file in found:
         by_format.setdefault(FORMATS[suffix_of(file)], []).append(file)

@@ -64,13 +64,12 @@ def _keep(path: Path, index: pa.Table) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of an index. Yield False if the cache folder cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = open(path, "w")  # noqa: SIM115 - closed below; a failure to open it is no failure of the block
-    except OSError:
-        yield False
-        return
-    with stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield True
+    """Hold the lock of an index. Yield False if the cache folder cannot be written, or its storage has no locks."""
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(open(path, "w")), fcntl.LOCK_EX)
+            is_locked = True
+        except OSError:
+            is_locked = False
+        yield is_locked

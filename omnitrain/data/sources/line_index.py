@@ -36,16 +36,12 @@ def row_spans(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarray]:
         DataError: a ``.json`` file is not a list of objects.
     """
     kind, build = ("json", _spans_of_entries) if file.endswith(".json") else ("lines", _spans_of_lines)
-    index = index_of(file, kind, reader.version(file), lambda: _as_table(*build(file, reader)))
+    index = index_of(file, kind, reader.version(file), lambda: pa.table(build(file, reader)))
     starts, stops = (index.column(name).combine_chunks().to_numpy() for name in ("start", "stop"))
     return starts, stops
 
 
-def _as_table(starts: np.ndarray, stops: np.ndarray) -> pa.Table:
-    return pa.table({"start": starts, "stop": stops})
-
-
-def _spans_of_lines(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarray]:
+def _spans_of_lines(file: str, reader: FileReader) -> dict[str, np.ndarray]:
     size = reader.version(file).size
     parts = [(start, min(start + _PART, size)) for start in range(0, size, _PART)]
     with ThreadPoolExecutor(1 if is_url(file) else min(4, os.cpu_count() or 1)) as threads:
@@ -55,9 +51,13 @@ def _spans_of_lines(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarr
         stops = np.append(stops, size)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), stops])[:-1]
     kept = np.ones(len(stops), dtype=bool)
-    for row in np.flatnonzero(stops - starts <= _SHORT):
-        kept[row] = bool(reader.read(file, int(starts[row]), int(stops[row])).strip())
-    return starts[kept], stops[kept]
+    step, first, content = _PART if is_url(file) else _BLOCK, 0, b""
+    for row in np.flatnonzero(stops - starts <= _SHORT).tolist():
+        start, stop = int(starts[row]), int(stops[row])
+        if stop > first + len(content):  # many short lines are read at once
+            first, content = start, reader.read(file, start, min(start + step, size))
+        kept[row] = bool(content[start - first : stop - first].strip())
+    return {"start": starts[kept], "stop": stops[kept]}
 
 
 def _newlines(file: str, reader: FileReader, start: int, stop: int) -> np.ndarray:
@@ -75,7 +75,7 @@ def _newlines(file: str, reader: FileReader, start: int, stop: int) -> np.ndarra
     return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
 
-def _spans_of_entries(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarray]:
+def _spans_of_entries(file: str, reader: FileReader) -> dict[str, np.ndarray]:
     # Each byte becomes a character, so that positions are bytes; the structure of JSON has only ASCII characters.
     text = reader.read(file).decode("latin-1")
     decoder = json.JSONDecoder()
@@ -97,4 +97,4 @@ def _spans_of_entries(file: str, reader: FileReader) -> tuple[np.ndarray, np.nda
         spans.append((at, end))
         at = end
     flat = np.fromiter(chain.from_iterable(spans), dtype=np.int64, count=2 * len(spans))
-    return flat[0::2].copy(), flat[1::2].copy()
+    return {"start": flat[0::2], "stop": flat[1::2]}

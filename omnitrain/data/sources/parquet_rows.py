@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from omnitrain.data.sources.arrow_table import column_problems, first_of_each_kind, record_of, undecoded_features
-from omnitrain.data.sources.files import FileReader, is_url
+from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
 
@@ -84,7 +84,7 @@ class ParquetRows:
         """Return a row without null fields, which parquet adds for fields of other rows.
 
         Raises:
-            ReadError: the URL could not be read in time.
+            ReadError: its row group is damaged, or the URL could not be read in time.
         """
         group = bisect_right(self._ends, position)
         within = position - (self._ends[group] - self.blocks[group])
@@ -94,7 +94,11 @@ class ParquetRows:
         if group in self._kept:
             self._kept.move_to_end(group)
             return self._kept[group]
-        table = self._read(group)
+        found = self._groups[group]
+        try:
+            table = self._read(group)
+        except (OSError, pa.ArrowException) as error:
+            raise ReadError(f"{self._files[found.file]}, row group {found.number}: {error}") from error
         self._kept[group] = table
         while len(self._kept) > _KEPT_GROUPS and sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES:
             self._kept.popitem(last=False)

@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from omnitrain.data.sources.documents import Document, TextFiles
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.formats import files_of, open_table, suffix_of
@@ -108,9 +110,9 @@ class RowSource(Sequence[Row]):
 
         Args:
             source: the recipe's node of the data set.
-            copy_parquet: see :class:`DataSource`.
             name: name in metrics, and in the ids of rows that have none. None: the name of ``source``, or the stem of
                 its path.
+            copy_parquet: see :class:`DataSource`.
 
         Raises:
             DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
@@ -235,7 +237,8 @@ class RowSource(Sequence[Row]):
     @property
     def blocks(self) -> tuple[int, ...]:
         """Number of rows of each part of the data set that is read at once; empty: rows are read one by one."""
-        return () if self._length < len(self._table) else tuple(getattr(self._table, "blocks", ()))
+        ends = np.minimum(np.cumsum(getattr(self._table, "blocks", ())), self._length)
+        return tuple(size for size in np.diff(ends, prepend=0).tolist() if size)
 
 
 def open_sources(sources: Sequence[DataSource], *, copy_parquet: bool = False) -> list[RowSource]:

@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from omnitrain.data.loading.measure import Measure, Measured, Packing
+from omnitrain.data.loading.measure import Measure, Measured, Packing, shares_of_rows
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.sources.rows import RowSource
 from omnitrain.recipe import Recipe
@@ -159,9 +159,10 @@ class DataNumbers:
         """
         train, room = recipe.train, recipe.data.pack_tokens
         every = [row for rows in measured for row in rows]
-        samples = [row for row in every if isinstance(row, Measure)]
-        names = sorted({row.source for row in every})
-        shares = [one.weight / sum(other.weight for other in recipe.data.train) for one in recipe.data.train]
+        by_source: dict[str, list[Measured]] = {}
+        for row in sorted(every, key=lambda row: row.source):
+            by_source.setdefault(row.source, []).append(row)
+        shares = shares_of_rows(measured, recipe.data, train.steps)
         packs = [] if packing is None else packing.packs
         return cls(
             name=name,
@@ -172,10 +173,10 @@ class DataNumbers:
                 _data_set(source, rows, share, recipe, packing)
                 for source, rows, share in zip(sources, measured, shares, strict=True)
             ],
-            sources=[_source(one, [row for row in every if row.source == one]) for one in names],
+            sources=[_source(one, rows) for one, rows in by_source.items()],
             rejected=_rejected([row for row in every if isinstance(row, Rejected)]),
             packing=None if packing is None else _packing(packing, room, train.micro_batches),
-            lengths=_histogram({one: [len(row) for row in samples if row.source == one] for one in names}, None),
+            lengths=_histogram({one: list(map(len, _samples(rows))) for one, rows in by_source.items()}, None),
             fills=_histogram({"packs": [pack.num_tokens for pack in packs]}, room),
         )
 
@@ -194,8 +195,13 @@ def _data_set(
     )
 
 
+def _samples(rows: Sequence[Measured]) -> list[Measure]:
+    """The samples of all rows; a long document has several."""
+    return [sample for row in rows if isinstance(row, Measure) for sample in row.pieces]
+
+
 def _source(name: str, rows: Sequence[Measured]) -> SourceStats:
-    samples = [row for row in rows if isinstance(row, Measure)]
+    samples = _samples(rows)
     lengths = np.array([len(sample) for sample in samples] or [0])
     total = max(1, int(lengths.sum()))
     tokens: Counter[str] = Counter()
@@ -206,7 +212,7 @@ def _source(name: str, rows: Sequence[Measured]) -> SourceStats:
     return SourceStats(
         name=name,
         samples=len(samples),
-        rejected=len(rows) - len(samples),
+        rejected=sum(isinstance(row, Rejected) for row in rows),
         length={
             "min": int(lengths.min()),
             "mean": float(lengths.mean()),

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
+from omnitrain.data.chat.parts import MediaPart
+from omnitrain.data.sources.rows import Row
 from omnitrain.report.data.medium import medium_of
 from omnitrain.report.data.pack_view import GapView, ItemView, PackView, RejectedView, SampleView, TokenView
 
@@ -76,10 +78,18 @@ def _sample(sample: SampleView, color: str, max_frames: int) -> Iterator[Rendera
             text.append(_item(piece, sample, max_frames), style=f"bold {color}" if piece.is_predicted else color)
     yield text.append("]]" * is_open, style="dim")
     if sample.others:
-        words = ", ".join(medium_of(sample.row, part, max_frames).words for part in sample.others)
+        words = ", ".join(_medium(sample.row, part, max_frames) for part in sample.others)
         yield Text(f"  media that the foundation's own forward places: {words}", style=color)
 
 
 def _item(item: ItemView, sample: SampleView, max_frames: int) -> str:
     words = f"{item.component} {'writes' if item.is_predicted else 'reads'} {item.num_tokens:,} tokens"
-    return f"<{words}: {medium_of(sample.row, item.part, max_frames).words}>" if item.part is not None else f"<{words}>"
+    return f"<{words}: {_medium(sample.row, item.part, max_frames)}>" if item.part is not None else f"<{words}>"
+
+
+def _medium(row: Row, part: MediaPart, max_frames: int) -> str:
+    """What a medium is, or why it cannot be read now."""
+    try:
+        return medium_of(row, part, max_frames).words
+    except ValueError as error:
+        return str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import io
 import json
@@ -20,6 +21,7 @@ from datasets import Dataset
 from omnitrain.data.loading.loader import build_dataloader
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.sources import documents, json_lines, line_index, parquet_rows
+from omnitrain.data.sources.files import FileReader
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import DataError
 from omnitrain.recipe import Data, DataSource
@@ -125,6 +127,20 @@ def test_a_compressed_or_cut_tar_is_refused_with_what_to_do(tmp_path: Path) -> N
         opened(tmp_path / "gz.tar", columns={"response": "txt"})
 
 
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_a_folder_of_hf_datasets_has_descriptions_beside_its_rows(tmp_path: Path, name: str) -> None:
+    if name == "rows.arrow":
+        Dataset.from_list(PAIRS).save_to_disk(str(tmp_path))
+    else:
+        Dataset.from_list(PAIRS).to_parquet(str(tmp_path / name))
+    (tmp_path / "README.md").write_text("# Questions")
+    rows = opened(tmp_path, columns=MAPPED)
+    assert [row.messages[1]["content"] for row in rows] == [str(i) for i in range(12)]
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "README.md").rename(tmp_path / "alone" / "README.md")
+    assert opened(tmp_path / "alone")[0].document == documents.Document("# Questions")
+
+
 def test_a_folder_with_a_manifest_has_its_media(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "1.png").write_bytes(png(1))
@@ -153,6 +169,24 @@ def test_parquet_is_read_in_row_groups_of_which_few_are_in_memory(
     texts = [loader.sources[0][row].document.text for row in rows]
     assert texts == [f"document {row}" for row in rows]
     assert sorted(reads) == list(range(20))  # each once, though rows are shuffled
+
+
+def test_a_limit_cuts_row_groups_and_keeps_them_together(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": list("abcdefghij")}), tmp_path / "a.parquet", row_group_size=2)
+    for limit, blocks in ((None, (2,) * 5), (10, (2,) * 5), (7, (2, 2, 2, 1)), (1, (1,))):
+        assert opened(tmp_path / "a.parquet", columns={"text": "text"}, limit=limit).blocks == blocks
+
+
+def test_a_damaged_row_group_costs_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": list("abcdef")}), file, row_group_size=2)
+    column = pq.ParquetFile(file).metadata.row_group(1).column(0)
+    content, start = bytearray(file.read_bytes()), column.dictionary_page_offset
+    content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    file.write_bytes(content)
+    rows = opened(file, columns={"text": "text"})
+    assert [bool(row.problem) for row in rows] == [False, False, True, True, False, False]
+    assert "a.parquet, row group 1: " in rows[2].problem
 
 
 def test_copied_parquet_is_shuffled_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +244,35 @@ def test_a_large_file_is_indexed_and_its_bad_lines_cost_a_row_each(
     (tmp_path / "none.jsonl").write_text("1\n2\n")
     with pytest.raises(DataError, match=r"none\.jsonl, line 1: found 1, expected an object"):
         opened(tmp_path / "none.jsonl")
+
+
+def test_many_short_lines_are_told_from_blank_ones_in_few_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_index, "_BLOCK", 1000)
+    reads: list[int] = []
+    read = FileReader.read
+    monkeypatch.setattr(FileReader, "read", lambda self, *args: reads.append(1) or read(self, *args))
+    lines = ["  " if i % 3 == 0 else "" if i % 7 == 0 else str(i) * (1 + i % 40) for i in range(2000)]
+    content = "\n".join(lines).encode()
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    starts, stops = line_index.row_spans(str(tmp_path / "rows.jsonl"), FileReader())
+    found = [content[start:stop].strip().decode() for start, stop in zip(starts, stops, strict=True)]
+    assert found == [line for line in lines if line.strip()]
+    assert len(reads) <= len(content) / (1000 - 64) + 1
+
+
+@pytest.mark.parametrize("name", ["mkdir", "flock"])
+def test_a_cache_folder_that_cannot_be_used_costs_no_more_than_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("Function not implemented")
+
+    write_jsonl(tmp_path / "rows.jsonl")
+    monkeypatch.setattr(*((Path, "mkdir") if name == "mkdir" else (fcntl, "flock")), refuse)
+    for _ in range(2):
+        assert len(opened(tmp_path / "rows.jsonl", columns=MAPPED)) == 12
 
 
 def test_an_index_is_built_once_and_again_if_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
