@@ -32,7 +32,7 @@ def match_source(model: PreTrainedModel, path: str) -> MatchedWeights:
     """Find the weights of ``model`` in its source.
 
     Raises:
-        UserError: the source does not exist, is quantized, or lacks weights of the model.
+        UserError: the source does not exist, or lacks weights of the model.
     """
     return SourceCheckpoint.open(path).matched(model)
 
