@@ -57,6 +57,7 @@ def open_data(
         ranks=ranks.data_size,
         idle=idle_prompt(model),
         then=step_planner(model, ranks.rendezvous, measured),
+        peers=ranks.peers,
     )
     heldout = open_sources(recipe.data.heldout)
     require_usable([*loader.sources, *heldout], processor)

@@ -24,6 +24,7 @@ from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import DataError, UserError
+from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 from omnitrain.recipe import Data
 
 _PACKS_AHEAD = 4
@@ -122,6 +123,7 @@ class StepLoader:
         ranks: int = 1,
         idle: Sample | None = None,
         then: Callable[[Packs], Any] | None = None,
+        peers: Peers = SINGLE_PROCESS,
     ) -> None:
         """See :func:`build_dataloader`."""
         share, start = share_of_rank(rank, ranks, slots), state or LoaderState()
@@ -131,7 +133,11 @@ class StepLoader:
         self.rows = PreparedRows(sources, processor, data.pack_tokens, data.cached_samples, without_tails)
         self._start = start
         if data.weights_by == "tokens" and not start.tokens_per_draw:
-            self._start = replace(start, tokens_per_draw=_tokens_per_draw(sources, data, self.rows, seed))
+            # One rank measures: a file that only some ranks cannot read must not give them another order.
+            tokens = all_or_raise(
+                peers, lambda: _tokens_per_draw(sources, data, self.rows, seed) if peers.rank == 0 else ()
+            )
+            self._start = replace(start, tokens_per_draw=peers.of_first(tokens))
         self.order = order_of(sources, data, seed, slots, self._start)
         self.rejected = {row.id: row for row in start.rejected}
         self._listed = tuple(self.rejected.values())
@@ -257,6 +263,7 @@ def build_dataloader(
     ranks: int = 1,
     idle: Sample | None = None,
     then: Callable[[Packs], Any] | None = None,
+    peers: Peers = SINGLE_PROCESS,
 ) -> StepLoader:
     """Build the loader of a recipe's optimizer steps, or of one rank's share of them.
 
@@ -281,6 +288,7 @@ def build_dataloader(
         then: makes a step from the rank's packs, in the process that packs; it and its results must be picklable. By
             default a step is the tuple of packs. If it is a context manager, it is entered before the first row is read
             and exited at the end, also after an error.
+        peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens`` needs.
 
     Raises:
         DataError: a data set is missing, empty, or lacks a column.
@@ -299,4 +307,5 @@ def build_dataloader(
         ranks=ranks,
         idle=idle,
         then=then,
+        peers=peers,
     )
