@@ -33,16 +33,9 @@ if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
     from omnitrain.train.run_state.run_folder import Resume
 
-_WITH_RECIPE = (
-    "check",
-    "run",
-    "resume",
-    "preview",
-    "data",
-    "profile",
-    "verify",
-    "schedule",
-)  # the verbs that take overrides
+# The verbs that take overrides.
+_WITH_RECIPE = ("check", "run", "resume", "preview", "data", "profile", "verify", "schedule")
+_MODEL_VERBS = (*_WITH_RECIPE, "generate", "chat", "export")  # the others work without torch or transformers
 
 
 class _Verbs(TyperGroup):
@@ -105,21 +98,6 @@ def _print_version(is_requested: bool) -> None:
 
         typer.echo(f"omnitrain {__version__}")
         raise typer.Exit
-
-
-_MODEL_VERBS = (
-    "check",
-    "run",
-    "resume",
-    "preview",
-    "data",
-    "profile",
-    "verify",
-    "schedule",
-    "generate",
-    "chat",
-    "export",
-)  # the others work without torch or transformers
 
 
 @app.callback()

@@ -78,12 +78,18 @@ class Callbacks:
         peers: all ranks of the run.
 
     Raises:
-        UserError: one is no :class:`Callback`, or has a method for an event that does not exist.
+        UserError: one is no :class:`Callback`, or has a method for an event that does not exist, or ranks have others.
     """
 
     def __init__(self, callbacks: Sequence[Callback], peers: Peers) -> None:
         for callback in callbacks:
             _require_callback(callback)
+        names = [type(callback).__name__ for callback in callbacks]
+        if peers.any(names != peers.of_first(names)):  # they would wait for each other forever
+            raise UserError(
+                f"{KEY}: the ranks have different callbacks (this one: {', '.join(names) or 'none'}); give all ranks "
+                "the same ones, which may print and write only where `trainer.ranks.is_first`"
+            )
         self._peers = peers
         self._of_event = {
             event: [one for one in callbacks if getattr(type(one), event) is not getattr(Callback, event)]

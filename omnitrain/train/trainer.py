@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import record_function
 
-from omnitrain.checkpoint.disk import size_text
 from omnitrain.data.loading.slots import merge_states, rejected_by_source
 from omnitrain.errors import LostRankError, TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
@@ -55,7 +54,7 @@ from omnitrain.train.metrics.encoders import encoder_metrics
 from omnitrain.train.metrics.flops import run_flops
 from omnitrain.train.metrics.memory_estimate import kept_by_source
 from omnitrain.train.metrics.meter import LossMeter, MeanLoss, MetricsFile, PackLosses, memory_metrics
-from omnitrain.train.metrics.progress import Activity, StepProgress
+from omnitrain.train.metrics.progress import Activity, StepProgress, values_shown
 from omnitrain.train.metrics.step_timing import StepSpans
 from omnitrain.train.metrics.throughput import Stopwatch
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
@@ -250,6 +249,7 @@ class Trainer:
                 if self.save_times.before_end and not self.saver.is_rehearsed:
                     self.saver.rehearse(self._state())
                 self._tell("on_step", loss, norm)
+                heldout_losses = None  # those of an earlier step
                 if not self.recipe.writes_metrics(self.step):
                     progress.advance(self.step, loss)
                 else:
@@ -267,7 +267,7 @@ class Trainer:
                     if metrics is not None:
                         metrics.write(line)
                     self._line = line
-                    progress.advance(self.step, loss, _shown(line))
+                    progress.advance(self.step, loss, values_shown(line))
                 stopped = self._stop_reason is not None
                 flags = [
                     self._save_is_due(),
@@ -336,8 +336,7 @@ class Trainer:
             yield step
 
     def _open_folder(self) -> MetricsFile:
-        self._checkpoint_bytes = checkpoint_bytes(self.model)
-        self.folder.open(self._continues or self.last_checkpoint is not None, self._checkpoint_bytes)
+        self.folder.open(self._continues or self.last_checkpoint is not None, checkpoint_bytes(self.model))
         write_facts(self.folder.path, self.model, self.ops, self.layout)
         trackers = open_trackers(self.recipe, self.folder.path, self.step)
         return MetricsFile(self.folder.path / "metrics.jsonl", self.step, trackers)
@@ -593,12 +592,8 @@ class Trainer:
             self.save_times.end()
         if not (self.ranks.is_first and self.save_times.is_due(self.step)):
             return False
-        if self.recipe.train.save_every == "auto" and not self.folder.store.has_room(self.step, self._checkpoint_bytes):
+        if self.recipe.train.save_every == "auto" and not self.folder.has_room(self.step):
             self.save_times.restart(self.step)
-            console.print(
-                f"step {self.step} is not saved, because the disk of {self.folder.path} has no space for this "
-                f"checkpoint ({size_text(self._checkpoint_bytes)}) and the last one"
-            )
             return False
         return True
 
@@ -701,17 +696,3 @@ def _settled_objects_uncollected() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _shown(line: dict[str, Any]) -> list[str]:
-    """Return what the terminal shows of a line of metrics."""
-    values = [f"loss {line['loss']:.3f}", *_heads(line), f"{line['tokens_per_second']:,.0f} tokens/s"]
-    if "heldout" in line:
-        values += [f"held-out {head}" for head in _heads(line["heldout"])]
-    if line["rejected"]:
-        values.append(f"rows skipped: {sum(line['rejected'].values())} (rejected.jsonl)")
-    return values
-
-
-def _heads(losses: dict[str, Any]) -> list[str]:
-    return [f"{name} {head['loss']:.3f}" for name, head in losses["heads"].items() if head["tokens"]]

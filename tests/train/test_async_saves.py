@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -14,11 +17,13 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from omnitrain.checkpoint.store import verify
+from omnitrain.checkpoint.store import CheckpointStore, verify
 from omnitrain.errors import TrainingError
 from omnitrain.parallel.spawn.pool import RankError, RankPool
+from omnitrain.peers import Peers
 from omnitrain.train.metrics.console import console
 from omnitrain.train.run_state import save
+from omnitrain.train.run_state.snapshot import Snapshot
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_recipe
 from tests.train.test_faults import after_step
@@ -37,8 +42,18 @@ def contents(checkpoint: Path) -> dict[str, str]:
     return found | {"optimizer/.metadata": str(index.state_dict_metadata)}
 
 
-def fit(recipe: Path, overrides: Sequence[str]) -> None:
-    Trainer(load(recipe, *overrides)).fit()
+def fit(recipe: Path, overrides: Sequence[str]) -> list[int]:
+    """Train, and return the steps whose checkpoints this process wrote itself."""
+    written, write = [], save.write_snapshot
+
+    def noted(store: CheckpointStore, snapshot: Snapshot, peers: Peers) -> Path:
+        written.append(snapshot.step)
+        return write(store, snapshot, peers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "write_snapshot", noted)
+        Trainer(load(recipe, *overrides)).fit()
+    return written
 
 
 def assert_saved_as_if_training_had_waited(tmp_path: Path, steps: Sequence[int]) -> None:
@@ -64,8 +79,9 @@ def test_checkpoints_are_those_of_a_run_that_waits_and_losses_those_of_a_run_wit
     """Frozen files, which are links, included; weights change while a checkpoint is written."""
     monkeypatch.setattr(save, "files_of", partial(save.files_of, file_bytes=1))  # a file for each block
     recipe = tiny_recipe(tmp_path, steps=7, save_every=2, keep_last=9)
-    for overrides in runs(tmp_path):
-        fit(recipe, ["parallel.components.foundation.freeze=true", *overrides])
+    frozen = "parallel.components.foundation.freeze=true"
+    written = [fit(recipe, [frozen, *overrides]) for overrides in runs(tmp_path)]
+    assert written == [[7], [2, 4, 6, 7], [7]]
     assert_saved_as_if_training_had_waited(tmp_path, [2, 4, 6, 7])
     first, second = (tmp_path / "background" / "checkpoints" / f"step-0000000{step}" for step in (2, 6))
     assert sum(file.samefile(second / file.name) for file in first.glob("*.safetensors")) >= 2
@@ -85,8 +101,8 @@ def test_checkpoints_are_those_of_a_run_that_waits_and_losses_those_of_a_run_wit
 )
 def test_two_ranks_write_together(ranks: RankPool, tmp_path: Path, layout: list[str]) -> None:
     recipe = tiny_recipe(tmp_path, steps=5, save_every=2, keep_last=9, micro_batches=2)
-    for overrides in runs(tmp_path):
-        ranks.run(fit, recipe, [*layout, *overrides], timeout_s=120, world=2)
+    written = [ranks.run(fit, recipe, [*layout, *overrides], timeout_s=120, world=2) for overrides in runs(tmp_path)]
+    assert written == [2 * [[5]], 2 * [[2, 4, 5]], 2 * [[5]]]
     assert_saved_as_if_training_had_waited(tmp_path, [2, 4, 5])
 
 
@@ -149,6 +165,57 @@ def test_training_waits_where_another_process_cannot_import_the_model(
     told = "training waits for each checkpoint: no other process can write it: Notebook is defined in the main"
     assert told in " ".join(printed.get().split())
     assert trainer.saver._writer is None and trainer.last_checkpoint.name == "step-00000003"
+
+
+STARTS_AFTER_THE_END_OF_THE_RUN = """
+import fcntl, os, sys, time
+
+if any("run_state.writer" in given for given in sys.orig_argv):
+    lives = open({file!r}, "a")
+    fcntl.flock(lives, fcntl.LOCK_EX)
+    print("starting", file=lives, flush=True)
+    run = os.getppid()
+    while os.getppid() == run:
+        time.sleep(0.01)
+"""
+
+
+def train_until_killed(recipe: Path, hook: str, lives: Path) -> None:
+    """``kill -9`` after step 3, while the process that was given the checkpoint of step 2 starts."""
+
+    def kill() -> None:
+        while not (lives.is_file() and lives.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.path.insert(0, hook)
+    after_step(Trainer(load(recipe)), 3, kill).fit()
+
+
+def wait_for_its_end(lives: Path) -> None:
+    """Wait for the process that locks a file; the system frees the lock as soon as the process has ended."""
+    until = time.monotonic() + 60
+    with lives.open() as file:
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                assert time.monotonic() < until, "the process did not end with its run"
+                time.sleep(0.05)
+
+
+def test_a_process_that_still_starts_when_its_run_is_killed_ends_and_writes_nothing(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """It could: it has the memory with the whole checkpoint, and the message about it."""
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=9, save_every=2, async_save=True)
+    hook, lives = tmp_path / "hook", tmp_path / "lives"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(STARTS_AFTER_THE_END_OF_THE_RUN.format(file=str(lives)))
+    with pytest.raises(RankError, match="rank 0 died with exit code -9"):
+        ranks.run(train_until_killed, recipe, str(hook), lives, timeout_s=120, world=1)
+    wait_for_its_end(lives)
+    assert (tmp_path / "run" / "metrics.jsonl").is_file() and not list((tmp_path / "run").rglob("*step-*"))
 
 
 KILLS_AT_AN_ACCESS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.check import check_recipe
 from tests.tiny import tiny_recipe
+from tests.train.test_faults import after_step
 
 EVERY_STEP = ["evaluation={loss_every: 1, max_new_tokens: 1}", "train.early_stopping.metric=heldout.loss"]
 
@@ -147,6 +149,33 @@ def test_a_callback_on_one_rank_stops_all_at_one_step(ranks: RankPool, tmp_path:
     path = tiny_recipe(tmp_path, text_only=True, micro_batches=2, steps=9)
     overrides = [f"train.callbacks=['{__file__}:Stopping']"]
     assert ranks.run(end_of, path, overrides, timeout_s=60, world=2) == 2 * [("enough", 2)]
+
+
+def message_of_others_than_rank_0(path: Path) -> str:
+    callbacks = [Recorder()] if dist.get_rank() == 0 else []
+    with pytest.raises(UserError) as error:
+        Trainer(Recipe.load(str(path)), callbacks=callbacks)
+    return str(error.value)
+
+
+def test_ranks_with_different_callbacks_are_refused_instead_of_waiting_for_each_other(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    path = tiny_recipe(tmp_path, text_only=True, micro_batches=2)
+    first, second = ranks.run(message_of_others_than_rank_0, path, timeout_s=60, world=2)
+    assert "the ranks have different callbacks (this one: Recorder)" in first and "(this one: none)" in second
+
+
+def test_a_stopped_run_is_evaluated_after_its_last_step(tmp_path: Path) -> None:
+    """Its held-out loss, too, where only earlier steps measure it."""
+    losses = []
+    for every in (1, 2):
+        evaluation = f"evaluation={{loss_every: {every}, max_new_tokens: 1, examples_per_source: 1}}"
+        run = tmp_path / f"every_{every}"
+        trainer = Trainer(recipe(tmp_path, evaluation, f"output_dir={run}", evaluated=True, steps=9, log_every=9))
+        assert after_step(trainer, 3, partial(trainer.stop, "enough")).fit().step == 3
+        losses.append(json.loads((run / "eval.json").read_text()))
+    assert losses[0]["losses"] == losses[1]["losses"] and losses[0]["step"] == losses[1]["step"] == 3
 
 
 def test_early_stopping_ends_all_ranks_at_one_step_and_the_run_is_finished(ranks: RankPool, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -201,6 +201,20 @@ class StepProgress:
             self._view.on_values(loss)
         else:
             self._view.on_step(loss)
+
+
+def values_shown(line: Mapping[str, Any]) -> list[str]:
+    """Return what :meth:`StepProgress.advance` shows of a line of metrics."""
+    values = [f"loss {line['loss']:.3f}", *_heads(line), f"{line['tokens_per_second']:,.0f} tokens/s"]
+    if "heldout" in line:
+        values += [f"held-out {head}" for head in _heads(line["heldout"])]
+    if line["rejected"]:
+        values.append(f"rows skipped: {sum(line['rejected'].values())} (rejected.jsonl)")
+    return values
+
+
+def _heads(losses: Mapping[str, Any]) -> list[str]:
+    return [f"{name} {head['loss']:.3f}" for name, head in losses["heads"].items() if head["tokens"]]
 
 
 def _view_class(console: Console) -> type[_TerminalBar | _NotebookBar | _Lines]:

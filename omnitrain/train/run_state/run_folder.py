@@ -147,6 +147,7 @@ class RunFolder:
             UserError: another run writes or has meanwhile written there, the folder cannot be written, or has no space
                 for a checkpoint.
         """
+        self._checkpoint_bytes = checkpoint_bytes
         try:
             if resumed:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -180,6 +181,19 @@ class RunFolder:
         target.rename(aside)
         target.mkdir()
         console.print(f"{self.path} had an earlier run; it is now in {self.path.with_name(aside.name)}")
+
+    def has_room(self, step: int) -> bool:
+        """Return whether the disk has space for the checkpoint of ``step`` and the last one, and print if it has not.
+
+        Only the first rank, which has opened the folder, calls this.
+        """
+        if self.store.has_room(step, self._checkpoint_bytes):
+            return True
+        console.print(
+            f"step {step} is not saved, because the disk of {self.path} has no space for this checkpoint "
+            f"({size_text(self._checkpoint_bytes)}) and the last one"
+        )
+        return False
 
     def close(self) -> None:
         """Release the folder for other runs."""

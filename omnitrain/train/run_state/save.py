@@ -141,15 +141,15 @@ class Saver:
         if self._begun is None:
             return None
         assert self._writer is not None, "it has begun"
-        is_writing = True
-        while is_writing:
+        while True:
             is_writing, has_failed = self._ranks.peers.any_of_each([self.is_writing, self.has_failed])
             if has_failed:  # the processes of other ranks may wait for the one that failed
                 error = self._writer.error
                 self.close()
                 all_or_raise(self._ranks.peers, partial(_raise, error))
+            if not is_writing:
+                return self._written()
             time.sleep(_POLL_SECONDS)
-        return self._written()
 
     def _written(self) -> Path:
         """Note that the checkpoint that was begun is complete."""

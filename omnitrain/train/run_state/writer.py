@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
@@ -17,13 +15,13 @@ import torch.distributed as dist
 
 from omnitrain.checkpoint.shared_memory import Message, SharedMemory, received
 from omnitrain.checkpoint.store import CheckpointStore
+from omnitrain.data.loading.data_process import end_with_parent
 from omnitrain.errors import TrainingError
 from omnitrain.parallel.step.rendezvous import Rendezvous
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers, told_error
 from omnitrain.train.run_state.snapshot import Snapshot, write_snapshot
 
 _PATIENCE = timedelta(days=7)  # the writers of other ranks connect after their own rank has copied its part
-_FOLLOW_SECONDS = 0.1
 _END_SECONDS = 5.0
 
 
@@ -106,7 +104,9 @@ def main(connection: Connection, descriptor: int, parent: int, number: int) -> N
         parent: id of the process that trains.
         number: see :class:`CheckpointWriter`.
     """
-    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    end_with_parent()  # another run may continue in its folder
+    if os.getppid() != parent:  # it ended before the call above
+        return
     torch.set_num_threads(1)
     rendezvous: Rendezvous = connection.recv()
     peers: Peers | None = None
@@ -132,13 +132,6 @@ def _meet(rendezvous: Rendezvous, number: int) -> Peers:
     prefixed = dist.PrefixStore(f"checkpoint writers {number}", store)
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=rendezvous.world_size, timeout=_PATIENCE)
     return GlooGroup()
-
-
-def _follow(parent: int) -> None:
-    """End this process as soon as the one that trains has ended: another run may continue in its folder."""
-    while os.getppid() == parent:
-        time.sleep(_FOLLOW_SECONDS)
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def answer_file(
     rows = prompts_of(prompts)
     answers.parent.mkdir(parents=True, exist_ok=True)
     num_failed = 0
-    with answers.open("w") as stream:
+    with answers.open("w", encoding="utf-8") as stream:
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
             answered_batch = answerer.answers(batch, start)

@@ -94,8 +94,8 @@ def _command(line: str, files: dict[str, list[str]]) -> str:
         return f"{error}; quote the name of the file"
     if name == "/help":
         return HELP
-    if name not in _COMMANDS:
-        return f"no command {name}; {hint(name, _COMMANDS)}"
+    if name[1:] not in files:
+        return f"no command {line}; {hint(name, _COMMANDS)}"
     try:
         require_files({name[1:]: arguments})
     except UserError as error:

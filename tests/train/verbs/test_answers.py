@@ -120,7 +120,7 @@ def test_a_conversation_keeps_its_media_in_order_and_can_begin_anew(
         f"/image '{saved / '1.png'}'",
         "and?",
     ]
-    typed += ["/new", "hi", "/imag x", "/image nothing.png", "/image", "/help", ""]
+    typed += ["/new", "hi", "/imag x", f"/exit {saved / '0.png'}", "/image nothing.png", "/image", "/help", ""]
     lines, said = iter(typed), []
 
     def read(prompt: str) -> str:
@@ -135,6 +135,7 @@ def test_a_conversation_keeps_its_media_in_order_and_can_begin_anew(
     assert asked == [seen, drawn, drawn, [*drawn, ("image_encoder", "read")], []]
     text = "\n".join(said)
     assert "stopped; your message is forgotten" in text and "too long" in text and "did you mean `/image`" in text
+    assert "0.png; did you mean `/exit`?" in text
     assert "no image at 'nothing.png'" in text and text.count("--max-new-tokens 6 was reached") == 2
     assert str(tmp_path / "answer_1.png") in said
 
