@@ -41,7 +41,7 @@ SIDES = ("own_process", "waits")
 
 
 def recipe_of(folder: Path, width: int, rounds: int, steps: int) -> Recipe:
-    """The quickstart with a foundation of twelve layers; at a width of 768 a checkpoint takes 1.4 GB."""
+    """The quickstart with a foundation of twelve layers; at a width of 768 a checkpoint takes 1.3 GB."""
     foundation = {"hidden_size": width, "intermediate_size": 4 * width, "head_dim": width // 4, "num_hidden_layers": 12}
     changes = [f"model.foundation.config.{key}={value}" for key, value in foundation.items()]
     changes += ["data.pack_tokens=64", "data.overlong=drop", "data.workers=0", "data.heldout=[]", "evaluation=null"]
@@ -138,7 +138,7 @@ def measure_on_rank(folder: Path, width: int, rounds: int, steps: int) -> dict[s
 def main() -> None:
     """Measure and report."""
     options = parser(str(__doc__), rounds=7, steps=8)
-    options.add_argument("--width", type=int, default=768, help="of the model; 768: 1.2 GB of checkpoint")
+    options.add_argument("--width", type=int, default=768, help="of the model; 768: 1.3 GB of checkpoint")
     given = start(options)
     with tempfile.TemporaryDirectory() as name, RankPool(RANKS) as pool:
         arguments = (Path(name), given.width, given.rounds, given.steps)

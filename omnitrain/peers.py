@@ -294,6 +294,16 @@ def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
     )
 
 
+def raise_on_all(peers: Peers, failure: Exception | None) -> None:
+    """Raise the ``failure`` of any rank on all ranks, as :func:`all_or_raise` does. All ``peers`` call this."""
+
+    def raise_own() -> None:
+        if failure is not None:
+            raise failure
+
+    all_or_raise(peers, raise_own)
+
+
 def told_error(error: BaseException, rank: int) -> UserError | TrainingError:
     """Return the error that other ranks raise because of one of this rank.
 

@@ -13,7 +13,7 @@ from omnitrain.checkpoint.exchange import PieceExchange
 from omnitrain.checkpoint.pieces import Piece
 from omnitrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from omnitrain.errors import TrainingError
-from omnitrain.peers import Peers, all_or_raise
+from omnitrain.peers import Peers, raise_on_all
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def write_files(files: Sequence[WeightFile], pieces: Sequence[Piece], folder: Pa
             for entry in (entry for group in file.groups for entry in group.sources):
                 exchange.drop(entry.name)
     exchange.finish()
-    all_or_raise(peers, lambda: _raise(failure))
+    raise_on_all(peers, failure)
 
 
 def _write(file: WeightFile, exchange: PieceExchange, folder: Path) -> None:
@@ -103,11 +103,6 @@ def _write(file: WeightFile, exchange: PieceExchange, folder: Path) -> None:
             del tensors
             for entry in group.stored:
                 opened.write(entry.name, converted.pop(entry.name))
-
-
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
 
 
 def stored_as(group: Sequence[Entry], convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]]) -> Group:

@@ -6,7 +6,6 @@ import math
 import pickle
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +19,7 @@ from omnitrain.checkpoint.store import write_metrics
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import files_of, model_pieces, small_files
-from omnitrain.peers import Peers, all_or_raise, parameters_at_rest
+from omnitrain.peers import Peers, all_or_raise, parameters_at_rest, raise_on_all
 from omnitrain.report.run_record import ENVIRONMENT_FILE, LAYOUT_FILE
 from omnitrain.train.metrics.console import console
 from omnitrain.train.process_groups import Ranks
@@ -146,7 +145,7 @@ class Saver:
             if has_failed:  # the processes of other ranks may wait for the one that failed
                 error = self._writer.error
                 self.close()
-                all_or_raise(self._ranks.peers, partial(_raise, error))
+                raise_on_all(self._ranks.peers, error)
             if not is_writing:
                 return self._written()
             time.sleep(_POLL_SECONDS)
@@ -180,11 +179,6 @@ class Saver:
             else:
                 console.print("it was not written; the checkpoint before it is intact")
         self.close()
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
 
 
 class _Snapshots:
