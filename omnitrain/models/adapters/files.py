@@ -251,8 +251,9 @@ def _adapters_in(model: ComponentModel, root: str, config: Mapping[str, Any]) ->
     base = {names[0]: name for name, names in model.renamed.items()}
     owner = {base.get(path, path): name for name, parameters in model.components.items() for path in parameters}
     values: dict[str, dict[str, Any]] = {}
-    modules = {name: name + _WEIGHT for name in config["target_modules"]}
-    for name, parameter in (modules | {name: name for name in config["target_parameters"] or ()}).items():
+    # peft keeps the names as a set, whose order changes from process to process.
+    modules = {name: name + _WEIGHT for name in sorted(config["target_modules"])}
+    for name, parameter in (modules | {name: name for name in sorted(config["target_parameters"] or ())}).items():
         component = owner.get(f"{root}.{parameter}")
         if component is None:
             raise UserError(f"the checkpoint has {root} adapters for {name}, but the model has no such layer")
