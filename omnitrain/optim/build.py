@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from omnitrain.errors import UserError
 from omnitrain.optim.adamw import ShardedAdamW, require_fp32, trained_parameters
+from omnitrain.optim.low_bit import AdamW8bit
 from omnitrain.optim.muon import MuonWithAdamW
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.recipe import Optimizer
@@ -35,8 +37,8 @@ def build_optimizer(
         matrices: the parameters that Muon updates; AdamW updates the others.
 
     Raises:
-        UserError: no parameter is trainable, or a trainable parameter without an fp32 copy is not fp32. Its updates
-            would be rounded away: at learning rate 1e-5 a bf16 weight near 1 never moves.
+        UserError: no parameter is trainable, 8-bit states cannot be used, or a trainable parameter without an fp32
+            copy is not fp32. Its updates would be rounded away: at learning rate 1e-5 a bf16 weight near 1 never moves.
     """
     trainable = trained_parameters(model)
     with_copy, of_muon = set(offloaded), set(matrices)
@@ -50,6 +52,13 @@ def build_optimizer(
         {"params": of_group, "weight_decay": decay, "peak": peak} | ({"muon": is_muons} if of_muon else {})
         for (peak, _, decay, is_muons), of_group in members.items()
     ]
-    kind = partial(MuonWithAdamW, momentum=settings.momentum) if of_muon else ShardedAdamW
+    kind: Any = partial(MuonWithAdamW, momentum=settings.momentum) if of_muon else ShardedAdamW
+    if settings.state == "int8":
+        if with_copy:
+            raise UserError(
+                "train.optimizer.state: found 'int8' with a plan's optimizer_offload, which keeps the state in host "
+                "memory; use one of the two"
+            )
+        kind = AdamW8bit
     make = partial(kind, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
     return OffloadedOptimizer(make, groups, with_copy) if with_copy else make(groups)

@@ -105,7 +105,7 @@ class _HostCopy:
         self._parameter = parameter
         self._is_pinned = parameter.device.type == "cuda"
         self._gradient: Tensor | None = None
-        self.master = nn.Parameter(_like(parameter, self._host(local_shard(parameter.detach()))))
+        self.master = nn.Parameter(like_parameter(parameter, self._host(local_shard(parameter.detach()))))
         self._version = self._current_version()
 
     def fetch(self) -> None:
@@ -120,7 +120,7 @@ class _HostCopy:
             self._gradient = self._host(gradient)
         else:
             self._gradient.copy_(gradient, non_blocking=self._is_pinned)
-        self.master.grad = _like(self._parameter, self._gradient)
+        self.master.grad = like_parameter(self._parameter, self._gradient)
 
     def write_back(self) -> None:
         """Copy the new values to the parameter, rounded to its precision."""
@@ -140,7 +140,7 @@ class _HostCopy:
         return local_shard(self._parameter.detach())._version
 
 
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
+def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:
     """Wrap ``local`` as a DTensor if ``parameter`` is one. The mesh may be on another device than the values."""
     if not isinstance(parameter, DTensor):
         return local

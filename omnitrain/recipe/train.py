@@ -54,6 +54,11 @@ class Optimizer(Strict):
         description="`muon`: Muon for the matrices of hidden layers, experts included, and AdamW for the others "
         "(embeddings, heads, norms, biases).",
     )
+    state: Literal["float32", "int8"] = Field(
+        "float32",
+        description="Format of AdamW's two moments. `int8`: 8 bits per value, in blocks of 256 with one scale, a "
+        "quarter of the memory; needs torchao.",
+    )
     momentum: float = Field(0.95, ge=0, lt=1, description="Decay rate of Muon's momentum.")
     learning_rate: float = Field(3e-4, gt=0, description="Peak learning rate.")
     learning_rates: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = Field(
@@ -79,6 +84,12 @@ class Optimizer(Strict):
     )
     eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the global gradient norm to this; null: never.")
+
+    @model_validator(mode="after")
+    def _state_is_adamws(self) -> Optimizer:
+        if self.kind == "muon" and self.state == "int8":
+            raise ValueError("`state: int8` with `kind: muon`, whose momentum is fp32; use one of the two")
+        return self
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that the schedule and the optimizer do not use."""

@@ -50,6 +50,7 @@ BACKENDS = (
     Backend("triton", "triton", "kernels compiled at run time; installed with torch for CUDA", None),
     Backend("av", "av", "reads video files", "video"),
     Backend("peft", "peft", "LoRA", "lora"),
+    Backend("torchao", "torchao", "optimizer states of 8 bits", "low-bit"),
     Backend("nixl_cu12", "nixl-cu12", "writes messages into other ranks' memory", "nixl"),
     Backend("tensorboard", "tensorboard", "draws metrics", "track"),
     Backend("wandb", "wandb", "draws metrics", "wandb"),

@@ -196,6 +196,7 @@ STANDS: dict[str, Always | Idle] = {
         "`schedule: constant` never decays", "train.optimizer.schedule=constant", "train.optimizer.final_ratio=0.5"
     ),
     "Optimizer.kind": Always("weights are updated in one way or another"),
+    "Optimizer.state": Always("moments have one format or another"),
     "Optimizer.momentum": idle("`kind: adamw` does not use it", "train.optimizer.momentum=0.9"),
     "Optimizer.weight_decay": SIZE,
     "Optimizer.weight_decays": idle(

@@ -24,6 +24,7 @@ from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.optim.adamw import require_fp32, trained_parameters
+from omnitrain.optim.low_bit import require_state_format
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.expert.routing_record import RoutingOfRun
 from omnitrain.parallel.fsdp.units import find_units, stays_fp32, unit_names
@@ -264,6 +265,7 @@ def _require_rates(model: OmniModel, recipe: Recipe) -> None:
     peaks_of(model, recipe.train.optimizer)
     decays_of(model, recipe.train.optimizer)
     matrices_of(model, recipe.train.optimizer)
+    require_state_format(recipe.train.optimizer)
 
 
 def _require_experts(model: OmniModel, settings: ExpertsBalance) -> None:
