@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from omnitrain.data.sources.files import FileVersion, is_url
 
-_FORMAT = 1  # raise it if an index gets other columns
+_FORMAT = 2  # raise it if an index gets other columns
 
 
 def index_of(file: str, kind: str, version: FileVersion, build: Callable[[], pa.Table]) -> pa.Table:

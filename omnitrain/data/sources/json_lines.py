@@ -124,12 +124,13 @@ class JsonLines:
 
     def _where(self, position: int) -> str:
         """Return the file and line (or entry) of a row in words."""
-        file, start, _ = self._span(position)
+        file, start, stop = self._span(position)
         if file.endswith(".json"):
             first = self._ends[self._files.index(file)] - len(self._spans[self._files.index(file)][0])
             return f"{file}, entry {position - first + 1}"
         if is_url(file):
             return f"{file}, byte {start}"
+        start = stop - len(self._reader.read(file, start, stop).lstrip())  # blank lines are before it
         lines = 1
         for begin in range(0, start, _COUNTED_BYTES):
             lines += self._reader.read(file, begin, min(start, begin + _COUNTED_BYTES)).count(b"\n")

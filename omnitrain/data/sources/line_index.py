@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
@@ -17,6 +18,7 @@ from omnitrain.errors import DataError
 
 _PART = 1 << 24  # bytes that one thread scans
 _BLOCK = 1 << 18  # bytes at a time, few enough for a cache of the processor
+_LINES = 1 << 15  # at a time, likewise
 _NEWLINE = ord("\n")
 _SHORT = 64  # bytes; only shorter lines may be blank
 
@@ -26,7 +28,7 @@ _BLANK = re.compile(r"[\s,]*")
 def row_spans(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarray]:
     """Return ``[rows]`` int64 first byte and end of each row of a file, memory-mapped.
 
-    Rows are the lines of the file, without blank ones; of a ``.json`` file, the entries of its list.
+    Rows are the lines of the file, each with the blank lines before it; of a ``.json`` file, the entries of its list.
 
     Args:
         file: path or URL.
@@ -35,44 +37,54 @@ def row_spans(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         DataError: a ``.json`` file is not a list of objects.
     """
-    kind, build = ("json", _spans_of_entries) if file.endswith(".json") else ("lines", _spans_of_lines)
+    kind, build = ("json", _spans_of_entries) if file.endswith(".json") else ("lines", _borders_of_lines)
     index = index_of(file, kind, reader.version(file), lambda: pa.table(build(file, reader)))
-    starts, stops = (index.column(name).combine_chunks().to_numpy() for name in ("start", "stop"))
+    columns = [column.combine_chunks().to_numpy() for column in index.columns]
+    starts, stops = columns if kind == "json" else (columns[0][:-1], columns[0][1:])
     return starts, stops
 
 
-def _spans_of_lines(file: str, reader: FileReader) -> dict[str, np.ndarray]:
+def _borders_of_lines(file: str, reader: FileReader) -> dict[str, np.ndarray]:
+    """Return the first byte of the file and the end of each line that is not blank."""
     size = reader.version(file).size
     parts = [(start, min(start + _PART, size)) for start in range(0, size, _PART)]
     with ThreadPoolExecutor(1 if is_url(file) else min(4, os.cpu_count() or 1)) as threads:
-        newlines = list(threads.map(lambda part: _newlines(file, reader, *part), parts))
-    stops = np.concatenate([np.zeros(0, dtype=np.int64), *newlines]) + 1
-    if size and (not len(stops) or stops[-1] < size):  # the last line has no newline
-        stops = np.append(stops, size)
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), stops])[:-1]
-    kept = np.ones(len(stops), dtype=bool)
+        blocks = chain.from_iterable(threads.map(lambda part: _ends_of_lines(file, reader, *part), parts))
+        borders = np.concatenate([np.zeros(1, dtype=np.int64), *blocks])
+    if borders[-1] < size:  # the last line has no newline
+        borders = np.append(borders, size)
+    is_kept = np.ones(len(borders), dtype=bool)
     step, first, content = _PART if is_url(file) else _BLOCK, 0, b""
-    for row in np.flatnonzero(stops - starts <= _SHORT).tolist():
-        start, stop = int(starts[row]), int(stops[row])
+    for row in _short_lines(borders):
+        start, stop = int(borders[row]), int(borders[row + 1])
         if stop > first + len(content):  # many short lines are read at once
             first, content = start, reader.read(file, start, min(start + step, size))
-        kept[row] = bool(content[start - first : stop - first].strip())
-    return {"start": starts[kept], "stop": stops[kept]}
+        is_kept[row + 1] = bool(content[start - first : stop - first].strip())
+    return {"border": borders if is_kept.all() else borders[is_kept]}
 
 
-def _newlines(file: str, reader: FileReader, start: int, stop: int) -> np.ndarray:
-    """Return ``[n]`` int64: positions of the newlines between two bytes of a file."""
+def _short_lines(borders: np.ndarray) -> Iterator[int]:
+    """Yield the lines that may be blank. Few at a time are looked at: new memory for all costs more than the look."""
+    for first in range(0, len(borders) - 1, _LINES):
+        lengths = np.diff(borders[first : first + _LINES + 1])
+        yield from (np.flatnonzero(lengths <= _SHORT) + first).tolist()
+
+
+def _ends_of_lines(file: str, reader: FileReader, start: int, stop: int) -> list[np.ndarray]:
+    """Return the ends of the lines that end between two bytes of a file, in order, in arrays of any length."""
     if is_url(file):
-        return np.flatnonzero(np.frombuffer(reader.read(file, start, stop), np.uint8) == _NEWLINE) + start
+        return [np.flatnonzero(np.frombuffer(reader.read(file, start, stop), np.uint8) == _NEWLINE) + (start + 1)]
     found, block = [], bytearray(_BLOCK)
-    characters = np.frombuffer(block, np.uint8)
+    characters, is_newline = np.frombuffer(block, np.uint8), np.empty(_BLOCK, dtype=bool)
     with open(file, "rb", buffering=0) as stream:
         stream.seek(start)
-        while start < stop and (count := stream.readinto(block)):
-            count = min(count, stop - start)
-            found.append(np.flatnonzero(characters[:count] == _NEWLINE) + start)
+        while start < stop and (count := min(stream.readinto(block), stop - start)):
+            np.equal(characters[:count], _NEWLINE, out=is_newline[:count])
+            ends = np.flatnonzero(is_newline[:count])
+            ends += start + 1
+            found.append(ends)
             start += count
-    return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+    return found
 
 
 def _spans_of_entries(file: str, reader: FileReader) -> dict[str, np.ndarray]:

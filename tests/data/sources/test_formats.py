@@ -234,12 +234,12 @@ def test_a_large_file_is_indexed_and_its_bad_lines_cost_a_row_each(
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "7"}]
     lines = [json.dumps({"messages": said, "id": f"row {i}"}) for i in range(100)]
     lines[50] = '{"messages": ['
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines[:50], "", " ", *lines[50:]]))
     rows = opened(tmp_path / "rows.jsonl")
     assert [rows[i].id for i in (0, 99, 51)] == ["row 0", "row 99", "row 51"]
     rejected = tiny_processor(tiny_model()).sample(rows[50])
     assert isinstance(rejected, Rejected) and rejected.id == "rows[50]"
-    assert "rows.jsonl, line 51: invalid JSON" in rejected.reason
+    assert "rows.jsonl, line 53: invalid JSON" in rejected.reason
     assert rows.first_of_each_kind() == [0] and list(rows.by_source()) == ["rows"]
     (tmp_path / "none.jsonl").write_text("1\n2\n")
     with pytest.raises(DataError, match=r"none\.jsonl, line 1: found 1, expected an object"):
@@ -277,8 +277,13 @@ def test_a_cache_folder_that_cannot_be_used_costs_no_more_than_the_index(
 
 def test_an_index_is_built_once_and_again_if_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builds: list[str] = []
-    build = line_index._spans_of_lines
-    monkeypatch.setattr(line_index, "_spans_of_lines", lambda file, reader: builds.append(file) or build(file, reader))
+    build = line_index._borders_of_lines
+
+    def counted(file: str, reader: FileReader) -> Any:
+        builds.append(file)
+        return build(file, reader)
+
+    monkeypatch.setattr(line_index, "_borders_of_lines", counted)
     write_jsonl(tmp_path / "rows.jsonl")
     for _ in range(3):
         assert len(opened(tmp_path / "rows.jsonl", columns=MAPPED)) == 12
