@@ -19,8 +19,10 @@ All our sides gather the weights once and reduce the gradients once in a step. T
 (``plan/schedule/turns.py``): its legs are the seconds between two waits of a ``still`` step of the same round, its
 all-to-alls take their bits at the rate of the network. The gather of the weights and the reduction of the gradients
 are added to both orders. ``of_bound`` is the part of that bound that pairs reach; ``predicted`` is the simulated time
-of a step over the measured one. The two cores also move the bytes, which the
-simulator does not know: ``still`` with ``pairs`` against ``plain`` shows what the turns alone cost.
+of a step over the measured one. The two cores also move the bytes, which the simulator does not know: ``still`` with
+``pairs`` against ``plain`` shows what the turns alone cost. With ``--slept`` the ranks sleep as long as the products of
+their experts take, as a host does while a GPU computes, so that the cores are free for the bytes; all else is the same,
+but without ``transformers``.
 
 ``peak_to_table`` is the peak memory of a step in pairs over that of the plain order with the activations of one more
 micro-batch, as the table says. The activations of a micro-batch are the difference between the peaks of two steps that
@@ -32,8 +34,8 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from statistics import median
 from threading import current_thread, main_thread
@@ -48,6 +50,7 @@ from harness import Result, in_turn, parser, report, settle, start
 from moe_overlap import slowest
 from slow_link import joined_ranks, limit, may_limit, run_ranks, seconds
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -139,6 +142,38 @@ class LiveBytes(TorchDispatchMode):
 
     def _died(self, num_bytes: int) -> None:
         self.now -= num_bytes
+
+
+class Products:
+    """Stands in for ``grouped_mm``, counts the operations of the products and their seconds, or sleeps as long."""
+
+    def __init__(self) -> None:
+        self._real, self._operations, self._seconds = F.grouped_mm, 0, 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Compute the products, and measure them."""
+        with patch.object(F, "grouped_mm", self._measure):
+            yield
+        self._seconds = slowest(self._seconds)
+
+    @contextmanager
+    def slept(self) -> Iterator[None]:
+        """Sleep instead; all products are zero."""
+        with patch.object(F, "grouped_mm", self._sleep):
+            yield
+
+    def _measure(self, left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        began = time.perf_counter()
+        result = self._real(left, right, offs=offs)
+        self._seconds += time.perf_counter() - began
+        self._operations += left.numel() * right.size(-1)
+        return result
+
+    def _sleep(self, left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        time.sleep(left.numel() * right.size(-1) * self._seconds / self._operations)
+        of_each = (len(offs),) if right.dim() == 2 else ()  # the gradients of the experts' weights
+        return left.new_zeros(*of_each, left.size(0), right.size(-1))
 
 
 class Model:
@@ -300,7 +335,15 @@ def run_rank(given: Any) -> dict[str, Any]:
     for side in OURS[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found["plain"], found[side], strict=True)), side
     model.step("transformers", 1)
-    peaks = peak_figures(model)
+    peaks, products = peak_figures(model), Products()
+    with products.measured():
+        model.step("plain", LEGS_OF)
+    with products.slept() if given.slept else nullcontext():
+        return {"rounds": measured_rounds(model, given), "peaks": peaks}
+
+
+def measured_rounds(model: Model, given: Any) -> dict[str, list[float]]:
+    """Return the seconds of each side and of the simulated steps in each round, by name."""
     taken: dict[str, list[float]] = defaultdict(list)
     for ratio, index in product(given.ratios, range(given.rounds)):
         forward, backward, rest = model.legs()
@@ -314,15 +357,20 @@ def run_rank(given: Any) -> dict[str, Any]:
             name = f"{ratio:g}x_m{m}"
             for what, value in zip(("plain", "pairs", "exchanges"), simulated(forward, backward, rest, m), strict=True):
                 taken[f"simulated_{what}_{name}"].append(slowest(value))
-            for side in in_turn(SIDES, index):
+            for side in in_turn(sides_of(given), index):
                 steps = given.steps * max(given.micro_batches) // m  # as long as those with more micro-batches
                 taken[f"{side}_{name}"].append(seconds(lambda side=side, m=m: model.step(side, m), steps))
-    return {"rounds": taken, "peaks": peaks}
+    return taken
 
 
-def figures_of(rounds: dict[str, list[float]], name: str) -> dict[str, float]:
+def sides_of(given: Any) -> tuple[str, ...]:
+    """Return the sides that take turns."""
+    return SIDES[:-1] if given.slept else SIDES
+
+
+def figures_of(rounds: dict[str, list[float]], name: str, sides: Sequence[str]) -> dict[str, float]:
     """Of one ratio and number of micro-batches."""
-    timed = (*SIDES, "simulated_plain", "simulated_pairs", "simulated_exchanges")
+    timed = (*sides, "simulated_plain", "simulated_pairs", "simulated_exchanges")
     per_round = [
         dict(zip(timed, values, strict=True))
         for values in zip(*(rounds[f"{what}_{name}"] for what in timed), strict=True)
@@ -340,8 +388,9 @@ def figures_of(rounds: dict[str, list[float]], name: str) -> dict[str, float]:
         "predicted_plain": middle(lambda t: t["simulated_plain"] / t["plain"]),
         "predicted_pairs": middle(lambda t: t["simulated_pairs"] / t["pairs"]),
         "cost_of_turns": middle(lambda t: t["still_pairs"] / t["still"]),
-        "over_transformers": middle(lambda t: t["transformers"] / t["pairs_chunks"]),
     }
+    if "transformers" in sides:
+        figures["over_transformers"] = middle(lambda t: t["transformers"] / t["pairs_chunks"])
     for side in OURS[1:]:
         figures[f"hidden_by_{side}"] = middle(lambda t: (t["plain"] - t[side]) / (t["plain"] - t["still"]))  # noqa: B023
     figures |= {f"{side}_seconds": middle(lambda t: t[side]) for side in timed}  # noqa: B023
@@ -358,6 +407,7 @@ def main() -> None:
     options.add_argument("--chunks", type=int, default=4, help="of a rank's experts")
     options.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8], help="of a rank in a step")
     options.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="communication to products")
+    options.add_argument("--slept", action="store_true", help="sleep as long as the products of the experts take")
     options.add_argument("--unlimited", action="store_true", help="leave the loopback as fast as it is")
     options.add_argument("--as-rank", action="store_true", help="be one of the ranks")
     given = start(options)
@@ -371,13 +421,13 @@ def main() -> None:
     names = ("tokens", "hidden", "inner", "layers", "chunks", "rounds", "steps")
     arguments = [f"--{name}={getattr(given, name)}" for name in names]
     arguments += ["--ratios", *map(str, given.ratios), "--micro-batches", *map(str, given.micro_batches)]
-    arguments += ["--unlimited"] if given.unlimited else []
+    arguments += [f"--{name}" for name in ("unlimited", "slept") if getattr(given, name)]
     found = run_ranks(__file__, arguments, ranks=RANKS, is_limited=not given.unlimited)
     rounds, figures = found["rounds"], {}
     for ratio, m in product(given.ratios, given.micro_batches):
-        figures |= figures_of(rounds, f"{ratio:g}x_m{m}")
+        figures |= figures_of(rounds, f"{ratio:g}x_m{m}", sides_of(given))
     figures |= found["peaks"] | {name: float(getattr(given, name)) for name in names[:5]}
-    report(Result("overlap_1f1b", FORMULA, figures, rounds), given.json)
+    report(Result("overlap_1f1b" + "_slept" * given.slept, FORMULA, figures, rounds), given.json)
 
 
 if __name__ == "__main__":
