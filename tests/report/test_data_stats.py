@@ -110,6 +110,18 @@ def test_rows_of_several_samples_and_weights_of_tokens_are_read_as_in_a_run(fold
     assert long.share + short.share == pytest.approx(1)
 
 
+def test_a_data_set_that_ends_leaves_its_share_to_the_others(folder: Path) -> None:
+    two = f"data.train=[{{path: {folder}/train.parquet}}, {{path: {folder}/more.parquet, epochs: 2}}]"
+    recipe = Recipe.load(str(folder / "recipe.yaml"), [two, "train.steps=20", "data.pack_tokens=60"])
+    first, second = data_stats(recipe).data_sets
+    loader = loader_of(recipe, *model_without_weights(recipe))
+    state = [loader.state() for _ in islice(loader, 20)][-1].slots[0]
+    read = Counter(loader.order.draw(index)[1] for index in range(state.next_index))
+    assert second.epochs == 2 and read[1] == 2 * second.rows
+    assert first.epochs * first.rows == pytest.approx(read[0], rel=0.1)
+    assert first.share == pytest.approx(read[0] / state.next_index, rel=0.02) and first.share + second.share == 1
+
+
 def test_rejected_rows_are_counted_by_reason(stats: DataStats) -> None:
     (one,) = stats.rejected
     assert (one.source, one.rows, one.example) == ("image_to_text", 2, "image_to_text/1")

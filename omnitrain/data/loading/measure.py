@@ -178,20 +178,34 @@ class _MeasuredRows:
         self._draws = draws
 
 
-def shares_of_rows(measured: Sequence[Sequence[Measured]], data: Data, steps: int) -> list[float]:
-    """Return the share of each data set of all rows that a run reads, by the weights of its stages.
+def rows_read(
+    lengths: Sequence[int], measured: Sequence[Sequence[Measured]], data: Data, steps: int, rows_per_step: float
+) -> list[float]:
+    """Return how many rows of each data set a run reads, by the weights of its stages, up to their epochs.
 
     Args:
-        measured: rows of each data set.
+        lengths: rows of each data set.
+        measured: some of these rows.
         data: the recipe's ``data`` node.
         steps: steps of the run.
+        rows_per_step: rows that a step reads.
     """
     weights = np.array(data.stage_weights())  # [stages, data sets]
     if data.weights_by == "tokens":
         weights = weights / [_tokens_per_draw(rows) for rows in measured]
     borders = np.minimum([0, *(stage.from_step for stage in data.stages), steps], steps)
-    of_stages = weights / weights.sum(axis=1, keepdims=True)
-    return list((np.diff(borders) @ of_stages / steps).tolist())
+    epochs = [float("inf") if source.epochs is None else source.epochs for source in data.train]
+    left = np.array(epochs) * lengths
+    read = np.zeros(len(lengths))
+    for of_stage, num_steps in zip(weights, np.diff(borders), strict=True):
+        rows = num_steps * rows_per_step
+        while rows > 0 and (shares := np.where(left > read, of_stage, 0.0)).any():
+            shares = shares / shares.sum()
+            # Up to the next end of a data set, whose share the others then have.
+            stretch = min(rows, float(np.min((left - read)[shares > 0] / shares[shares > 0])))
+            read = np.where(np.isclose(read + stretch * shares, left), left, read + stretch * shares)
+            rows -= stretch
+    return list(read.tolist())
 
 
 def _tokens_per_draw(measured: Sequence[Measured]) -> float:

@@ -96,16 +96,20 @@ class SlotPacker(Generic[Held]):
         ):
             self._draw()
         if not self._held:
-            raise DataError(
-                f"data.train: all rows have been drawn as often as the `epochs` of their data sets allow, after "
-                f"{self._num_packs} steps; set train.steps={self._num_packs}, or raise `epochs`"
-            )
+            raise DataError(self._why_ended())
         chosen = fill_pack(self._held, self._data.pack_tokens, alone=self._alone)
         self._num_packs += 1
         self._held_tokens -= num_tokens(chosen)
         taken = {(sample.index, sample.piece) for sample in chosen}
         self._held = [sample for sample in self._held if (sample.index, sample.piece) not in taken]
         return chosen
+
+    def _why_ended(self) -> str:
+        drawn = "data.train: all rows have been drawn as often as the `epochs` of their data sets allow"
+        if not self._num_packs:
+            step = f"the first step, which has {self._order.slots} packs (train.micro_batches)"
+            return f"{drawn}, but they are too few for {step}; raise `epochs`, or add rows"
+        return f"{drawn}, after {self._num_packs} steps; set train.steps={self._num_packs}, or raise `epochs`"
 
     def _begin_stage(self) -> None:
         """Draw with the weights of the stage of the next step, from the first index that was not drawn."""

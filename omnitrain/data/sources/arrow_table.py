@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from omnitrain.data.sources.examples import EXAMPLES, evenly_spaced, example_of
 from omnitrain.data.sources.turns import MARKERS, MORE_FIELDS, TURN_FIELDS
 from omnitrain.recipe import Columns
 
@@ -17,7 +18,7 @@ _LISTS = (datasets.List, datasets.LargeList)
 
 
 class ArrowTable:
-    """A data set of HF ``datasets``; see :class:`omnitrain.data.sources.rows.Table`."""
+    """A data set of HF ``datasets``; see :class:`omnitrain.data.sources.formats.Table`."""
 
     def __init__(self, data: datasets.Dataset, columns: Columns, *, marked: Collection[str]) -> None:
         """Wrap a data set.
@@ -28,8 +29,10 @@ class ArrowTable:
             marked: see :func:`omnitrain.data.sources.turns.as_messages`.
         """
         self._columns, self._marked = columns, marked
-        undecoded = undecoded_features(data.features, columns)
-        self._data = data.cast(undecoded) if undecoded != data.features else data
+        info = data.info.copy()
+        info.features = undecoded_features(data.features, columns)
+        # `cast` would copy the rows; and a fingerprint that it computes would read all of them.
+        self._data = datasets.Dataset(data.data, info, indices_table=data._indices, fingerprint=data._fingerprint)
         self.column_names: list[str] = data.column_names
 
     def __len__(self) -> int:
@@ -39,13 +42,19 @@ class ArrowTable:
         """Return a row without null fields, which parquet adds for fields of other rows."""
         return record_of(dict(self._data[position]), self._columns)
 
+    def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """See :class:`omnitrain.data.sources.formats.Table`."""
+        for position in evenly_spaced(length, EXAMPLES):
+            found = example_of(self._data.data.slice(position, 1), 0, self._columns)
+            yield position, record_of(found, self._columns)
+
     def sources(self) -> list[Any]:
         """Return each row's value in the source column."""
         return list(self._data[self._columns.source])
 
     @cached_property
     def kinds(self) -> dict[tuple[Any, Any], int]:
-        """See :class:`omnitrain.data.sources.rows.Table`. Does not read texts or media."""
+        """See :class:`omnitrain.data.sources.formats.Table`. Does not read texts or media."""
         return first_of_each_kind(self._data.data, self._columns, self._marked)
 
     def problems(self) -> list[str]:
@@ -60,7 +69,7 @@ def record_of(record: dict[str, Any], columns: Columns) -> dict[str, Any]:
 
 
 def first_of_each_kind(table: Any, columns: Columns, marked: Collection[str]) -> dict[tuple[Any, Any], int]:
-    """Return the kinds of the rows of an Arrow table; see :class:`omnitrain.data.sources.rows.Table`."""
+    """Return the kinds of the rows of an Arrow table; see :class:`omnitrain.data.sources.formats.Table`."""
     firsts: dict[tuple[Any, Any], int] = {}
     start = 0
     for chunk in table.column(columns.messages).chunks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -30,7 +30,7 @@ class Document:
 
 
 class TextFiles:
-    """Each file is a document; see :class:`omnitrain.data.sources.rows.Table`. A row is a part of one."""
+    """Each file is a document; see :class:`omnitrain.data.sources.formats.Table`. A row is a part of one."""
 
     column_names = ("text",)
 
@@ -48,7 +48,7 @@ class TextFiles:
 
     @property
     def kinds(self) -> dict[tuple[Any, Any], int]:
-        """See :class:`omnitrain.data.sources.rows.Table`."""
+        """See :class:`omnitrain.data.sources.formats.Table`."""
         return {("document", None): 0}
 
     def __len__(self) -> int:
@@ -80,6 +80,10 @@ class TextFiles:
             if (found := searched.find(border)) >= 0:
                 return found + 1
         return next((place for place, byte in enumerate(searched) if byte & 0xC0 != 0x80), len(searched))
+
+    def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield nothing: all rows are documents."""
+        yield from ()
 
     def sources(self) -> None:
         """Return None: all rows have the name of the data set."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ FORMATS = {
 _MANIFESTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # of a folder of media, as HF `datasets` has them
 # Of HF `datasets` and its Hub: they describe the rows that other files of the folder have.
 _DESCRIPTIONS = ("README.md", "dataset_info.json", "dataset_dict.json", "state.json")
+_NO_FINGERPRINT = "none"
 
 
 class Table(Protocol):
@@ -50,7 +51,7 @@ class Table(Protocol):
     def kinds(self) -> Mapping[tuple[Any, Any], int] | None:
         """``(role, type of part)`` of all records, or ``(role, None)`` -> position of the first record that has it.
 
-        None: it is found in some records.
+        None: it is found in :meth:`examples`.
         """
         ...
 
@@ -61,6 +62,13 @@ class Table(Protocol):
 
         Raises:
             ReadError: this record cannot be read.
+        """
+        ...
+
+    def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield position and record of some of the first ``length`` records; those that cannot be read are left out.
+
+        In the place of a medium's bytes may be whether there are any.
         """
         ...
 
@@ -159,7 +167,9 @@ def _open(source: DataSource, files: Sequence[str], kind: str, reader: FileReade
             return TextFiles(files, reader=reader)
     read = _mapped_arrow if kind == "Arrow" else _csv_texts
     table = pa.concat_tables([read(file, reader) for file in files])
-    return ArrowTable(datasets.Dataset(datasets.table.InMemoryTable(table)), columns, marked=marked)
+    # datasets would read all rows for a fingerprint, which is of use to its cache alone.
+    data = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=_NO_FINGERPRINT)
+    return ArrowTable(data, columns, marked=marked)
 
 
 def _mapped_arrow(file: str, reader: FileReader) -> pa.Table:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.line_index import row_spans
 from omnitrain.data.sources.turns import MORE_FIELDS, as_messages
@@ -20,17 +22,18 @@ from omnitrain.recipe import Columns
 
 CHECKED_BYTES = 1 << 25  # data sets up to this size are checked whole when they are opened
 _CHECKED_ROWS = 2000  # rows of larger ones, evenly spaced
+_READ_BYTES = 1 << 18  # of rows that one read gets from a URL
 _COUNTED_BYTES = 1 << 24  # at a time, for the number of a line
 _MAX_SHOWN = 3  # lines that an error lists
 
 
 class JsonLines:
-    """Reads rows from their files on demand; see :class:`omnitrain.data.sources.rows.Table`.
+    """Reads rows from their files on demand; see :class:`omnitrain.data.sources.formats.Table`.
 
     Values keep their JSON types, so digits in quotes stay text. Rows may have different columns.
 
     Attributes:
-        kinds: see :class:`omnitrain.data.sources.rows.Table`. Of large data sets, those of some rows.
+        kinds: see :class:`omnitrain.data.sources.formats.Table`. Of large data sets, those of some rows.
     """
 
     def __init__(
@@ -83,9 +86,8 @@ class JsonLines:
     def _looked_at(self) -> Iterator[tuple[int, Any, bytes]]:
         """Yield position, place in words (a function) and content of all rows, or of some if there are many."""
         if not self._is_checked:
-            for position in np.unique(np.linspace(0, len(self) - 1, _CHECKED_ROWS).astype(np.int64)).tolist():
-                file, start, stop = self._span(position)
-                yield position, lambda at=position: self._where(at), self._reader.read(file, start, stop)
+            for position, line in self._some(len(self), _CHECKED_ROWS):
+                yield position, lambda at=position: self._where(at), line
             return
         position = 0
         for file, (starts, stops) in zip(self._files, self._spans, strict=True):
@@ -93,6 +95,28 @@ class JsonLines:
             for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
                 yield position, lambda at=position: self._where(at), content[start:stop]
                 position += 1
+
+    def _some(self, length: int, most: int) -> Iterator[tuple[int, bytes]]:
+        """Yield position and content of some of the first ``length`` rows, about ``most``, evenly spaced.
+
+        From a URL come some rows that follow each other with each read.
+        """
+        reads = min(most, URL_READS) if is_url(self._files[0]) else most
+        for first, following in pairwise([*evenly_spaced(length, reads), length]):
+            file = bisect_right(self._ends, first)
+            starts, stops = self._spans[file]
+            begin = first - (self._ends[file] - len(starts))
+            last = int(np.searchsorted(stops, starts[begin] + _READ_BYTES, side="right"))
+            end = max(begin + 1, min(last, begin + most // reads, begin + following - first))
+            content = self._reader.read(self._files[file], int(starts[begin]), int(stops[end - 1]))
+            for row in range(begin, end):
+                yield first + row - begin, content[starts[row] - starts[begin] : stops[row] - starts[begin]]
+
+    def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """See :class:`omnitrain.data.sources.formats.Table`."""
+        for position, line in self._some(length, EXAMPLES):
+            with contextlib.suppress(ValueError):
+                yield position, dict.fromkeys(self.column_names) | _record(line, self._columns)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -146,7 +170,7 @@ class JsonLines:
 
 
 def kinds_of(record: dict[str, Any], columns: Columns, marked: Collection[str]) -> Iterator[tuple[Any, Any]]:
-    """Yield the kinds of a row; see :class:`omnitrain.data.sources.rows.Table`."""
+    """Yield the kinds of a row; see :class:`omnitrain.data.sources.formats.Table`."""
     yield from _kinds(as_messages(record.get(columns.messages), marked=marked))
     if record.get(columns.tools):
         yield "tools", None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from omnitrain.data.sources.arrow_table import column_problems, first_of_each_kind, record_of, undecoded_features
+from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced, example_of
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
@@ -22,6 +24,7 @@ from omnitrain.recipe import Columns
 _KEPT_GROUPS = 5  # row groups in memory: those that an order in blocks uses at a time, and the next
 _KEPT_BYTES = 1 << 28  # more are kept if they are small
 _SEARCHED_BYTES = 1 << 28  # of messages, in which kinds are searched
+_PATIENCE = 10  # times `read_seconds` in which a row group that could not be read is not tried again
 _MOST_SOURCES = 1_000_000  # rows whose source column is read at once
 
 
@@ -29,11 +32,15 @@ class _Group(NamedTuple):
     file: int
     number: int  # in the file
     rows: int
-    message_bytes: int
+
+
+class _Failure(NamedTuple):
+    reason: str
+    until: float  # on the monotonic clock; then the row group is read again
 
 
 class ParquetRows:
-    """Reads rows from row groups, of which it keeps some; see :class:`omnitrain.data.sources.rows.Table`.
+    """Reads rows from row groups, of which it keeps some; see :class:`omnitrain.data.sources.formats.Table`.
 
     Attributes:
         blocks: rows of each row group.
@@ -56,6 +63,7 @@ class ParquetRows:
         self._footers: list[pq.FileMetaData] = []
         self._groups: list[_Group] = []
         self._kept: OrderedDict[int, pa.Table] = OrderedDict()
+        self._failed: dict[int, _Failure] = {}
         schema: pa.Schema | None = None
         for file, path in enumerate(self._files):
             parquet = self._opened(file)
@@ -67,7 +75,8 @@ class ParquetRows:
                     f"{schema.names}; list them as two data sets"
                 )
             self._footers.append(parquet.metadata)
-            self._groups += _groups(file, parquet.metadata, columns.messages)
+            sizes = (parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups))
+            self._groups += [_Group(file, number, rows) for number, rows in enumerate(sizes) if rows]
         assert schema is not None
         self._features = undecoded_features(datasets.Features.from_arrow_schema(schema), columns)
         self.column_names: list[str] = schema.names
@@ -75,7 +84,7 @@ class ParquetRows:
         self._ends = list(accumulate(self.blocks))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": OrderedDict()}
+        return self.__dict__ | {"_kept": OrderedDict(), "_failed": {}}
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -94,11 +103,15 @@ class ParquetRows:
         if group in self._kept:
             self._kept.move_to_end(group)
             return self._kept[group]
+        if group in self._failed and time.monotonic() < self._failed[group].until:
+            raise ReadError(self._failed[group].reason)
         found = self._groups[group]
         try:
             table = self._read(group)
-        except (OSError, pa.ArrowException) as error:
-            raise ReadError(f"{self._files[found.file]}, row group {found.number}: {error}") from error
+        except (OSError, pa.ArrowException, ReadError) as error:
+            reason = f"{self._files[found.file]}, row group {found.number}: {error}"
+            self._failed[group] = _Failure(reason, time.monotonic() + _PATIENCE * self._reader.seconds)
+            raise ReadError(reason) from error
         self._kept[group] = table
         while len(self._kept) > _KEPT_GROUPS and sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES:
             self._kept.popitem(last=False)
@@ -124,35 +137,63 @@ class ParquetRows:
 
     @cached_property
     def kinds(self) -> dict[tuple[Any, Any], int]:
-        """See :class:`omnitrain.data.sources.rows.Table`. Of large data sets, those of some row groups."""
+        """See :class:`omnitrain.data.sources.formats.Table`. Of large data sets, those of some row groups."""
         if self._columns.messages not in self.column_names:
             return {}
         names = [name for name in (self._columns.messages, self._columns.tools) if name in self.column_names]
         firsts: dict[tuple[Any, Any], int] = {}
-        for group in self._searched():
+        for group in self._searched(names):
             table = self._read(group, names).combine_chunks()
             start = self._ends[group] - self.blocks[group]
             for kind, position in first_of_each_kind(table, self._columns, self._marked).items():
                 firsts.setdefault(kind, start + position)
         return firsts
 
-    def _searched(self) -> list[int]:
-        """Return the row groups in which kinds are searched: all, or some that are evenly spaced."""
-        total = sum(group.message_bytes for group in self._groups)
-        count = min(len(self._groups), max(1, int(len(self._groups) * _SEARCHED_BYTES / max(total, 1))))
-        return np.unique(np.linspace(0, len(self._groups) - 1, count).astype(np.int64)).tolist()
+    def _searched(self, leaves: Collection[str]) -> list[int]:
+        """Return all row groups, or some that are evenly spaced, if columns (or parts of them) are too large."""
+        total = 0
+        for file, number, _ in self._groups:
+            group = self._footers[file].row_group(number)
+            columns = (group.column(column) for column in range(group.num_columns))
+            total += sum(one.total_uncompressed_size for one in columns if _is_in(one.path_in_schema, leaves))
+        return evenly_spaced(
+            len(self._groups), max(1, int(len(self._groups) * min(1.0, _SEARCHED_BYTES / max(total, 1))))
+        )
+
+    def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """See :class:`omnitrain.data.sources.formats.Table`. Reads only the columns that the recipe names."""
+        media, named = self._columns.of_media().values(), set(self._columns.model_dump().values())
+        leaves = [leaf.path for leaf in self._footers[0].schema if leaf.path.split(".")[0] in named]
+        unread = {f"{leaf.removesuffix('.path')}.bytes" for leaf in leaves if leaf.split(".")[0] in media}
+        leaves = [leaf for leaf in leaves if leaf not in unread]  # bytes that have a path beside them
+        groups = self._searched(leaves)
+        groups = [groups[chosen] for chosen in evenly_spaced(len(groups), URL_READS)]
+        for group in groups:
+            start = self._ends[group] - self.blocks[group]
+            if start >= length:
+                return
+            with contextlib.suppress(OSError, pa.ArrowException):
+                table = self._read(group, leaves)
+                for row in evenly_spaced(min(self.blocks[group], length - start), -(-EXAMPLES // len(groups))):
+                    yield start + row, _with_bytes(example_of(table, row, self._columns), media)
 
     def problems(self) -> list[str]:
-        """See :meth:`omnitrain.data.sources.rows.Table.problems`."""
+        """See :meth:`omnitrain.data.sources.formats.Table.problems`."""
         return column_problems(self._features, self._columns)
 
 
-def _groups(file: int, footer: pq.FileMetaData, messages: str) -> list[_Group]:
-    found = []
-    for number in range(footer.num_row_groups):
-        group = footer.row_group(number)
-        columns = (group.column(column) for column in range(group.num_columns))
-        size = sum(one.total_uncompressed_size for one in columns if one.path_in_schema.split(".")[0] == messages)
-        if group.num_rows:
-            found.append(_Group(file, number, group.num_rows, size))
-    return found
+def _is_in(leaf: str, columns: Collection[str]) -> bool:
+    """Whether a leaf of the schema is one of ``columns``, or of a column among them."""
+    return leaf in columns or leaf.split(".")[0] in columns
+
+
+def _with_bytes(record: dict[str, Any], media: Collection[str]) -> dict[str, Any]:
+    """Return a record whose media have bytes, if they are objects whose ``bytes`` were not read."""
+
+    def filled(file: Any) -> Any:
+        return {"bytes": True} | file if isinstance(file, dict) else file
+
+    for name in record.keys() & set(media):
+        value = record[name]
+        record[name] = [filled(file) for file in value] if isinstance(value, list) else filled(value)
+    return record

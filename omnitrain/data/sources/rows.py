@@ -23,7 +23,6 @@ from omnitrain.recipe.suggest import nearest
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
 MODALITIES = ("image", "audio", "video")
-_LOOKED_AT = 256  # rows in which kinds are searched
 
 
 @dataclass(frozen=True)
@@ -142,12 +141,13 @@ class RowSource(Sequence[Row]):
 
     def __getitem__(self, position: int) -> Row:  # type: ignore[override]
         """Return a row; one that cannot be read has a ``problem``."""
-        default = f"{self.name}[{position}]"
         try:
-            record = self._table[position]
+            return self._row(position, self._table[position])
         except ReadError as error:
-            return Row(default, self.name, [], {}, {}, problem=str(error))
-        columns = self.columns
+            return Row(f"{self.name}[{position}]", self.name, [], {}, {}, problem=str(error))
+
+    def _row(self, position: int, record: dict[str, Any]) -> Row:
+        default, columns = f"{self.name}[{position}]", self.columns
         media = {m: self._files(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
         row = Row(
             id=_text(record.pop(columns.id, None), default),
@@ -218,8 +218,8 @@ class RowSource(Sequence[Row]):
         if self.columns.response is None and self._table.kinds is not None:
             return self._table.kinds
         firsts: dict[tuple[Any, Any], int] = {}
-        for position in range(0, len(self), max(1, len(self) // _LOOKED_AT)):
-            row = self[position]
+        for position, found in self._table.examples(len(self)):
+            row = self._row(position, found)
             record = {"messages": row.messages, "tools": row.tools}
             for kind in () if row.problem else kinds_of(record, Columns(), self._marked):
                 firsts.setdefault(kind, position)

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tarfile
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from omnitrain.data.sources.files import FileReader, ReadError
+from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced
+from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.index_file import index_of
 from omnitrain.errors import DataError
 
 _TEXTS = ("txt", "text", "cls", "caption", "transcript")
 _MEMBER = pa.struct({"suffix": pa.string(), "start": pa.int64(), "stop": pa.int64()})
 _SCHEMA = pa.schema({"key": pa.string(), "members": pa.list_(_MEMBER)})
-_LOOKED_AT = 64  # rows of each data set, for the names of its columns
+
+
+class _Member(NamedTuple):
+    suffix: str
+    start: int
+    stop: int
 
 
 class TarShards:
-    """Reads any row of the shards; see :class:`omnitrain.data.sources.rows.Table`.
+    """Reads any row of the shards; see :class:`omnitrain.data.sources.formats.Table`.
 
     A column is named as the suffix of its file: ``jpg`` of ``0001.jpg``. Text files are strings. The fields of a
     ``json`` file are columns of the row themselves. All other files are ``{bytes, path}``.
@@ -41,16 +48,28 @@ class TarShards:
             DataError: a file is no tar file, or a compressed one.
         """
         self._files, self._reader = list(files), reader
-        self._indexes = [index_of(file, "tar", reader.version(file), partial(_members, file, reader)) for file in files]
+        self._indexes = [index_of(file, "tar", reader.version(file), partial(_index, file, reader)) for file in files]
         self._ends = list(accumulate(map(len, self._indexes)))
-        looked_at = range(0, len(self), max(1, len(self) // _LOOKED_AT))
-        self.column_names = list(dict.fromkeys(name for position in looked_at for name in self._names(position)))
+        self._examples: list[tuple[int, dict[str, Any]]] = []
+        for position in evenly_spaced(len(self), URL_READS if is_url(self._files[0]) else EXAMPLES):
+            with contextlib.suppress(ReadError):
+                self._examples.append((position, self._example(position)))
+        self.column_names = list(dict.fromkeys(name for _, record in self._examples for name in record))
 
-    def _names(self, position: int) -> list[str]:
-        try:
-            return list(self[position])
-        except ReadError:
-            return []
+    def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """See :class:`omnitrain.data.sources.formats.Table`."""
+        yield from (found for found in self._examples if found[0] < length)
+
+    def _example(self, position: int) -> dict[str, Any]:
+        shard, key, members = self._members(position)
+        record: dict[str, Any] = {"id": _id(self._files[shard], key)}
+        for suffix, start, stop in members:
+            name = f"{key}.{suffix}"
+            if suffix == "json" or suffix in _TEXTS:
+                record |= self._column(shard, name, suffix, self._read(shard, key, start, stop))
+            else:
+                record[suffix] = {"bytes": stop > start, "path": name}
+        return record
 
     @property
     def kinds(self) -> None:
@@ -66,20 +85,26 @@ class TarShards:
         Raises:
             ReadError: its files cannot be read, or its JSON is invalid.
         """
+        shard, key, members = self._members(position)
+        first = min(start for _, start, _ in members)
+        content = self._read(shard, key, first, max(stop for _, _, stop in members))
+        record: dict[str, Any] = {"id": _id(self._files[shard], key)}
+        for suffix, start, stop in members:
+            record |= self._column(shard, f"{key}.{suffix}", suffix, content[start - first : stop - first])
+        return record
+
+    def _members(self, position: int) -> tuple[int, str, list[_Member]]:
+        """Return the shard, key and files of a row."""
         shard = bisect_right(self._ends, position)
         within = position - (self._ends[shard] - len(self._indexes[shard]))
         found = self._indexes[shard].slice(within, 1).to_pylist()[0]
-        key, members = found["key"], found["members"]
-        first = min(member["start"] for member in members)
+        return shard, found["key"], [_Member(**member) for member in found["members"]]
+
+    def _read(self, shard: int, key: str, start: int, stop: int) -> bytes:
         try:
-            content = self._reader.read(self._files[shard], first, max(member["stop"] for member in members))
+            return self._reader.read(self._files[shard], start, stop)
         except OSError as error:
             raise ReadError(f"{self._files[shard]}, {key!r}: {error}") from error
-        record: dict[str, Any] = {"id": f"{PurePosixPath(self._files[shard]).stem}/{key}"}
-        for member in members:
-            data = content[member["start"] - first : member["stop"] - first]
-            record |= self._column(shard, f"{key}.{member['suffix']}", member["suffix"], data)
-        return record
 
     def _column(self, shard: int, name: str, suffix: str, data: bytes) -> dict[str, Any]:
         where = f"{self._files[shard]}, {name!r}"
@@ -106,7 +131,11 @@ class TarShards:
         return []
 
 
-def _members(file: str, reader: FileReader) -> pa.Table:
+def _id(file: str, key: str) -> str:
+    return f"{PurePosixPath(file).stem}/{key}"
+
+
+def _index(file: str, reader: FileReader) -> pa.Table:
     """Return the key of each row and where its files are; neighbours with the same key are one row."""
     keys: list[str] = []
     members: list[list[dict[str, Any]]] = []

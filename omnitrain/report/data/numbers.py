@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from omnitrain.data.loading.measure import Measure, Measured, Packing, shares_of_rows
+from omnitrain.data.loading.measure import Measure, Measured, Packing, rows_read
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.sources.rows import RowSource
 from omnitrain.recipe import Recipe
@@ -162,7 +162,8 @@ class DataNumbers:
         by_source: dict[str, list[Measured]] = {}
         for row in sorted(every, key=lambda row: row.source):
             by_source.setdefault(row.source, []).append(row)
-        shares = shares_of_rows(measured, recipe.data, train.steps)
+        rows_per_step = train.micro_batches * (1.0 if packing is None else packing.rows_per_pack)
+        read = rows_read([*map(len, sources)], measured, recipe.data, train.steps, rows_per_step)
         packs = [] if packing is None else packing.packs
         return cls(
             name=name,
@@ -170,8 +171,8 @@ class DataNumbers:
             packs_per_step=train.micro_batches,
             pack_tokens=room,
             data_sets=[
-                _data_set(source, rows, share, recipe, packing)
-                for source, rows, share in zip(sources, measured, shares, strict=True)
+                _data_set(source, rows, of_source / sum(read), None if packing is None else of_source / len(source))
+                for source, rows, of_source in zip(sources, measured, read, strict=True)
             ],
             sources=[_source(one, rows) for one, rows in by_source.items()],
             rejected=_rejected([row for row in every if isinstance(row, Rejected)]),
@@ -181,17 +182,14 @@ class DataNumbers:
         )
 
 
-def _data_set(
-    source: RowSource, rows: Sequence[Measured], share: float, recipe: Recipe, packing: Packing | None
-) -> DataSetStats:
-    drawn = None if packing is None else packing.rows_per_pack * recipe.train.micro_batches * recipe.train.steps
+def _data_set(source: RowSource, rows: Sequence[Measured], share: float, epochs: float | None) -> DataSetStats:
     return DataSetStats(
         name=source.name,
         rows=len(source),
         measured=len(rows),
         rejected=sum(isinstance(row, Rejected) for row in rows),
         share=share,
-        epochs=None if drawn is None else drawn * share / len(source),
+        epochs=epochs,
     )
 
 

@@ -146,6 +146,13 @@ def test_every_row_is_trained_in_all_its_epochs_and_then_the_data_end(workers: i
     assert f"set train.steps={len(one.state().slots) and one.state().slots[0].num_packs}" in str(ended.value)
 
 
+def test_data_that_are_too_few_for_a_step_are_named_before_the_first() -> None:
+    few = loader(["web"], of_source={"web": {"epochs": 0.005}})  # a row, for two packs
+    message = r"but they are too few for the first step, which has 2 packs \(train\.micro_batches\); raise `epochs`"
+    with pytest.raises(DataError, match=message):
+        next(iter(few))
+
+
 def test_names_of_the_order_are_of_the_recipe_or_the_file_and_unique() -> None:
     sources = [{"path": "a/rows.jsonl"}, {"path": "b/rows.jsonl"}, {"path": "c.jsonl", "name": "rows"}, {"path": "d"}]
     assert order_names(Data.model_validate({"train": sources})) == ["rows 0", "rows 1", "rows 2", "d 0"]

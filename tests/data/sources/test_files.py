@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import tarfile
 import threading
 import time
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from omnitrain.data.loading.loader import build_dataloader
+from omnitrain.data.sources import json_lines
 from omnitrain.data.sources.files import FileReader, ReadError, find_files
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import DataError
@@ -210,6 +212,33 @@ def test_rows_that_a_server_does_not_send_are_skipped_and_listed(server: str) ->
     assert sorted(seen) == sorted(f"row {i}" for i in range(40))
     assert set(loader.rejected) == {f"rows[{i}]" for i in range(40, 43)}
     assert all("not read within 1 s" in row.reason for row in loader.rejected.values())
+
+
+def test_a_row_group_that_does_not_arrive_costs_one_deadline(server: str) -> None:
+    """Its rows fail together, the others arrive, and later it is read again."""
+    Server.files["rows.parquet"] = content = parquet(12)
+    column = pq.ParquetFile(io.BytesIO(content)).metadata.row_group(1).column(0)
+    begin = column.dictionary_page_offset
+    rows = opened(f"{server}/rows.parquet", read_seconds=0.5)
+    Server.behave["rows.parquet"] = lambda handler, first, body: drips(handler, first, body) if first == begin else body
+    started = time.monotonic()
+    problems = [row.problem for row in rows]
+    assert time.monotonic() - started < 1.5
+    assert [bool(problem) for problem in problems] == [*[False] * 4, *[True] * 4, *[False] * 4]
+    assert len({*problems[4:8]}) == 1 and "row group 1: " in problems[4] and "not read within 0.5 s" in problems[4]
+    Server.behave.clear()
+    assert pickle.loads(pickle.dumps(rows))[5].problem == ""  # another process has not met the failure
+
+
+def test_a_large_file_of_lines_is_opened_with_few_requests(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_lines, "CHECKED_BYTES", 0)
+    Server.files["rows.jsonl"] = lines(5000)
+    rows = opened(f"{server}/rows.jsonl")
+    assert Server.asked["rows.jsonl"] <= 2 + 2 + 2 * 16  # versions, the index, and two looks at some rows
+    assert rows.first_of_each_kind() == [0] and rows[4321].id == "row 4321"
+    bad = lines(5000).replace(b'{"prompt": "what is 0?"', b'["prompt", "what is 0?"')
+    Server.files["bad.jsonl"] = bad
+    assert len(opened(f"{server}/bad.jsonl")) == 5000  # one bad line is skipped in training
 
 
 def test_a_server_without_ranges_is_refused_with_what_to_do(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

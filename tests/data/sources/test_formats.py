@@ -8,6 +8,7 @@ import io
 import json
 import pickle
 import tarfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,38 @@ def test_a_tar_shard_has_media_beside_their_captions(tmp_path: Path) -> None:
     assert rows[4].media_bytes("image", 0) == png(4) and rows.shown == {("image", False)}
     sample = tiny_processor(tiny_model()).sample(rows[4])
     assert isinstance(sample, Sample) and [span.component for span in sample.spans] == ["image_encoder"]
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet", "arrow"])
+def test_no_bytes_of_media_are_read_when_a_data_set_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    image, path, columns = b"\x89" * 4_000_000, tmp_path / f"rows.{kind}", {"images": "png", "response": "txt"}
+    table = pa.table({"png": [{"bytes": image, "path": None}] * 4, "txt": [f"cat {i}" for i in range(4)]})
+    if kind == "tar":
+        with tarfile.open(path, "w") as tar:
+            for i in range(4):
+                add(tar, f"{i}.png", image)
+                add(tar, f"{i}.txt", f"cat {i}".encode())
+    elif kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    read: list[str] = []
+    original = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile, "read_row_group", lambda self, i, columns: read.extend(columns) or original(self, i, columns)
+    )
+    opened(path, columns=columns)  # builds the index
+    tracemalloc.start()
+    rows = opened(path, columns=columns)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < len(image) and set(read) <= {"png.path", "txt"}
+    assert rows.shown == {("image", False)} and rows.first_of_each_kind() == [0]
+    monkeypatch.undo()
+    assert rows[3].media_bytes("image", 0) == image
 
 
 def test_a_compressed_or_cut_tar_is_refused_with_what_to_do(tmp_path: Path) -> None:

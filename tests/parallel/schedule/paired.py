@@ -32,9 +32,9 @@ from omnitrain.parallel.step.plan import step_planner
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.recipe import ComponentPlan, ExpertsBalance, ParallelPlan
 from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
+from tests.covering import covering
 from tests.families import FAMILIES
 from tests.models.staged import with_layers
-from tests.parallel.schedule.pipelines import covering
 
 TABLE = Path(__file__).with_name("paired.tsv")
 

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -19,6 +18,7 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe.lora import Lora
+from tests.covering import covering
 from tests.families import FAMILIES
 from tests.models.staged import with_layers
 from tests.parallel import factories
@@ -72,22 +72,8 @@ def is_possible(case: Case) -> bool:
     return case.axis != "tp2" or case.model in TENSOR
 
 
-def pairs(case: Case) -> set[tuple[tuple[int, str], tuple[int, str]]]:
-    return set(combinations(enumerate(case), 2))
-
-
 def possible() -> list[Case]:
     return [case for values in product(MODELS, SCHEDULES, AXES, MEMORY, STEPS) if is_possible(case := Case(*values))]
-
-
-def covering(cases: Sequence[Any], found: Callable[[Any], set[Any]] = pairs) -> Iterator[Any]:
-    """Take the case with the most pairs (or what ``found`` returns) that no earlier case has, until all have one."""
-    of_cases = {case: found(case) for case in cases}
-    missing = set().union(*of_cases.values())
-    while missing:
-        best = max(cases, key=lambda case: len(of_cases[case] & missing))
-        missing -= of_cases[best]
-        yield best
 
 
 def table() -> list[Case]:

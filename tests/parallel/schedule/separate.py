@@ -24,10 +24,10 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.lora import Lora
+from tests.covering import covering
 from tests.families import FAMILIES
 from tests.models.staged import with_layers
 from tests.parallel.schedule.pipelines import build as build_pipeline
-from tests.parallel.schedule.pipelines import covering
 from tests.tiny import FOUNDATION, tiny_model
 
 TABLE = Path(__file__).with_name("separate.tsv")

@@ -12,8 +12,9 @@ from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe.layout import parse_layout
 from omnitrain.recipe.parallel import ParallelPlan
+from tests.covering import pairs
 from tests.parallel.laid_out import samples
-from tests.parallel.schedule.pipelines import build, factory, pairs, possible, table
+from tests.parallel.schedule.pipelines import build, factory, possible, table
 
 # By default two schedules of a model or two; each runs with every other word of the table at least once.
 DEFAULT = {

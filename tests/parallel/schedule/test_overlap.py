@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from omnitrain.parallel.spawn.pool import RankPool
+from tests.covering import pairs
 from tests.parallel.schedule.paired import Case, num_ranks, paired_and_one_by_one, possible, table
-from tests.parallel.schedule.pipelines import pairs
 
 DEFAULT = (
     Case("qwen3_moe", "pp1", "odd", "4", "full", "2", "dropout"),

@@ -21,9 +21,9 @@ from omnitrain.parallel.verify.run import micro_batches
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from omnitrain.recipe.layout import Layout, parse_layout
+from tests.covering import pairs
 from tests.parallel.laid_out import gradients
 from tests.parallel.schedule.paired import one_by_one
-from tests.parallel.schedule.pipelines import pairs
 from tests.parallel.schedule.separate import (
     MICRO_BATCHES,
     TP_PLAN,

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from omnitrain.data.packing.sample import Sample
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from omnitrain.recipe.layout import Layout, parse_layout
+from tests.covering import covering, pairs
 from tests.parallel.factories import any_to_any
-from tests.parallel.schedule.pipelines import covering, pairs
 from tests.parallel.schedule.separate import MICRO_BATCHES
 from tests.parallel.schedule.test_layouts import samples_of
 from tests.tiny import TASKS, tiny_processor, tiny_samples
