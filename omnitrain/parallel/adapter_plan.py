@@ -34,10 +34,13 @@ def adapters_for(
         if component.lora is not None and name in model.components
     }
     frozen = {name for name, component in plan.components.items() if component.freeze}
-    inheriting = [name for name in model.components if name not in explicit and name not in frozen]
+    inheriting = [name for name in model.components if name not in (*explicit, *frozen, *model.teachers)]
     for name, (path, lora) in explicit.items():
         if name in model.decoder_names:
             problems.append(f"{path}: decoders cannot have adapters; remove it to train all weights of {name}")
+            continue
+        if name in model.teachers:
+            problems.append(f"{path}: a teacher does not train; remove it")
             continue
         try:
             adapters[name] = find_adapters(model, name, lora)

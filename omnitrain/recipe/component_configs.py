@@ -64,6 +64,18 @@ class AudioEncoderConfig(PreTrainedConfig):
     hidden_size: int = 0
 
 
+class TeacherConfig(PreTrainedConfig):
+    """Config of ``Teacher``.
+
+    Attributes:
+        model: the config of a HF causal language model as a dict.
+    """
+
+    model_type = "omnitrain_teacher"
+
+    model: dict | None = None
+
+
 class TokenDecoderConfig(PreTrainedConfig):
     """Config of ``TokenDecoder``.
 
@@ -116,7 +128,7 @@ class MelVQConfig(PreTrainedConfig):
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     config.model_type: config
-    for config in (OmniConfig, VisionEncoderConfig, AudioEncoderConfig, TokenDecoderConfig, MelVQConfig)
+    for config in (OmniConfig, VisionEncoderConfig, AudioEncoderConfig, TeacherConfig, TokenDecoderConfig, MelVQConfig)
 }
 for _model_type, _config in CONFIGS.items():
     AutoConfig.register(_model_type, _config)

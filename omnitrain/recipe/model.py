@@ -135,6 +135,11 @@ class Model(Strict):
     )
     encoders: dict[str, Encoder] = Field(default_factory=dict, description="Component name -> encoder.")
     decoders: dict[str, Decoder] = Field(default_factory=dict, description="Component name -> decoder.")
+    teachers: dict[str, Source] = Field(
+        default_factory=dict,
+        description="Component name -> a frozen language model with the tokenizer of the foundation, whose last hidden "
+        "states a function of `train.losses` or `train.metrics` reads under this name.",
+    )
     freeze: list[str] = Field(
         default_factory=list,
         description="Components or modules that do not train: `foundation`, `image_encoder.tower`, ... A name that "
@@ -144,7 +149,9 @@ class Model(Strict):
 
     @model_validator(mode="after")
     def _checkpoint_or_parts(self) -> Model:
-        parts = [name for name in ("foundation", "tokenizer", "encoders", "decoders") if getattr(self, name)]
+        parts = [
+            name for name in ("foundation", "tokenizer", "encoders", "decoders", "teachers") if getattr(self, name)
+        ]
         if self.checkpoint is not None and parts:
             raise ValueError(f"`checkpoint` already contains the whole model; remove {parts}")
         if self.checkpoint is None and self.foundation is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -27,11 +28,13 @@ from omnitrain.ops.cpu.unread_rows import UNREAD_ROWS
 from omnitrain.ops.experts import EXPERTS, experts_in, use_omnitrain_experts
 from omnitrain.ops.fused.install import FUSED, FusedOp, backends_of, fuse_ops, has_operation
 from omnitrain.ops.loss.cross_entropy import CROSS_ENTROPY
+from omnitrain.ops.loss.token_functions import TokenFunction, further_parameters
 from omnitrain.ops.registry import choose
 from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Recipe
 from omnitrain.recipe.functions import load_function
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.train import Train
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 from omnitrain.train.run_state.state import OPTIMIZER
@@ -83,7 +86,7 @@ def _build_parts(recipe: Recipe, init_device: str) -> OmniModel:
     parts = recipe.model
     torch.manual_seed(recipe.train.seed)
     try:
-        return _build(parts, parts.encoders, parts.decoders, init_device)
+        return _build(parts, parts.encoders, parts.decoders, parts.teachers, init_device)
     except ModelError as error:
         raise UserError(f"{_refused_part(parts)}: {error}") from error
     except UserError:
@@ -139,26 +142,37 @@ def _add_adapters(model: OmniModel, plan: ParallelPlan) -> None:
 
 
 def _build(
-    parts: Model, encoders: Mapping[str, Encoder], decoders: Mapping[str, Decoder], init_device: str
+    parts: Model,
+    encoders: Mapping[str, Encoder],
+    decoders: Mapping[str, Decoder],
+    teachers: Mapping[str, HFSource],
+    init_device: str,
 ) -> OmniModel:
     assert parts.foundation is not None
     return build_omni_model(
-        foundation=parts.foundation.path if parts.foundation.path is not None else parts.foundation.config,
+        foundation=_path_or_config(parts.foundation),
         encoders=dict(encoders),
         decoders=dict(decoders),
+        teachers={name: _path_or_config(source) for name, source in teachers.items()},
         init_device=init_device,
         torch_dtype=torch.float32,
     )
 
 
+def _path_or_config(source: HFSource) -> str | dict[str, Any]:
+    return source.path if source.path is not None else dict(source.config or {})
+
+
 def _refused_part(parts: Model) -> str:
     """Return the key of the component that cannot be built, by building each alone."""
-    alone: list[tuple[str, dict[str, Encoder], dict[str, Decoder]]] = [("model.foundation", {}, {})]
-    alone += [(f"model.encoders.{name}", {name: encoder}, {}) for name, encoder in parts.encoders.items()]
-    alone += [(f"model.decoders.{name}", {}, {name: decoder}) for name, decoder in parts.decoders.items()]
-    for key, encoders, decoders in alone:
+    alone: list[tuple[str, dict[str, Encoder], dict[str, Decoder], dict[str, HFSource]]]
+    alone = [("model.foundation", {}, {}, {})]
+    alone += [(f"model.encoders.{name}", {name: encoder}, {}, {}) for name, encoder in parts.encoders.items()]
+    alone += [(f"model.decoders.{name}", {}, {name: decoder}, {}) for name, decoder in parts.decoders.items()]
+    alone += [(f"model.teachers.{name}", {}, {}, {name: source}) for name, source in parts.teachers.items()]
+    for key, encoders, decoders, teachers in alone:
         try:
-            _build(parts, encoders, decoders, "meta")
+            _build(parts, encoders, decoders, teachers, "meta")
         except Exception:  # each HF class fails differently
             return key
     return "model"
@@ -229,8 +243,9 @@ def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype
     require_ops(model, ops, device, dtype)
     for part in (model.runner, *model.decoders.values()):
         part.loss_backend = ops.cross_entropy
-    for reader in model.encoders.values():
-        use_omnitrain_attention(reader, ops.attention)
+    for name, reader in model.encoders.items():
+        if name not in model.teachers or reader.runner.contract.attention == "omnitrain":
+            use_omnitrain_attention(reader, ops.attention)
     if model.runner.contract.attention == "omnitrain":
         use_omnitrain_attention(model.foundation, ops.attention)
     wanted = ops.model_dump(include=set(FUSED))
@@ -250,11 +265,13 @@ def use_own_functions(model: OmniModel, train: Train) -> None:
     """Install the losses and metrics of the user's own, in training and evaluation.
 
     Raises:
-        UserError: one cannot be loaded, or a decoder of the user's own computes its loss by itself.
+        UserError: one cannot be loaded, has a parameter that is no teacher, or a decoder of the user's own computes its
+            loss by itself; or no function has a teacher among its parameters.
     """
     heads = {"text": model.runner, **model.decoders}
     losses = {name: load_function(function, f"train.losses.{name}") for name, function in train.losses.items()}
     metrics = {name: load_function(function, f"train.metrics.{name}") for name, function in train.metrics.items()}
+    _require_teachers(model, losses, metrics)
     for name in losses if not metrics else heads:
         if not hasattr(heads[name], "loss_function"):
             key = "losses" if name in losses else "metrics"
@@ -265,7 +282,40 @@ def use_own_functions(model: OmniModel, train: Train) -> None:
         if name in losses:
             head.loss_function = losses[name]
         if metrics:
-            head.token_metrics = metrics
+            head.token_metrics = {
+                metric: function
+                for metric, function in metrics.items()
+                if name == "text" or further_parameters(function).keys().isdisjoint(model.teachers)
+            }
+
+
+def _require_teachers(
+    model: OmniModel, losses: Mapping[str, TokenFunction], metrics: Mapping[str, TokenFunction]
+) -> None:
+    """Check the parameters of the user's functions: those after logits and labels are names of teachers.
+
+    Raises:
+        UserError: a parameter without a default is no teacher; a teacher is in no function that the text's head calls.
+    """
+    named = [(f"train.losses.{head}", head, function) for head, function in losses.items()]
+    named += [(f"train.metrics.{name}", "text", function) for name, function in metrics.items()]
+    problems, unread = [], {*model.teachers}
+    for key, head, function in named:
+        known = model.teachers if head == "text" else ()
+        for name, has_default in further_parameters(function).items():
+            unread -= {name} & {*known}
+            if name not in known and not has_default:
+                allowed = (
+                    f"a teacher of the text's loss: {hint(name, known)}" if known else "none, as it reads no teacher"
+                )
+                problems.append(f"{key}: found a parameter {name!r} after logits and labels; expected {allowed}")
+    problems += [
+        f"model.teachers.{name}: no function of `train.losses` or `train.metrics` has a parameter {name!r} after "
+        "logits and labels, so nothing reads its hidden states; add it, or remove the teacher"
+        for name in sorted(unread)
+    ]
+    if problems:
+        raise UserError(*problems)
 
 
 def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> Renderer:

@@ -49,6 +49,11 @@ class ComponentModel(PreTrainedModel):
         return {name: self.get_submodule(name) for name in self.encoder_names}
 
     @property
+    def teachers(self) -> tuple[str, ...]:
+        """Names of the encoders that are frozen language models, whose features losses read."""
+        return tuple(name for name, encoder in self.encoders.items() if encoder.is_teacher)
+
+    @property
     def decoders(self) -> dict[str, Any]:
         """Component name -> decoder."""
         return {name: self.get_submodule(name) for name in self.decoder_names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,7 +37,13 @@ class ComponentAdapter:
 
 
 class EncoderMixin:
-    """A component that encodes media as features in the foundation's embedding space."""
+    """A component that encodes media as features in the foundation's embedding space.
+
+    Attributes:
+        is_teacher: it encodes the tokens of samples instead, as rows that losses read (``Teacher``).
+    """
+
+    is_teacher: ClassVar[bool] = False
 
     def adapter(self) -> ComponentAdapter:
         """Return the converter from media to input features, for data workers."""

@@ -37,8 +37,12 @@ from omnitrain.models.hf.hub_kernels import kernels_of, torch_kernels
 _MOST_SEGMENTED_CLASSES = 3
 
 
-def contract_of(model: PreTrainedModel) -> Contract:
+def contract_of(model: PreTrainedModel, key: str = "model.foundation") -> Contract:
     """Return the contract of a foundation, from the cache or by checking a tiny model of its class.
+
+    Args:
+        model: a causal language model.
+        key: key of the recipe that names it, for the message.
 
     Raises:
         UserError: omnitrain cannot train it; names every check that refused it and its measurement.
@@ -49,9 +53,7 @@ def contract_of(model: PreTrainedModel) -> Contract:
     contract = check_contract(type(model), model.config)
     if contract.refusals:
         facts = dict.fromkeys(f"{finding.check}: {finding.fact}" for finding in contract.refusals)
-        raise UserError(
-            f"model.foundation: omnitrain cannot train {type(model).__name__} with this config: {'; '.join(facts)}"
-        )
+        raise UserError(f"{key}: omnitrain cannot train {type(model).__name__} with this config: {'; '.join(facts)}")
     keep(path, contract)
     return contract
 

@@ -46,10 +46,12 @@ class EncodedMedia:
         native: modality -> features for the foundation's own placeholders, in the order of the placeholders.
         inserted: features of attached components, which replace token embeddings: positions ``[n]`` int64 in the
             flattened batch ``[B * T]``, on the host, and embeddings ``[n, hidden]``.
+        teachers: teacher -> its last hidden states ``[n, width]`` for the tokens from which text is predicted.
     """
 
     native: dict[str, MediaFeatures] = field(default_factory=dict)
     inserted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    teachers: dict[str, Tensor] = field(default_factory=dict)
 
 
 class FoundationRunner:
@@ -204,8 +206,9 @@ class FoundationRunner:
         """
         with self._local(pack, sequence_slice, stage) as (local, packed):
             loss = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
-            run = partial(self.run_pack, local, media or EncodedMedia(), packed=packed, stage=stage)
-            term, hidden = loss(local, lambda head: run(head=head))
+            media = media or EncodedMedia()
+            run = partial(self.run_pack, local, media, packed=packed, stage=stage)
+            term, hidden = loss(local, media.teachers, lambda head: run(head=head))
         return FoundationOutput(replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden)
 
     def stage_output(
@@ -238,7 +241,9 @@ class FoundationRunner:
         with reading(None if pack.forward_inputs else ReadRows(read, local.num_tokens)):
             yield local, self.packed_sequence_of(pack, sequence_slice)
 
-    def _loss_in_head(self, pack: Pack, run: Callable[[Head], Any]) -> tuple[LossTerm, Tensor]:
+    def _loss_in_head(
+        self, pack: Pack, teachers: Mapping[str, Tensor], run: Callable[[Head], Any]
+    ) -> tuple[LossTerm, Tensor]:
         """Compute logits only for supervised tokens, chunk by chunk."""
         results: list[tuple[LossTerm, Tensor]] = []
 
@@ -253,6 +258,7 @@ class FoundationRunner:
                 backend=self.loss_backend,
                 function=self.loss_function,
                 metrics=self.token_metrics,
+                teachers=teachers,
             )
             results.append((term, hidden))
             return hidden  # in place of logits; its gradient is always the first to arrive, with media or without
@@ -261,7 +267,9 @@ class FoundationRunner:
         (result,) = results
         return result
 
-    def _loss_on_logits(self, pack: Pack, run: Callable[[Head], Any]) -> tuple[LossTerm, Tensor | None]:
+    def _loss_on_logits(
+        self, pack: Pack, teachers: Mapping[str, Tensor], run: Callable[[Head], Any]
+    ) -> tuple[LossTerm, Tensor | None]:
         """Let the model compute logits of the supervised tokens; of all tokens if it does not call its head."""
         states: list[Tensor] = []
         text_rows = to_device(pack.text_rows, pack.input_ids.device)
@@ -280,6 +288,7 @@ class FoundationRunner:
             count=pack.text_labels.numel(),
             function=self.loss_function,
             metrics=self.token_metrics,
+            teachers=teachers,
         )
         return term, states[0] if states else None
 

@@ -34,9 +34,16 @@ from omnitrain.models.hf.load import (
 )
 from omnitrain.models.hf.stored_tensor import read_weights, weights_left_in_files
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.teacher import Teacher
 from omnitrain.peers import is_spread
 from omnitrain.recipe import Decoder, Encoder, HFSource
-from omnitrain.recipe.component_configs import AudioEncoderConfig, OmniConfig, TokenDecoderConfig, VisionEncoderConfig
+from omnitrain.recipe.component_configs import (
+    AudioEncoderConfig,
+    OmniConfig,
+    TeacherConfig,
+    TokenDecoderConfig,
+    VisionEncoderConfig,
+)
 from omnitrain.recipe.problems import problem_lines
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -89,6 +96,7 @@ def build_omni_model(
     foundation: Source | Path | None = None,
     encoders: dict[str, Any] | None = None,
     decoders: dict[str, Any] | None = None,
+    teachers: dict[str, Source] | None = None,
     init_device: str = "cpu",
     torch_dtype: torch.dtype | None = None,
 ) -> OmniModel:
@@ -107,6 +115,8 @@ def build_omni_model(
             model), or a ready model with :class:`EncoderMixin`.
         decoders: component name -> :class:`omnitrain.recipe.Decoder` (or its dict, in which ``tokenizer`` may be a
             ready model), or a ready model with :class:`DecoderMixin`.
+        teachers: component name -> a frozen language model, as :func:`build_foundation_model` takes it; losses read its
+            last hidden states.
         init_device: ``cpu``, ``cuda``, or ``meta`` (shapes only).
         torch_dtype: dtype of the weights (media tokenizers stay fp32); None: the foundation's dtype, which is fp32 for
             random weights and the checkpoint's dtype for loaded weights.
@@ -117,14 +127,14 @@ def build_omni_model(
             modality of a saved one of another name.
         WeightsError: tensors are missing, unexpected or have another shape.
     """
-    for kind, given in (("encoders", encoders), ("decoders", decoders)):
+    for kind, given in (("encoders", encoders), ("decoders", decoders), ("teachers", teachers)):
         if not isinstance(given, dict | None):
             raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its settings")
     saved = None
     if config_path or weights_path:
         require_device(init_device)
         saved = _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
-        if foundation is None and not encoders and not decoders:
+        if foundation is None and not encoders and not decoders and not teachers:
             return saved
         foundation = saved.foundation if foundation is None else foundation
     if foundation is None:
@@ -141,7 +151,9 @@ def build_omni_model(
             attached["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
         for name, spec in (decoders or {}).items():
             attached["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
-        names = {*(encoders or {}), *(decoders or {})}
+        for name, source in (teachers or {}).items():
+            attached["encoders"][name] = _teacher(name, source, init_device, torch_dtype)
+        names = {*(encoders or {}), *(decoders or {}), *(teachers or {})}
         _require_hidden_size(hidden_size, attached, names)
         _require_new_modalities(attached, names)
         parts = {"foundation": base, **attached["encoders"], **attached["decoders"]}
@@ -374,6 +386,14 @@ def _image_processor_for(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _extractor_for(config: PreTrainedConfig) -> dict[str, Any]:
     return {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins}
+
+
+def _teacher(name: str, source: Source, init_device: str, dtype: torch.dtype | None) -> PreTrainedModel:
+    try:
+        model = build_foundation_model(source, init_device=init_device, torch_dtype=dtype)
+    except UserError as error:
+        raise UserError(f"model.teachers.{name}: {error}") from None
+    return Teacher(TeacherConfig(model=as_dict(model.config)), model)
 
 
 def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype) -> PreTrainedModel:

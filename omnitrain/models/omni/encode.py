@@ -24,7 +24,9 @@ from omnitrain.models.components.protocols import TensorFeatures
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
+from omnitrain.models.omni.teacher import with_teacher_inputs
 from omnitrain.ops.attention import SequenceSlice
+from omnitrain.ops.device import to_device
 from omnitrain.ops.timing import What
 
 
@@ -142,12 +144,14 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
     if model.encoder_relay is not None:
         model.encoder_relay.require_forward()
         elsewhere = model.encoder_relay.components
-    pack = with_projector_inputs(pack, model.divided)
+    pack = with_teacher_inputs(with_projector_inputs(pack, model.divided), model.teachers)
     inserted: list[tuple[Tensor, Tensor]] = []
     native: dict[str, MediaFeatures] = {}
     labels: dict[str, Tensor] = {}
     idle: list[Tensor] = []
     where: dict[str, Tensor] = {}
+    of_teachers: dict[str, Tensor] = {}
+    read = local_positions(work.sequence_slice, pack.text_rows)[1]
     drawn = {**pack.inputs, **pack.targets}
     for component, names in model.media_names.items():
         if (components is not None and component not in components) or component in model.reads.values():
@@ -179,13 +183,17 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
                 features = replace(features, side={})
             if work.sequence_slice is not None and component not in work.cut:
                 features = features.at(index)
-            if not len(index):  # the model runs as it does over text
+            if component in model.teachers:
+                row = to_device(torch.searchsorted(where[name], read), features.main.device)
+                of_teachers[name] = features.main[row]
+            elif not len(index):  # the model runs as it does over text
                 idle += features.tensors()
             elif name.startswith(NATIVE_PREFIX):
                 native[name] = features
             else:
                 inserted.append((where[name], features.main))
-    return EncodedPack(pack, work, EncodedMedia(model.runner.joined(native, where), inserted), labels, idle)
+    media = EncodedMedia(model.runner.joined(native, where), inserted, of_teachers)
+    return EncodedPack(pack, work, media, labels, idle)
 
 
 def call_component(model: Any, component: str, work: MicroBatchWork, pack: Pack | None = None) -> ComponentCalls:

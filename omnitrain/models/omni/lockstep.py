@@ -12,6 +12,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.discovery import special_ids
 from omnitrain.models.omni.encode import MicroBatchWork, num_calls
+from omnitrain.models.omni.teacher import with_teacher_inputs
 from omnitrain.peers import Peers, all_or_raise
 
 _IDLE = "idle"  # source and id of samples for ranks without data; real data may use the same name
@@ -36,6 +37,7 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
         model.encoder_relay.require_open()
     if model.relay.is_cut:  # before any stage waits for another
         all_or_raise(peers, lambda: [model.runner.in_forward.require_whole_model(pack) for pack in packs])
+    packs = [with_teacher_inputs(pack, model.teachers) for pack in packs]
     rounds = peers.most({"packs": len(packs)})["packs"]
     calls = {(i, name): calls for i, pack in enumerate(packs) for name, calls in num_calls(model, pack).items()}
     most = peers.most(calls)

@@ -43,12 +43,19 @@ from omnitrain.models.omni.relay import ONE_STAGE, EncoderRelay, StageRelay
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.models.omni.summary import components_html
+from omnitrain.models.omni.teacher import Teacher
 from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
 from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import seed_blocks, seed_foundation
 from omnitrain.ops.timing import SpanRecorder
 from omnitrain.peers import is_spread, ranks_of
-from omnitrain.recipe.component_configs import AudioEncoderConfig, OmniConfig, TokenDecoderConfig, VisionEncoderConfig
+from omnitrain.recipe.component_configs import (
+    AudioEncoderConfig,
+    OmniConfig,
+    TeacherConfig,
+    TokenDecoderConfig,
+    VisionEncoderConfig,
+)
 
 # What says where from_pretrained finds the files, and how it downloads them.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -92,7 +99,7 @@ class OmniModel(ComponentModel):
             self.add_module(name, ready.get(name) or _fresh(values, model_class))
         self.post_init()
         take_own_configs(self.children())
-        for name in (*self.encoder_names, *self.decoder_names):
+        for name in sorted({*self.encoder_names, *self.decoder_names}.difference(self.teachers)):
             use_omnitrain_attention(self.get_submodule(name))
 
     @property
@@ -111,6 +118,11 @@ class OmniModel(ComponentModel):
             runner = FoundationRunner(self.foundation, contract_of(self.foundation))
         if self.draws:
             seed_blocks(text_blocks(self.foundation))
+        for name in self.teachers:
+            try:
+                assert self.get_submodule(name).runner is not None  # checked before the model is sharded
+            except UserError as error:
+                raise UserError(f"model.teachers.{name}: {error}") from None
         return runner
 
     def _repr_html_(self) -> str:
@@ -255,7 +267,7 @@ class OmniModel(ComponentModel):
 
     def media_adapters(self) -> tuple[dict[str, ComponentAdapter], dict[str, ComponentAdapter]]:
         """Return ``(readers, writers)``: the adapters of encoders and of decoders, for :class:`OmniProcessor`."""
-        readers = {name: encoder.adapter() for name, encoder in self.encoders.items()}
+        readers = {n: encoder.adapter() for n, encoder in self.encoders.items() if n not in self.teachers}
         return readers, {name: decoder.adapter() for name, decoder in self.decoders.items()}
 
     def train(self, mode: bool = True) -> OmniModel:
@@ -432,6 +444,7 @@ AutoModel.register(OmniConfig, OmniModel)
 for _config, _model in (
     (VisionEncoderConfig, VisionEncoder),
     (AudioEncoderConfig, AudioEncoder),
+    (TeacherConfig, Teacher),
     (TokenDecoderConfig, TokenDecoder),
 ):
     AutoModel.register(_config, _model)

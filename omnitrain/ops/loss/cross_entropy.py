@@ -16,6 +16,7 @@ from omnitrain.ops.collectives import add_up_gradients
 from omnitrain.ops.compile.blocks import compiler_missing
 from omnitrain.ops.compile.cache_limit import keep_compilations
 from omnitrain.ops.loss.token_functions import (
+    TeacherRows,
     TokenFunction,
     token_losses,
     token_metrics,
@@ -37,6 +38,8 @@ Wide = Callable[[int], torch.Tensor]
 # Logits ``[n, classes]``, labels ``[n]``, a buffer, whether the gradient is wanted -> losses ``[n]`` fp32 and their
 # gradient ``[n, classes]`` = softmax - one-hot, which may lie in the buffer or over the logits.
 Softmax = Callable[[torch.Tensor, torch.Tensor, Wide, bool], tuple[torch.Tensor, torch.Tensor | None]]
+# The same for the rows of a chunk, which it gets in place of their labels.
+ChunkLoss = Callable[[torch.Tensor, slice | torch.Tensor, Wide, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ def cross_entropy_rows(
     count: int | None = None,
     function: TokenFunction | None = None,
     metrics: Mapping[str, TokenFunction] | None = None,
+    teachers: TeacherRows | None = None,
 ) -> LossTerm:
     """Compute the plain loss of logits, for models that transform their logits after the head.
 
@@ -72,14 +76,15 @@ def cross_entropy_rows(
         count: number of labels that are not ignored; None: count them, which waits for the device.
         function: the loss in place of cross entropy; no label may be ignored.
         metrics: name -> metric; no label may be ignored.
+        teachers: name -> hidden states ``[N, width]``, for ``function`` and ``metrics``.
     """
     if count is None:
         count = int((labels != IGNORED).sum())
     if function is None:
         rows = F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=IGNORED)
     else:
-        rows = token_losses(function, logits.float(), labels)
-    return LossTerm(rows.sum(), count, rows.detach(), token_metrics(metrics or {}, logits, labels))
+        rows = token_losses(function, logits.float(), labels, teachers)
+    return LossTerm(rows.sum(), count, rows.detach(), token_metrics(metrics or {}, logits, labels, teachers or {}))
 
 
 def linear_cross_entropy(
@@ -92,6 +97,7 @@ def linear_cross_entropy(
     backend: str = "auto",
     function: TokenFunction | None = None,
     metrics: Mapping[str, TokenFunction] | None = None,
+    teachers: TeacherRows | None = None,
     chunk_elements: int | None = None,
 ) -> LossTerm:
     """Compute ``-log softmax(hidden @ weight.T + bias)[labels]``, chunk by chunk.
@@ -111,6 +117,7 @@ def linear_cross_entropy(
         backend: backend of a chunk's softmax: ``auto``, ``torch``, ``compiled`` or ``liger``.
         function: the loss in place of cross entropy, computed in fp32.
         metrics: name -> metric of the same chunks.
+        teachers: name -> hidden states ``[N, width]``, for ``function`` and ``metrics``.
         chunk_elements: the most logits in memory at once; None: a value for the device.
 
     Returns:
@@ -125,8 +132,6 @@ def linear_cross_entropy(
         count = int((labels != IGNORED).sum())
     kept = None if count == labels.numel() else (labels != IGNORED).nonzero().flatten()
     chosen = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device)
-    if function is not None:
-        chosen = SoftmaxBackend("own", partial(_own_softmax, function), buffer_bytes=_BYTES_OF_OWN)
     group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None  # ranks that share the classes
     if group is not None:
         if backend not in ("auto", "torch"):
@@ -139,10 +144,22 @@ def linear_cross_entropy(
         chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
         weight, bias = _own(weight), _own(bias)
     if chunk_elements is None:
-        chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + chosen.buffer_bytes)
+        buffer_bytes = chosen.buffer_bytes if function is None else _BYTES_OF_OWN
+        chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + buffer_bytes)
     chunk_rows = max(1, chunk_elements // weight.size(0))
     chunks: list[dict[str, torch.Tensor]] = []
-    run = partial(_measuring_softmax, chosen.run, metrics, chunks) if metrics else chosen.run
+
+    def run(
+        logits: torch.Tensor, at: slice | torch.Tensor, wide: Wide, with_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Measure the chunk before the softmax, which may write over its logits."""
+        of_chunk = {name: rows[at] for name, rows in (teachers or {}).items()}
+        if metrics:
+            chunks.append(token_metrics(metrics, logits, labels[at], of_chunk))
+        if function is not None:
+            return with_gradient_of_logits(function, logits, labels[at], of_chunk, with_gradient)
+        return chosen.run(logits, labels[at], wide, with_gradient)
+
     total, rows = _LinearCrossEntropy.apply(
         hidden, weight, bias, labels, kept, chunk_rows, run, torch.is_grad_enabled()
     )
@@ -171,26 +188,6 @@ def _torch_softmax(
         return losses, None
     minus_one = out.new_full((1, 1), -1.0).expand(len(labels), 1)
     return losses, out.exp_().scatter_add_(1, labels[:, None], minus_one)
-
-
-def _own_softmax(
-    function: TokenFunction, logits: torch.Tensor, labels: torch.Tensor, wide: Wide, with_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return with_gradient_of_logits(function, logits, labels, with_gradient)
-
-
-def _measuring_softmax(
-    softmax: Softmax,
-    metrics: Mapping[str, TokenFunction],
-    chunks: list[dict[str, torch.Tensor]],
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    wide: Wide,
-    with_gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Measure the chunk before ``softmax``, which may write over its logits."""
-    chunks.append(token_metrics(metrics, logits, labels))
-    return softmax(logits, labels, wide, with_gradient)
 
 
 def _compiled_softmax(
@@ -260,7 +257,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         kept: torch.Tensor | None,
         chunk_rows: int,
-        softmax: Softmax,
+        loss: ChunkLoss,
         with_gradients: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         number, classes = labels.numel() if kept is None else kept.numel(), weight.size(0)
@@ -275,7 +272,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             at = slice(start, stop) if kept is None else kept[start:stop]
             h, x = hidden[at], logits[: stop - start]
             _linear(h, weight, bias, out=x)
-            rows[at], grad = softmax(x, labels[at], lambda n: wide()[:n], grads.wanted)
+            rows[at], grad = loss(x, at, lambda n: wide()[:n], grads.wanted)
             if grad is not None:
                 grads.add(at, h, weight, grad if grad.dtype == x.dtype else x.copy_(grad))
         ctx.save_for_backward(*grads.finished())

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 
 import torch
 
 from omnitrain.errors import UserError
 
-# Logits ``[n, classes]`` fp32, labels ``[n]`` int64 -> one value per token ``[n]``.
-TokenFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Logits ``[n, classes]`` fp32, labels ``[n]`` int64, by name hidden states ``[n, width]`` fp32 of the teachers that are
+# among its parameters -> one value per token ``[n]``.
+TokenFunction = Callable[..., torch.Tensor]
+# Name of a teacher -> its hidden states ``[n, width]``.
+TeacherRows = Mapping[str, torch.Tensor]
 
 
-def token_losses(function: TokenFunction, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def further_parameters(function: TokenFunction) -> dict[str, bool]:
+    """Return parameter of a function after logits and labels -> whether it has a default."""
+    parameters = [*inspect.signature(function).parameters.values()][2:]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name: p.default is not p.empty for p in parameters if p.kind in named}
+
+
+def token_losses(
+    function: TokenFunction, logits: torch.Tensor, labels: torch.Tensor, teachers: TeacherRows | None = None
+) -> torch.Tensor:
     """Return one loss per token, ``[n]`` fp32.
 
     Args:
         function: the user's.
         logits: ``[n, classes]``.
         labels: ``[n]``.
+        teachers: see :data:`TeacherRows`.
 
     Raises:
         UserError: the function returns something else.
     """
-    values = function(logits, labels)
+    read = (
+        {name: teachers[name].float() for name in further_parameters(function) if name in teachers} if teachers else {}
+    )
+    values = function(logits, labels, **read)
     if not isinstance(values, torch.Tensor) or values.shape != labels.shape:
         found = f"shape {list(values.shape)}" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
         raise UserError(
@@ -34,7 +51,7 @@ def token_losses(function: TokenFunction, logits: torch.Tensor, labels: torch.Te
 
 
 def with_gradient_of_logits(
-    function: TokenFunction, logits: torch.Tensor, labels: torch.Tensor, with_gradient: bool
+    function: TokenFunction, logits: torch.Tensor, labels: torch.Tensor, teachers: TeacherRows, with_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return one loss per token, and the gradient of their sum by the logits ``[n, classes]`` if it is wanted.
 
@@ -43,10 +60,10 @@ def with_gradient_of_logits(
     """
     if not with_gradient:
         with torch.no_grad():
-            return token_losses(function, logits.float(), labels), None
+            return token_losses(function, logits.float(), labels, teachers), None
     with torch.enable_grad():
         leaf = logits.detach().float().requires_grad_()
-        losses = token_losses(function, leaf, labels)
+        losses = token_losses(function, leaf, labels, teachers)
         if not losses.requires_grad:
             raise UserError(f"{_named(function)} returned losses that do not depend on the logits")
         (gradient,) = torch.autograd.grad(losses.sum(), leaf)
@@ -55,10 +72,11 @@ def with_gradient_of_logits(
 
 @torch.no_grad()
 def token_metrics(
-    functions: Mapping[str, TokenFunction], logits: torch.Tensor, labels: torch.Tensor
+    functions: Mapping[str, TokenFunction], logits: torch.Tensor, labels: torch.Tensor, teachers: TeacherRows
 ) -> dict[str, torch.Tensor]:
     """Return name -> one value per token ``[n]`` fp32, without gradient."""
-    return {name: token_losses(function, logits.detach().float(), labels) for name, function in functions.items()}
+    of_tokens = logits.detach().float(), labels, teachers
+    return {name: token_losses(function, *of_tokens) for name, function in functions.items()}
 
 
 def _named(function: TokenFunction) -> str:

@@ -15,7 +15,7 @@ from omnitrain.parallel.fsdp.units import find_units, ignored_params
 from omnitrain.parallel.pipeline.stages import stages_of
 from omnitrain.parallel.sequence.ulysses import head_problem
 from omnitrain.parallel.state import ParallelState
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PipelineSchedule
 
 
 def model_problems(
@@ -28,6 +28,24 @@ def model_problems(
     yield from _tower_problems(model, plan, state)
     yield from _spread_problems(model, layers, plan, state)
     yield from _window_problems(model, plan, state)
+    yield from _teacher_problems(model, plan, state)
+
+
+def _teacher_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """A teacher is only sharded, and its hidden states arrive on the first stage, not where the loss is."""
+    for name in model.teachers:
+        own = plan.components.get(name, ComponentPlan())
+        for field in ("tp", "ulysses", "ep"):
+            if (degree := getattr(own, field) or 1) > 1:
+                yield (
+                    f"components.{name}.{field}: found {degree}, but a teacher is only sharded (dp_shard) or copied "
+                    "(dp_replicate); remove it"
+                )
+        if state.size("pp") > 1:
+            yield (
+                f"{plan.path_of(FOUNDATION, 'pp')}.pp: found {state.size('pp')}, but the hidden states of the teacher "
+                f"{name} arrive on the first stage, and the last one computes the loss; use 1, or remove the teacher"
+            )
 
 
 def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:

@@ -16,6 +16,7 @@ from omnitrain.models.components.media_calls import Apart
 from omnitrain.models.omni.encode import with_projector_inputs
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.teacher import with_teacher_inputs
 from omnitrain.parallel.layout import call_axes, is_separate, layout_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.step.item_costs import Measured, MeasuredCosts, given_costs
@@ -187,6 +188,7 @@ class StepPlanner:
         measured: what a run measures; None: nothing.
         order: orders the micro-batches of each step; None: each rank runs what it draws, in order.
         divided: encoders whose projectors are planned apart from their towers.
+        teachers: encoders whose items are the samples themselves.
     """
 
     def __init__(
@@ -201,9 +203,10 @@ class StepPlanner:
         measured: MeasuredCosts | None = None,
         order: OrderOfRun | None = None,
         divided: tuple[str, ...] = (),
+        teachers: tuple[str, ...] = (),
     ) -> None:
         self.topology, self.peers, self.apart, self.ranks = topology, peers, dict(apart or {}), ranks
-        self.idle, self.windows, self.divided = idle, windows, divided
+        self.idle, self.windows, self.divided, self.teachers = idle, windows, divided, teachers
         self.costs, self.measured, self.order = dict(costs or {}), measured, order
 
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
@@ -222,7 +225,7 @@ class StepPlanner:
             raise UserError(
                 f"packs: found {_types(packs)}; expected a list of Packs, as Pack.from_samples returns them"
             )
-        packs = [with_projector_inputs(pack, self.divided) for pack in packs]
+        packs = [with_teacher_inputs(with_projector_inputs(pack, self.divided), self.teachers) for pack in packs]
         rank = self.ranks.index(self.peers.rendezvous.rank)
         measured = Measured() if self.measured is None else self.measured.next_step()
         costs = self.costs | dict(measured.quadratic)
@@ -310,4 +313,4 @@ def step_planner(
     ranks, idle = _planned_ranks(model), idle_prompt(model)
     windows, costs, order = window_chooser(model), given_costs(model), order_of_run(model)
     apart, divided = model.runner.apart, model.divided
-    return StepPlanner(topology, peers, apart, ranks, idle, windows, costs, measured, order, divided)
+    return StepPlanner(topology, peers, apart, ranks, idle, windows, costs, measured, order, divided, model.teachers)

@@ -157,6 +157,8 @@ def _small(model: PreTrainedModel) -> PreTrainedConfig:
     for encoder in encoders.values():
         if encoder.get("tower"):
             encoder["tower"] = as_dict(tower_config(as_config(encoder["tower"])))
+    for name in model.teachers:
+        encoders[name]["model"] = as_dict(tiny_config(as_config(encoders[name]["model"]), cut_mlps=False))
     return OmniConfig(foundation=as_dict(config), encoders=encoders, decoders=model.config.decoders)
 
 

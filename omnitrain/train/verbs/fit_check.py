@@ -48,7 +48,7 @@ def weights_problems(recipe: Model) -> list[str]:
                 load_strictly(OmniModel, folder, device_map="meta", config=omni_config_at(folder))
             else:
                 config, class_of = config_at(path), model_class
-                if key == "model.foundation":
+                if key == "model.foundation" or key.startswith("model.teachers."):
                     config, class_of = foundation_config(config), foundation_class
                 model = load_strictly(class_of(config), path, allow_extra=True, device_map="meta", config=config)
                 show_unused(model.unused_tensors if key == "model.foundation" else None)
@@ -62,6 +62,7 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
     sources = {"model.foundation": recipe.foundation}
     sources |= {f"model.encoders.{name}.tower": encoder.tower for name, encoder in recipe.encoders.items()}
     sources |= {f"model.decoders.{name}.tokenizer": decoder.tokenizer for name, decoder in recipe.decoders.items()}
+    sources |= {f"model.teachers.{name}": source for name, source in recipe.teachers.items()}
     folders |= {key: source.path for key, source in sources.items() if source is not None}
     return [(key, folder) for key, folder in folders.items() if folder is not None]
 
@@ -69,8 +70,8 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
 def forward_problems(model: OmniModel) -> list[str]:
     """Run every encoder and decoder on its smallest input, with tensors that have a shape but no content.
 
-    Some configs only fail in the model's forward. The contract check runs the foundation. A forward that depends on the
-    content of a tensor runs up to that point.
+    Some configs only fail in the model's forward. The contract check runs the foundation and teachers. A forward that
+    depends on the content of a tensor runs up to that point.
 
     Args:
         model: the model on ``meta``; its tensors are replaced.
@@ -78,7 +79,7 @@ def forward_problems(model: OmniModel) -> list[str]:
     Returns:
         One message per component that cannot run.
     """
-    components = {**model.encoders, **model.decoders}
+    components = {name: part for name, part in (model.encoders | model.decoders).items() if name not in model.teachers}
     problems = [_problem(name, functools.partial(_run_component, part)) for name, part in components.items()]
     return [problem for problem in problems if problem]
 

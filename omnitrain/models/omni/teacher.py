@@ -1,0 +1,134 @@
+"""``Teacher``: a frozen language model that reads the samples' tokens, and gives its last hidden states to losses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
+from omnitrain.errors import UserError
+from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures
+from omnitrain.models.contract.check import contract_of
+from omnitrain.models.discovery import refusing
+from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
+from omnitrain.models.hf.load import as_config, foundation_class
+from omnitrain.ops.attention import PackedSequence
+from omnitrain.ops.device import to_device
+from omnitrain.recipe.component_configs import TeacherConfig
+
+
+class Teacher(PreTrainedModel, EncoderMixin):
+    """A frozen language model, as an encoder whose items are samples: for each token, its last hidden state."""
+
+    config_class = TeacherConfig
+    base_model_prefix = ""
+    _supports_sdpa = True
+    is_teacher: ClassVar[bool] = True
+
+    def __init__(self, config: TeacherConfig, model: PreTrainedModel | None = None) -> None:
+        """Build from ``config`` with random weights, or around a ready causal language model."""
+        super().__init__(config)
+        if model is None:
+            inner = as_config(config.model or {})
+            model = foundation_class(inner)(inner)
+        self.model = model
+        self.post_init()
+        self.requires_grad_(False)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Teacher:
+        """Stay as in evaluation: it draws no random numbers, and keeps its statistics."""
+        return super().train(False)
+
+    @cached_property
+    def runner(self) -> FoundationRunner:
+        """Runs the language model by its contract, over text alone.
+
+        Raises:
+            UserError: the contract check refused the model, or found that it cannot run several samples at once.
+        """
+        kind = type(self.model).__name__
+        with refusing(f"{kind} cannot be run"):
+            contract = contract_of(self.model, "as a teacher")
+            if not contract.packs:
+                raise UserError(f"{kind} cannot run several samples in one call: {contract.why_unpacked}")
+            return FoundationRunner(self.model, contract)
+
+    def adapter(self) -> ComponentAdapter:
+        """Return an adapter without a modality: its items are made of the tokens of packs."""
+        return ComponentAdapter()
+
+    def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> Tensor:
+        """Run the model over samples.
+
+        Args:
+            features: ``input_ids`` ``[sum(num_tokens)]`` int64, samples end to end.
+            num_tokens: of each sample.
+
+        Returns:
+            ``[sum(num_tokens), width]``, the last hidden states, without a graph.
+
+        Raises:
+            UserError: the model does not call its head as a module, and so hides its last hidden states.
+        """
+        input_ids = features["input_ids"][None]
+        positions = torch.cat([torch.arange(number, device=input_ids.device) for number in num_tokens])
+        states: list[Tensor] = []
+
+        def head(hidden: Tensor, lm_head: Any) -> Tensor:
+            states.append(hidden[0])
+            logits: Tensor = lm_head.forward(hidden[:, :1])  # some models compute with them
+            return logits
+
+        with torch.no_grad():
+            self.runner.run(
+                input_ids,
+                head=head,
+                media=EncodedMedia(),
+                arguments={"position_ids": positions[None], "use_cache": False},
+                packed=PackedSequence((0, *accumulate(num_tokens))),
+            )
+        if not states:
+            raise UserError(f"{type(self.model).__name__} hides its last hidden states, which losses would read")
+        return states[0]
+
+    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
+        """Return a sample of one token."""
+        return {"input_ids": torch.zeros(1, dtype=torch.long)}, (1,)
+
+
+def with_teacher_inputs(pack: Pack, teachers: Collection[str]) -> Pack:
+    """Return a pack in which teachers have items: the samples with tokens that the text's loss predicts.
+
+    Args:
+        pack: a micro-batch.
+        teachers: names of the teachers.
+
+    Raises:
+        UserError: such a sample has media, which a teacher does not read.
+    """
+    missing = [name for name in teachers if name not in pack.inputs]
+    ends = np.cumsum(pack.info.lengths)
+    read = np.unique(np.searchsorted(ends, pack.text_rows.numpy(), side="right")).tolist()
+    if not missing or not read:
+        return pack
+    for component, batch in {**pack.inputs, **pack.targets}.items():
+        if component not in teachers and (found := sorted({*read} & {*batch.samples})):
+            raise UserError(
+                f"model.teachers.{missing[0]}: a teacher reads text alone, but sample {pack.info.ids[found[0]]} has "
+                f"media of {component}; train on text, or remove the teacher"
+            )
+    lengths = tuple(pack.info.lengths[index] for index in read)
+    tokens = torch.cat([torch.arange(int(ends[i]) - pack.info.lengths[i], int(ends[i])) for i in read])
+    ids = pack.input_ids[0, to_device(tokens, pack.input_ids.device)]
+    samples = tuple(pack.info.ids[index] for index in read)
+    items = MediaBatch((MediaGroup({"input_ids": ids}, {"input_ids": lengths}, lengths, samples),), tokens, tuple(read))
+    return replace(pack, inputs=pack.inputs | dict.fromkeys(missing, items))
