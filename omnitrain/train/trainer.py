@@ -73,6 +73,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class _Fit:
+    """What a call of :meth:`Trainer.fit` opens. Only the first rank has a file of metrics and watches for a stop."""
+
+    interrupt: Interrupt
+    progress: StepProgress
+    metrics: MetricsFile | None
+    early: StopWatcher | None
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """How a run ended.
 
@@ -237,6 +247,7 @@ class Trainer:
             if metrics is not None and train.early_stopping is not None:
                 early = StopWatcher(train.early_stopping, metrics.earlier)
             self._stop_reason = early.reason if early else None
+            fit = _Fit(interrupt, progress, metrics, early)
             self._tell("on_start")
             interrupted, heldout_losses = False, None
             stopped = self.ranks.peers.any(self._stop_reason is not None)
@@ -249,39 +260,8 @@ class Trainer:
                 if self.save_times.before_end and not self.saver.is_rehearsed:
                     self.saver.rehearse(self._state())
                 self._tell("on_step", loss, norm)
-                heldout_losses = None  # those of an earlier step
-                if not self.recipe.writes_metrics(self.step):
-                    progress.advance(self.step, loss)
-                else:
-                    line = self._metrics(norm)
-                    if (heldout_losses := self._heldout_losses(interrupt)) is not None:
-                        line["heldout"] = heldout_losses
-                        if self.recipe.evaluates(self.step) and self.step < train.steps:
-                            line |= self._scores_on_the_way(interrupt, heldout_losses, metrics)
-                        else:
-                            self._tell("on_evaluate", Evaluation(heldout_losses, [], {}, []))
-                    self._tell("on_log", line)
-                    if early:
-                        early.add(line)
-                        self._stop_reason = self._stop_reason or early.reason
-                    if metrics is not None:
-                        metrics.write(line)
-                    self._line = line
-                    progress.advance(self.step, loss, values_shown(line))
-                stopped = self._stop_reason is not None
-                flags = [
-                    self._save_is_due(),
-                    interrupt.requested,
-                    stopped,
-                    self.saver.is_writing,
-                    self.saver.has_failed,
-                ]
-                is_due, interrupted, stopped, is_writing, has_failed = self.ranks.peers.any_of_each(flags)
-                if has_failed or not is_writing:
-                    self._finish_save()
-                if is_due and not (interrupted or stopped):
-                    self._save(waits=False)
-                    interrupted = self.ranks.peers.any(interrupt.requested)
+                heldout_losses = self._log(fit, loss, norm)
+                interrupted, stopped = self._save_if_due(interrupt)
             checkpoint = self._save()
             if not interrupted:
                 reason = next(filter(None, self.ranks.peers.gather(self._stop_reason)), None) if stopped else None
@@ -299,6 +279,45 @@ class Trainer:
             self._tell("on_end", summary)
         console.print(f"interrupted at step {self.step} of {train.steps}; saved {checkpoint}", soft_wrap=True)
         return summary
+
+    def _log(self, fit: _Fit, loss: float, norm: float) -> dict[str, Any] | None:
+        """Show the step, and write a line of metrics if it is due. Return the held-out losses of this step, if any."""
+        if not self.recipe.writes_metrics(self.step):
+            fit.progress.advance(self.step, loss)
+            return None
+        line = self._metrics(norm)
+        if (heldout_losses := self._heldout_losses(fit.interrupt)) is not None:
+            line["heldout"] = heldout_losses
+            if self.recipe.evaluates(self.step) and self.step < self.recipe.train.steps:
+                line |= self._scores_on_the_way(fit.interrupt, heldout_losses, fit.metrics)
+            else:
+                self._tell("on_evaluate", Evaluation(heldout_losses, [], {}, []))
+        self._tell("on_log", line)
+        if fit.early:
+            fit.early.add(line)
+            self._stop_reason = self._stop_reason or fit.early.reason
+        if fit.metrics is not None:
+            fit.metrics.write(line)
+        self._line = line
+        fit.progress.advance(self.step, loss, values_shown(line))
+        return heldout_losses
+
+    def _save_if_due(self, interrupt: Interrupt) -> tuple[bool, bool]:
+        """Save, or finish a save, where all ranks agree. Return whether the run is interrupted, and whether stopped."""
+        flags = [
+            self._save_is_due(),
+            interrupt.requested,
+            self._stop_reason is not None,
+            self.saver.is_writing,
+            self.saver.has_failed,
+        ]
+        is_due, interrupted, stopped, is_writing, has_failed = self.ranks.peers.any_of_each(flags)
+        if has_failed or not is_writing:
+            self._finish_save()
+        if is_due and not (interrupted or stopped):
+            self._save(waits=False)
+            interrupted = self.ranks.peers.any(interrupt.requested)
+        return interrupted, stopped
 
     def stop(self, reason: str) -> None:
         """End the run after this step, on all ranks, as at its last step: save, then evaluate. Any rank may call it.
