@@ -36,7 +36,7 @@ def window_chooser(model: OmniModel) -> WindowChooser | None:
 
 
 def bytes_per_feature(model: OmniModel, component: str, plan: ComponentPlan) -> int:
-    """Return the bytes of all tensors of a feature, each as wide as the foundation's embeddings.
+    """Return the bytes of a feature, with all of its tensors.
 
     Args:
         model: parallelized.
@@ -45,7 +45,18 @@ def bytes_per_feature(model: OmniModel, component: str, plan: ComponentPlan) -> 
     """
     assert plan.precision is not None
     dtype = dtype_of(plan.precision.compute) or model.dtype
+    return _width(model, component) * dtype.itemsize
+
+
+def _width(model: OmniModel, component: str) -> int:
+    """Return how many values a feature has. Towers and teachers do not give rows as wide as the embeddings."""
+    reader = next((reader for reader, tower in model.reads.items() if tower == component), None)
+    if reader is not None:
+        rows, _ = model.minimal_input(reader)
+        return sum(tensor[0].numel() for tensor in rows.values())
+    if component in model.teachers:
+        return int(model.get_submodule(component).model.config.get_text_config().hidden_size)
     native, names = model.runner.native.interfaces, model.media_names[component]
     layouts = [native[name.removeprefix(NATIVE_PREFIX)].layout for name in names if name.startswith(NATIVE_PREFIX)]
     num_tensors = max((len(layout.names) for layout in layouts), default=1)
-    return num_tensors * model.foundation.get_input_embeddings().weight.size(1) * dtype.itemsize
+    return num_tensors * model.foundation.get_input_embeddings().weight.size(1)

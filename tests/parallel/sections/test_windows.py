@@ -7,10 +7,11 @@ import pytest
 import omnitrain as ot
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
-from omnitrain.parallel.step.windows import window_chooser
-from omnitrain.recipe import ComponentPlan
+from omnitrain.parallel.step.windows import bytes_per_feature, window_chooser
+from omnitrain.recipe import ComponentPlan, Precision
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import PLAIN
+from tests.tiny import FOUNDATION, tiny_model
 
 
 def stages_simulated(layout: str) -> tuple[int, ...]:
@@ -32,3 +33,18 @@ def test_all_ranks_choose_windows_for_the_pipeline_of_main(
     ranks: RankPool, layout: str, stages: tuple[int, ...]
 ) -> None:
     assert ranks.run(stages_simulated, layout, timeout_s=60, world=3) == [stages] * 3
+
+
+@pytest.mark.parametrize(
+    ("component", "values"),
+    [
+        ("audio_encoder", FOUNDATION["hidden_size"]),
+        ("image_encoder.projector", FOUNDATION["hidden_size"]),
+        ("image_encoder.tower", 4 * 16 + 1),  # four patches of 16 values, and the index of the frame
+        ("teacher", 48),
+    ],
+)
+def test_features_are_counted_as_wide_as_they_are(component: str, values: int) -> None:
+    model = tiny_model(decoders={}, teachers={"teacher": FOUNDATION | {"hidden_size": 48}})
+    model.divide(["image_encoder"])
+    assert bytes_per_feature(model, component, ComponentPlan(precision=Precision(compute="bfloat16"))) == 2 * values
