@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,39 @@ def test_a_language_model_is_fine_tuned_for_epochs_and_scored_on_the_way(tiny: d
     assert [line["step"] for line in lines if "scores" in line] == [*range(2, summary.step, 2)] != []
 
 
+def test_a_language_model_is_pretrained_on_pages_that_are_longer_than_a_pack(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("# A page\n\n" + "It is longer than a pack. " * 20)
+    often = ["train.epochs=null", f"data.heldout.0.path={tmp_path}/page.md", "evaluation.loss_every=2"]
+    recipe = Recipe.load("pretrain_text", [*SMALL, *often, f"output_dir={tmp_path / 'run'}"])
+    (pack,) = preview(recipe, packs=1).packs
+    assert pack.fill > 0.9 and sum(pack.predicted.values()) == pack.num_tokens  # every token is trained
+    summary = Trainer(recipe).fit()
+    (line,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1:])
+    assert (summary.step, *line["sources"]) == (2, "pages") and line["heldout"]["sources"]["page"]["text"]["loss"] > 0
+    assert (tmp_path / "run" / "rejected.jsonl").read_text() == ""  # held-out pages have a loss, and ask nothing
+
+
+def test_a_mixture_of_shards_texts_and_parquet_changes_its_weights_at_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_data.py", "--folder", str(tmp_path / "data")])
+    runpy.run_path("tasks/mixture/make_data.py", run_name="__main__")
+    for text in (tmp_path / "data" / "texts").iterdir():
+        text.write_text(text.read_text()[:100])  # a small part of a pack
+    files = ("captions-{00..03}.tar", "texts", "questions.parquet")
+    where = [f"data.train.{i}.path={tmp_path}/data/{name}" for i, name in enumerate(files)]
+    stages = ["data.stages.0.from_step=4", "data.stages.1.from_step=8"]
+    short = ["train.steps=14", "train.log_every=1", f"output_dir={tmp_path / 'run'}"]
+    recipe = Recipe.load("data_mixture", [*SMALL, *where, *stages, *short])
+    assert [one.rows for one in data_stats(recipe, rows=10).data_sets] == [1500, 100, 3000]
+    Trainer(recipe).fit()
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    seen = [{"questions" if "image" in name else name for name in line["sources"]} for line in lines]
+    first, second, third = (set().union(*seen[start:stop]) for start, stop in ((0, 4), (4, 8), (11, 14)))
+    assert first == {"captions", "texts"} and second == {*first, "questions"}
+    assert "captions" not in third and "questions" in third  # what waited for a pack is used up
+
+
 def steps_on_a_rank(name: str, overrides: list[str]) -> int:
     return Trainer(Recipe.load(name, [*SMALL, *overrides])).fit().step
 
@@ -235,5 +270,5 @@ def test_the_quickstart_shows_its_data() -> None:
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
-    run_here |= {"finetune_text"}
+    run_here |= {"finetune_text", "pretrain_text", "data_mixture"}
     assert set(list_recipes()) == run_here | {"quickstart"}

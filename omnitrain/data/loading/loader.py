@@ -224,13 +224,23 @@ def _tokens_per_draw(sources: Sequence[RowSource], data: Data, rows: PreparedRow
 
 
 def first_samples(
-    sources: Sequence[RowSource], processor: OmniProcessor
+    sources: Sequence[RowSource],
+    processor: OmniProcessor,
+    max_tokens: int | None = None,
+    *,
+    without_tails: bool = False,
 ) -> list[tuple[str, Sample | Rejected | UserError]]:
     """Prepare the first row of every metrics source of each data set, and return it with the source's name.
 
     This shows quickly whether a model can use the data.
+
+    Args:
+        sources: the data sets.
+        processor: turns data rows into samples.
+        max_tokens: see :meth:`OmniProcessor.sample`.
+        without_tails: see :func:`build_dataloader`.
     """
-    rows = PreparedRows(sources, processor, max_tokens=None)
+    rows = PreparedRows(sources, processor, max_tokens, without_tails=without_tails)
     groups = ((s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items())
     return [(name, rows[0, s, group[0]]) for s, name, group in groups]
 

@@ -15,6 +15,7 @@ from omnitrain.data.sources.documents import Document, TextFiles
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.formats import files_of, open_table, suffix_of
 from omnitrain.data.sources.json_lines import kinds_of
+from omnitrain.data.sources.part_files import modality_of_type, take_files
 from omnitrain.data.sources.turns import MARKERS, as_messages, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
@@ -148,12 +149,12 @@ class RowSource(Sequence[Row]):
 
     def _row(self, position: int, record: dict[str, Any]) -> Row:
         default, columns = f"{self.name}[{position}]", self.columns
-        media = {m: self._files(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
+        media = {m: _as_list(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
         row = Row(
             id=_text(record.pop(columns.id, None), default),
             source=_text(record.pop(columns.source, None), self.name),
             messages=[],
-            media=media,
+            media={m: self._located(files) for m, files in media.items()},
             tools=record.pop(columns.tools, None),
             extra=record,
             reader=self._reader,
@@ -170,7 +171,8 @@ class RowSource(Sequence[Row]):
             text = record.pop(columns.text or "text")
             return {"document": text if isinstance(text, Document) else Document(_required(text, columns.text))}
         if columns.response is None:
-            return {"messages": as_messages(record.pop(columns.messages), marked=self._marked)}
+            messages, files = take_files(as_messages(record.pop(columns.messages), marked=self._marked), media)
+            return {"messages": messages, "media": {m: self._located(files[m]) for m in MODALITIES}}
         turns = []
         for role, name in (("system", columns.system), ("user", columns.prompt), ("assistant", columns.response)):
             text = "" if name is None else _required(record.pop(name), name)
@@ -182,11 +184,8 @@ class RowSource(Sequence[Row]):
                 turns.append({"role": role, "content": parts if shown else text})
         return {"messages": as_messages(turns, marked=self._marked)}
 
-    def _files(self, column: Any) -> list[Any]:
-        """Return the files of a row as a list."""
-        if column is None:
-            return []
-        files = list(column) if isinstance(column, (list, tuple)) else [column]
+    def _located(self, files: list[Any]) -> list[Any]:
+        """Return files whose paths begin with the folder of the media."""
         return files if self._folder is None else [_located(file, self._folder) for file in files]
 
     def by_source(self) -> Mapping[str, Sequence[int]]:
@@ -215,9 +214,12 @@ class RowSource(Sequence[Row]):
         """
         if self._has_documents:
             return {("document", None): 0}
-        if self.columns.response is None and self._table.kinds is not None:
-            return self._table.kinds
         firsts: dict[tuple[Any, Any], int] = {}
+        if self.columns.response is None and self._table.kinds is not None:
+            for (role, kind), position in self._table.kinds.items():
+                key = role, modality_of_type(kind)
+                firsts[key] = min(position, firsts.get(key, position))
+            return firsts
         for position, found in self._table.examples(len(self)):
             row = self._row(position, found)
             record = {"messages": row.messages, "tools": row.tools}
@@ -308,6 +310,12 @@ def _missing_columns(found: Sequence[str], source: DataSource, *, needs_messages
 def is_file(value: Any) -> bool:
     """Whether a value of a media column is a file; null, an empty path and empty bytes are not."""
     return any(value.values()) if isinstance(value, dict) else bool(value)
+
+
+def _as_list(column: Any) -> list[Any]:
+    if column is None:
+        return []
+    return list(column) if isinstance(column, (list, tuple)) else [column]
 
 
 def _text(value: Any, default: str) -> str:

@@ -205,19 +205,27 @@ class _Share:
     def __init__(self, places: Sequence[_Place], processor: OmniProcessor, peers: Peers) -> None:
         self._processor, self._places = processor, places
         self._indices = range(peers.rank, len(places), peers.size)
+        self._documents: set[int] = set()  # they have a loss, but ask nothing
         self.rejected: dict[int, Rejected] = {}
 
     def samples(self, max_tokens: int) -> Iterator[Sample]:
         for index in self._indices:
-            yield from self._readable(self._processor.sample(self._places[index].row(), index, max_tokens))
+            row = self._places[index].row()
+            if row.document is not None:
+                self._documents.add(index)
+            yield from self._readable(self._processor.sample(row, index, max_tokens))
 
     def prompts(self, indices: Iterable[int]) -> list[Sample]:
         prepared = [self._processor.prompt(self._places[index].row(), index) for index in indices]
         return [sample for one in prepared for sample in self._readable(one)]
 
     def batches(self, size: int) -> list[list[int]]:
-        """Return batches of readable rows, sorted by source, because prompts of one source have similar lengths."""
-        order = _by_source((index for index in self._indices if index not in self.rejected), self._places)
+        """Return batches of readable rows that ask something.
+
+        They are sorted by source, because prompts of one source have similar lengths.
+        """
+        without = self._documents | self.rejected.keys()
+        order = _by_source((index for index in self._indices if index not in without), self._places)
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def _readable(self, prepared: Sample | Rejected) -> list[Sample]:

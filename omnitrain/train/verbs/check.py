@@ -302,16 +302,18 @@ def _show_model(model: OmniModel) -> None:
 
 def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pack_tokens: int, cut: bool) -> list[str]:
     problems = []
-    for name, sample in first_samples(tables, processor):
+    for name, sample in first_samples(tables, processor, pack_tokens, without_tails=cut):
         if isinstance(sample, UserError):
             problems.append(str(sample))
         elif isinstance(sample, Rejected):
-            problems.append(f"data.{kind}: row {sample.id!r}: {sample.reason}")
-        elif (length := len(sample.without_tail() if cut else sample)) > pack_tokens:
-            problems.append(f"data.{kind}: row {sample.id!r} has {length} tokens, data.pack_tokens is {pack_tokens}")
+            reason = f" has {sample.reason} (data.pack_tokens)" if sample.is_overlong else f": {sample.reason}"
+            problems.append(f"data.{kind}: row {sample.id!r}{reason}")
         else:
-            trained = _num_trained(sample)
-            console.print(f"{kind} {name}: the first row has {len(sample)} tokens, {trained} of them trained")
+            length, trained = (
+                sum(len(piece.input_ids) for piece in sample.pieces),
+                sum(map(_num_trained, sample.pieces)),
+            )
+            console.print(f"{kind} {name}: the first row has {length} tokens, {trained} of them trained")
     try:
         require_usable(tables, processor)
     except UserError as error:

@@ -137,6 +137,17 @@ def llava_lines(folder: Path) -> Node:
     return node | {"media_folder": str(folder)}
 
 
+def message_files(folder: Path) -> Node:
+    """Conversations whose parts have their image."""
+    (folder / "a.png").write_bytes(png(0))
+    rows = chats()
+    for i, row in enumerate(rows):
+        shown = {"type": "image_url", "image_url": {"url": "a.png"}}
+        row["messages"][0]["content"] = [shown, {"type": "text", "text": asked(i)}]
+    (folder / "rows.jsonl").write_bytes(json_lines(rows))
+    return {"path": str(folder / "rows.jsonl"), "media_folder": str(folder)}
+
+
 def json_list(folder: Path) -> Node:
     (folder / "rows.json").write_text(json.dumps(chats(), indent=1))
     return {"path": str(folder / "rows.json")}
@@ -218,6 +229,7 @@ KINDS: dict[str, Callable[[Path], Node]] = {
     "arrow file": arrow_file,
     "arrow stream": arrow_stream,
     "json lines": llava_lines,
+    "message files": message_files,
     "json": json_list,
     "csv": csv,
     "tar shards": tar_shards,

@@ -88,6 +88,32 @@ def test_parquet_with_turns_of_both_kinds_is_read(tmp_path: Path) -> None:
     assert rows.first_of_each_kind() == [0, 1]
 
 
+def test_prompts_with_markers_a_system_text_and_media_are_messages(tmp_path: Path) -> None:
+    rows = [
+        {"rules": "be short", "question": "<image> and <image>?", "answer": "no", "photos": ["a.png", "b.png"]},
+        {"rules": "be short", "question": "and this?", "answer": "yes", "photos": ["c.png"]},
+        {"rules": "be short", "question": "hello", "answer": "hi", "photos": []},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = Columns(prompt="question", response="answer", system="rules", images="photos")
+    node = DataSource(path=str(tmp_path / "rows.jsonl"), columns=columns, media_markers=["image"])
+    (found,) = open_sources([node])
+    image = {"type": "image"}
+    asked = [
+        [image, {"type": "text", "text": " and "}, image, {"type": "text", "text": "?"}],
+        [image, {"type": "text", "text": "and this?"}],
+        "hello",
+    ]
+    answers = ["no", "yes", "hi"]
+    for row, question, answer in zip(found, asked, answers, strict=True):
+        assert row.messages == [
+            {"role": "system", "content": "be short"},
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    assert found.shown == {("image", False)} and found[0].media["image"] == ["a.png", "b.png"]
+
+
 def test_an_empty_path_of_a_row_without_media_is_none(tmp_path: Path) -> None:
     both = (turns("hello", image=""), turns("<image> what?", image="a.png"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))

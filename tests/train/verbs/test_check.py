@@ -48,11 +48,18 @@ def test_check_finds_every_problem_without_writing_anything(tmp_path: Path) -> N
 
 def test_check_measures_rows_as_training_does_without_their_tail_and_held_out_ones_whole(tmp_path: Path) -> None:
     problems = "\n".join(check_recipe(load(tiny_recipe(tmp_path, evaluated=True), "data.pack_tokens=1")))
-    lengths = {
-        kind: [int(n) for n in re.findall(rf"data.{kind}: row \S+ has (\d+) tokens, data.pack_tokens is 1", problems)]
-        for kind in ("train", "heldout")
-    }
+    too_long = r": row \S+ has (\d+) tokens, but a pack holds at most 1 "
+    lengths = {kind: [*map(int, re.findall(f"data.{kind}{too_long}", problems))] for kind in ("train", "heldout")}
     assert lengths["train"] == [length - 1 for length in lengths["heldout"]] and len(lengths["train"]) == 7
+
+
+def test_a_document_may_be_longer_than_a_pack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "abc " * 100
+    (tmp_path / "long.txt").write_text(text)
+    assert (
+        check_recipe(load(tiny_recipe(tmp_path, text_only=True), f"data.train=[{{path: {tmp_path}/long.txt}}]")) == []
+    )
+    assert f"train long: the first row has {len(text) + 1} tokens" in " ".join(capsys.readouterr().out.split())
 
 
 def test_check_looks_at_each_data_set_though_a_later_one_has_the_same_sources(tmp_path: Path) -> None:
