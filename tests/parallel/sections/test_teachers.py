@@ -120,6 +120,8 @@ def test_a_run_with_a_teacher_ahead_goes_on_beside_it(ranks: RankPool, recipe: P
     ranks.run(fit, recipe, [*functions, AHEAD], False, 2, timeout_s=120, world=3)
     ranks.run(fit, recipe, functions, True, timeout_s=120, world=2)
     assert_same_run(tmp_path / "run", tmp_path / "one")
+    stage = [*functions, f"model={{checkpoint: {tmp_path / 'one'}, teachers: {{big: {recipe.parent / 'big'}}}}}"]
+    assert check_recipe(Recipe.load(str(recipe), stage)) == []
 
 
 @pytest.mark.parametrize(
