@@ -248,6 +248,31 @@ def test_two_towers_share_a_rank_of_their_own(ranks: RankPool, tiny: dict[str, s
     assert all(rows[name]["busy"] > 0 for name in ("image_encoder", "audio_encoder"))
 
 
+def test_a_frozen_tower_is_ahead_of_its_projector(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
+    parts = [f"model.foundation={tiny['qwen3']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
+    parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
+    overrides = [*parts, "train.micro_batches=4", "data.workers=1", f"output_dir={tmp_path / 'run'}"]
+    assert run_on_ranks(ranks, 2, "tower_section", overrides) == [2] * 2
+    rows = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["encoders"]
+    assert rows["image_encoder.tower"]["moved"] == rows["image_encoder.tower"]["items"] > 0
+
+
+def test_a_student_learns_from_a_teacher_on_a_rank_of_its_own(
+    ranks: RankPool, tiny: dict[str, str], tmp_path: Path
+) -> None:
+    loss = Path(__file__).parents[1] / "tasks" / "distillation" / "loss.py"
+    (tmp_path / "loss.py").write_text(loss.read_text().replace("Qwen/Qwen3-8B", tiny["deep"]))
+    own = {"losses": "text: '{}:distilled'", "metrics": "agreement: '{}:agreement'"}
+    functions = [f"train.{key}={{{function.format(tmp_path / 'loss.py')}}}" for key, function in own.items()]
+    parts = [f"model.foundation={tiny['qwen3']}", f"model.teachers.big={tiny['deep']}", *functions]
+    layout = ["parallel.sections.teachers.ranks=1", "train.micro_batches=4", "data.workers=1"]
+    layout += ["data.chat.end=<|end|>"]  # a token of both
+    overrides = [*parts, *layout, f"data.train=[{{path: {tiny['texts']}}}]", f"output_dir={tmp_path / 'run'}"]
+    assert ranks.run(steps_on_a_rank, "teacher_section", overrides, timeout_s=120, world=2) == [2] * 2
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["encoders"]["big"]["moved"] > 0 and 0 <= line["metrics"]["agreement"]["text"] <= 1
+
+
 def test_forwards_and_backwards_of_stages_with_experts_run_in_turn(
     ranks: RankPool, tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -270,5 +295,5 @@ def test_the_quickstart_shows_its_data() -> None:
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
-    run_here |= {"finetune_text", "pretrain_text", "data_mixture"}
+    run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
     assert set(list_recipes()) == run_here | {"quickstart"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import AutoConfig, PreTrainedConfig
 
 
@@ -12,6 +14,7 @@ class OmniConfig(PreTrainedConfig):
         foundation: config of a HF causal language model.
         encoders: component name -> config of a model with ``EncoderMixin``.
         decoders: component name -> config of a model with ``DecoderMixin``.
+        teachers: component name -> config of a ``Teacher``; like its weights, it is not saved.
         unused_tensors: name prefix -> number of tensors in the foundation's checkpoint that the foundation does not
             have.
         source_path: folder or Hub id of that checkpoint.
@@ -22,8 +25,13 @@ class OmniConfig(PreTrainedConfig):
     foundation: dict | None = None
     encoders: dict | None = None
     decoders: dict | None = None
+    teachers: dict | None = None
     unused_tensors: dict | None = None
     source_path: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is saved: all but the teachers."""
+        return {key: value for key, value in super().to_dict().items() if key != "teachers"}
 
 
 class VisionEncoderConfig(PreTrainedConfig):

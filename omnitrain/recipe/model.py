@@ -135,10 +135,10 @@ class Model(Strict):
     )
     encoders: dict[str, Encoder] = Field(default_factory=dict, description="Component name -> encoder.")
     decoders: dict[str, Decoder] = Field(default_factory=dict, description="Component name -> decoder.")
-    teachers: dict[str, Source] = Field(
+    teachers: dict[Annotated[str, Field(pattern=r"^[a-z]\w*$")], str] = Field(
         default_factory=dict,
-        description="Component name -> a frozen language model with the tokenizer of the foundation, whose last hidden "
-        "states a function of `train.losses` or `train.metrics` reads under this name.",
+        description="Component name -> Hub id or folder of a frozen language model with the foundation's tokenizer. A "
+        "function of `train.losses` or `train.metrics` reads its last hidden states. It is not saved with the model.",
     )
     freeze: list[str] = Field(
         default_factory=list,
@@ -149,11 +149,11 @@ class Model(Strict):
 
     @model_validator(mode="after")
     def _checkpoint_or_parts(self) -> Model:
-        parts = [
-            name for name in ("foundation", "tokenizer", "encoders", "decoders", "teachers") if getattr(self, name)
-        ]
+        parts = [name for name in ("foundation", "tokenizer", "encoders", "decoders") if getattr(self, name)]
         if self.checkpoint is not None and parts:
             raise ValueError(f"`checkpoint` already contains the whole model; remove {parts}")
         if self.checkpoint is None and self.foundation is None:
             raise ValueError("give `checkpoint` (a saved omni model) or `foundation` (a language model)")
+        if taken := sorted(self.teachers.keys() & {"foundation", *self.encoders, *self.decoders}):
+            raise ValueError(f"`teachers`: {taken[0]!r} is the name of another component; choose another one")
         return self

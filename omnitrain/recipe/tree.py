@@ -58,6 +58,11 @@ class Recipe(Strict):
         for name in self.parallel.sections if not self.data.workers else ():
             why = "but with `data.workers: 0` a step is planned when it begins, not before; set data.workers above 0"
             yield Idle(f"parallel.sections.{name}.ahead", f"{why}, or remove it")
+        if not ("text" in self.train.losses or self.train.metrics):
+            why = (
+                "but there is no `train.losses.text` or `train.metrics` to read its hidden states; add it, or remove it"
+            )
+            yield Idle("model.teachers", why)
         if self.data.processor is not None:
             yield Idle("model.tokenizer", "but `data.processor` contains a tokenizer; remove one of the two")
         if self.model.checkpoint is not None:

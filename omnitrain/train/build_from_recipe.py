@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -52,7 +51,10 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     """
     parts = recipe.model
     if parts.checkpoint is not None:
-        model, processor = load_checkpoint(parts.checkpoint, parts.freeze, init_device, recipe.data.chat, torch.float32)
+        model, processor = load_checkpoint(
+            parts.checkpoint, parts.freeze, init_device, recipe.data.chat, torch.float32, teachers=parts.teachers
+        )
+        _require_same_tokens(parts.teachers, processor.tokenizer)
         _add_adapters(model, recipe.parallel)
         return model, processor
     model = _build_parts(recipe, init_device)
@@ -61,6 +63,7 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     renderer = _renderer(recipe, model, attached)
     assert parts.foundation is not None
     _fit_vocabulary(model, renderer.tokenizer, parts.foundation)
+    _require_same_tokens(parts.teachers, renderer.tokenizer)
     freeze(model, recipe.model.freeze)
     _add_adapters(model, recipe.parallel)
     return model, OmniProcessor(renderer, readers, writers)
@@ -73,7 +76,10 @@ def build_without_tokenizer(recipe: Recipe) -> OmniModel:
         UserError: parts of the recipe do not fit together.
     """
     if recipe.model.checkpoint is not None:
-        model = build_omni_model(weights_path=recipe.model.checkpoint, init_device="meta", torch_dtype=torch.float32)
+        parts = recipe.model
+        model = build_omni_model(
+            weights_path=parts.checkpoint, teachers=parts.teachers, init_device="meta", torch_dtype=torch.float32
+        )
     else:
         model = _build_parts(recipe, "meta")
     freeze(model, recipe.model.freeze)
@@ -103,6 +109,7 @@ def load_checkpoint(
     chat: ChatFormat | None = None,
     torch_dtype: torch.dtype | None = None,
     *,
+    teachers: Mapping[str, str] | None = None,
     checked: bool = True,
 ) -> tuple[OmniModel, OmniProcessor]:
     """Load a saved model, with its LoRA adapters if it has any, and its processor.
@@ -114,6 +121,7 @@ def load_checkpoint(
         init_device: device of the weights; ``meta`` makes only shapes.
         chat: chat format that replaces the saved one.
         torch_dtype: dtype of the weights; None: as saved.
+        teachers: component name -> folder or Hub id of a language model that is added as a teacher.
         checked: verify the checksums of the files before reading weights, except those of the optimizer.
 
     Raises:
@@ -123,7 +131,9 @@ def load_checkpoint(
     folder = newest_checkpoint(folder)
     if checked and init_device != "meta":
         require_as_saved(folder, unread=OPTIMIZER)
-    model = build_omni_model(weights_path=str(folder), init_device=init_device, torch_dtype=torch_dtype)
+    model = build_omni_model(
+        weights_path=str(folder), teachers=teachers, init_device=init_device, torch_dtype=torch_dtype
+    )
     freeze(model, frozen or [])
     processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), model.native_inputs)
     if chat is not None and isinstance(processor.renderer, ChatRenderer):
@@ -145,27 +155,23 @@ def _build(
     parts: Model,
     encoders: Mapping[str, Encoder],
     decoders: Mapping[str, Decoder],
-    teachers: Mapping[str, HFSource],
+    teachers: Mapping[str, str],
     init_device: str,
 ) -> OmniModel:
     assert parts.foundation is not None
     return build_omni_model(
-        foundation=_path_or_config(parts.foundation),
+        foundation=parts.foundation.path if parts.foundation.path is not None else parts.foundation.config,
         encoders=dict(encoders),
         decoders=dict(decoders),
-        teachers={name: _path_or_config(source) for name, source in teachers.items()},
+        teachers=teachers,
         init_device=init_device,
         torch_dtype=torch.float32,
     )
 
 
-def _path_or_config(source: HFSource) -> str | dict[str, Any]:
-    return source.path if source.path is not None else dict(source.config or {})
-
-
 def _refused_part(parts: Model) -> str:
     """Return the key of the component that cannot be built, by building each alone."""
-    alone: list[tuple[str, dict[str, Encoder], dict[str, Decoder], dict[str, HFSource]]]
+    alone: list[tuple[str, dict[str, Encoder], dict[str, Decoder], dict[str, str]]]
     alone = [("model.foundation", {}, {}, {})]
     alone += [(f"model.encoders.{name}", {name: encoder}, {}, {}) for name, encoder in parts.encoders.items()]
     alone += [(f"model.decoders.{name}", {}, {name: decoder}, {}) for name, decoder in parts.decoders.items()]
@@ -372,6 +378,27 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         )
     require_folder(path, "text tokenizer")
     return load_tokenizer(path, "model.tokenizer")
+
+
+def _require_same_tokens(teachers: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that each teacher has all tokens of the tokenizer, with the same ids.
+
+    Raises:
+        UserError: one line for each teacher that has not, with the first token.
+    """
+    problems, vocabulary = [], tokenizer.get_vocab()
+    for name, path in teachers.items():
+        of_teacher = load_tokenizer(path, f"model.teachers.{name}").get_vocab()
+        others = [token for token, number in vocabulary.items() if of_teacher.get(token) != number]
+        if others:
+            token = min(others, key=vocabulary.__getitem__)
+            problems.append(
+                f"model.teachers.{name}: a teacher reads the token ids of the foundation, where {token!r} is "
+                f"{vocabulary[token]}; in the tokenizer of {path!r} it is {of_teacher.get(token, 'missing')}; use a "
+                "teacher with the same tokenizer"
+            )
+    if problems:
+        raise UserError(*problems)
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str]) -> None:

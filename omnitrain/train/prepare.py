@@ -84,7 +84,10 @@ def _build(recipe: Recipe, checkpoint: Path | None, ranks: Ranks) -> tuple[OmniM
             model, processor = build_from_recipe(recipe, init_device)
         else:
             dtype = torch.float32  # as at the start of the run; the plan converts it
-            model, processor = load_checkpoint(checkpoint, recipe.model.freeze, init_device, None, dtype, checked=False)
+            frozen, teachers = recipe.model.freeze, recipe.model.teachers
+            model, processor = load_checkpoint(
+                checkpoint, frozen, init_device, None, dtype, teachers=teachers, checked=False
+            )
     require_heads(recipe, model.decoders)
     require_effect(recipe, model, processor)  # also checks the contract
     return model.train(), processor

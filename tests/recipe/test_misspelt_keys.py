@@ -19,9 +19,11 @@ Key = tuple[str | int, ...]
 FREE_NAMES = (
     "model.encoders",
     "model.decoders",
+    "model.teachers",
     "data.processor_arguments.images_kwargs",
     "parallel.components",
     "parallel.sections",
+    "train.metrics",
     "train.optimizer.learning_rates",
 )
 SHIPPED = list_recipes()

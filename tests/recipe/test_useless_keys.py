@@ -70,6 +70,7 @@ STANDS: dict[str, Always | Idle] = {
     "Model.tokenizer": idle(
         "`data.processor` contains a tokenizer", "data.chat=null", "data.processor=ORG/NAME", "model.tokenizer=ORG/NAME"
     ),
+    "Model.teachers": idle("no `train.losses.text` or `train.metrics` to read", "model.teachers={big: ORG/NAME}"),
     "Model.freeze": idle("did you mean 'foundation'", "model.freeze=[foundatoin]", base="text"),
     "HFSource.path": Always("it is the part"),
     "HFSource.config": Always("it is the part; unknown keys are refused"),

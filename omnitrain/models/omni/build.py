@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -96,7 +96,7 @@ def build_omni_model(
     foundation: Source | Path | None = None,
     encoders: dict[str, Any] | None = None,
     decoders: dict[str, Any] | None = None,
-    teachers: dict[str, Source] | None = None,
+    teachers: Mapping[str, Source] | None = None,
     init_device: str = "cpu",
     torch_dtype: torch.dtype | None = None,
 ) -> OmniModel:
@@ -142,21 +142,23 @@ def build_omni_model(
     base = build_foundation_model(foundation, init_device=init_device, torch_dtype=torch_dtype)
     hidden_size = base.get_input_embeddings().weight.size(1)
     dtype = torch_dtype or base.dtype
-    attached: dict[str, dict[str, PreTrainedModel]] = {"encoders": {}, "decoders": {}}
+    attached: dict[str, dict[str, PreTrainedModel]] = {"encoders": {}, "decoders": {}, "teachers": {}}
     if saved is not None:
         _require_new_names(saved, encoders or {}, decoders or {})
-        attached = {"encoders": saved.encoders, "decoders": saved.decoders}
+        attached |= {"encoders": saved.encoders, "decoders": saved.decoders}
     with _on(init_device):
         for name, spec in (encoders or {}).items():
             attached["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
         for name, spec in (decoders or {}).items():
             attached["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
         for name, source in (teachers or {}).items():
-            attached["encoders"][name] = _teacher(name, source, init_device, torch_dtype)
-        names = {*(encoders or {}), *(decoders or {}), *(teachers or {})}
+            if name in (*attached["encoders"], *attached["decoders"]):
+                raise UserError(f"model.teachers.{name}: this is the name of another component; choose another one")
+            attached["teachers"][name] = _teacher(name, source, init_device, torch_dtype)
+        names = {*(encoders or {}), *(decoders or {})}
         _require_hidden_size(hidden_size, attached, names)
         _require_new_modalities(attached, names)
-        parts = {"foundation": base, **attached["encoders"], **attached["decoders"]}
+        parts = {"foundation": base} | {name: part for group in attached.values() for name, part in group.items()}
         loaded = saved.config if saved is not None and base is saved.foundation else base
         config = OmniConfig(
             foundation=as_dict(base.config),

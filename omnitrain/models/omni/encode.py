@@ -343,7 +343,7 @@ _LABELS = "labels"  # name of a decoder's labels among the side tensors of its f
 def _encoded(model: Any, name: str, items: MediaGroup) -> MediaFeatures:
     if name.startswith(NATIVE_PREFIX):
         return model.runner.encode_call(name, items)
-    return _of_component(_attached(model, name, items.features, items.num_tokens))
+    return features_of(_attached(model, name, items.features, items.num_tokens))
 
 
 def _minimal(model: Any, name: str) -> MediaFeatures:
@@ -353,7 +353,7 @@ def _minimal(model: Any, name: str) -> MediaFeatures:
     if name in model.reads and any(p.requires_grad for p in model.get_submodule(model.reads[name]).parameters()):
         # As on ranks with data, the module's input gets a gradient: else FSDP would reduce at another time there.
         features = features | {"main": features["main"].detach().requires_grad_()}
-    return _of_component(_attached(model, name, features, num_tokens))
+    return features_of(_attached(model, name, features, num_tokens))
 
 
 def _attached(model: Any, name: str, features: TensorFeatures, num_tokens: tuple[int, ...]) -> Any:
@@ -365,7 +365,7 @@ def _attached(model: Any, name: str, features: TensorFeatures, num_tokens: tuple
     return model.get_submodule(name).lm_encode(features, num_tokens)
 
 
-def _of_component(output: Tensor | tuple[Tensor, Tensor] | TensorFeatures) -> MediaFeatures:
+def features_of(output: Tensor | tuple[Tensor, Tensor] | TensorFeatures) -> MediaFeatures:
     """An encoder's features ``[n, hidden]``, a decoder's features and labels, or a tower's rows by name."""
     if isinstance(output, dict):
         main, side = output["main"], {name: rows for name, rows in output.items() if name != "main"}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
-from omnitrain.models.omni.encode import MicroBatchWork, call_component, idle_head
+from omnitrain.models.omni.encode import MicroBatchWork, ReceivedFeatures, call_component, features_of, idle_head
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import use_omnitrain_experts
@@ -199,12 +199,18 @@ class ModelFlops:
         pack = Pack.from_samples([idle_prompt(self.model, length)])
         rows = torch.arange(length - predicted, length)
         pack = replace(pack, text_rows=rows, text_labels=torch.zeros(predicted, dtype=torch.long))
+        work = MicroBatchWork(encoded={name: self._of_teacher(name, length) for name in self.model.teachers})
 
         def run() -> list[Tensor]:
             with self._trained_embeddings() if reads_trained else nullcontext():
-                return [term.sum for term in self.model(pack).losses.values()]
+                return [term.sum for term in self.model(pack, work).losses.values()]
 
         return count(run, self.model, self._again(FOUNDATION))
+
+    def _of_teacher(self, name: str, length: int) -> ReceivedFeatures:
+        """Hidden states as if others had computed them: those of a teacher count as media calls."""
+        features = features_of(torch.empty(length, self.model.get_submodule(name).width))
+        return ReceivedFeatures((features.main,), features)
 
     def _again(self, component: str) -> list[Recomputed]:
         return [self._recomputed[component]] if component in self._recomputed else []

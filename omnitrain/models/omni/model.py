@@ -86,7 +86,8 @@ class OmniModel(ComponentModel):
 
     def __init__(self, config: OmniConfig, components: dict[str, PreTrainedModel] | None = None) -> None:
         """Build from ``config`` with random weights, or around ready ``components`` (name -> model)."""
-        super().__init__(config, config.encoders or (), config.decoders or ())
+        encoders = {**(config.encoders or {}), **(config.teachers or {})}
+        super().__init__(config, encoders, config.decoders or ())
         ready = components or {}
         self.compute_device: torch.device | None = None
         self.takes_batches = True
@@ -95,7 +96,7 @@ class OmniModel(ComponentModel):
         self._minimal_inputs: dict[str, tuple[TensorFeatures, tuple[int, ...]]] = {}
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
         # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.
-        for name, values in sorted({**(config.encoders or {}), **(config.decoders or {})}.items()):
+        for name, values in sorted({**encoders, **(config.decoders or {})}.items()):
             self.add_module(name, ready.get(name) or _fresh(values, model_class))
         self.post_init()
         take_own_configs(self.children())

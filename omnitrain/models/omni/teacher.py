@@ -43,10 +43,17 @@ class Teacher(PreTrainedModel, EncoderMixin):
         self.post_init()
         self.requires_grad_(False)
         self.eval()
+        self.register_state_dict_post_hook(_without_weights)
 
     def train(self, mode: bool = True) -> Teacher:
         """Stay as in evaluation: it draws no random numbers, and keeps its statistics."""
         return super().train(False)
+
+    @property
+    def width(self) -> int:
+        """Width of its hidden states."""
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.size(1))
 
     @cached_property
     def runner(self) -> FoundationRunner:
@@ -103,6 +110,12 @@ class Teacher(PreTrainedModel, EncoderMixin):
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """Return a sample of one token."""
         return {"input_ids": torch.zeros(1, dtype=torch.long)}, (1,)
+
+
+def _without_weights(teacher: Teacher, values: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave the weights out of a state dict: a saved model has no teachers, which are in files of their own."""
+    for name in [name for name in values if name.startswith(prefix)]:
+        del values[name]
 
 
 def with_teacher_inputs(pack: Pack, teachers: Collection[str]) -> Pack:

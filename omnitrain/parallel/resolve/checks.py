@@ -177,7 +177,7 @@ def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) 
         path, instead = f"components.{name}", "remove it (`place: group` divides whole items among these ranks)"
         if (tower.cp or 1) > 1:
             yield f"{path}.cp: found {tower.cp}, but only the foundation supports ring attention; {instead}"
-        if (tower.ulysses or 1) == 1:
+        if (tower.ulysses or 1) == 1 or name in model.teachers:
             continue
         if name in model.reads:
             yield f"{path}.ulysses: found {tower.ulysses}, but a projector has no attention; remove it"

@@ -157,9 +157,10 @@ def _small(model: PreTrainedModel) -> PreTrainedConfig:
     for encoder in encoders.values():
         if encoder.get("tower"):
             encoder["tower"] = as_dict(tower_config(as_config(encoder["tower"])))
-    for name in model.teachers:
-        encoders[name]["model"] = as_dict(tiny_config(as_config(encoders[name]["model"]), cut_mlps=False))
-    return OmniConfig(foundation=as_dict(config), encoders=encoders, decoders=model.config.decoders)
+    teachers = {name: encoders.pop(name) for name in model.teachers}
+    for teacher in teachers.values():
+        teacher["model"] = as_dict(tiny_config(as_config(teacher["model"]), cut_mlps=False))
+    return OmniConfig(foundation=as_dict(config), encoders=encoders, decoders=model.config.decoders, teachers=teachers)
 
 
 def _tiny_model_of(model: PreTrainedModel, config: PreTrainedConfig) -> TinyModel:

@@ -62,8 +62,8 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
     sources = {"model.foundation": recipe.foundation}
     sources |= {f"model.encoders.{name}.tower": encoder.tower for name, encoder in recipe.encoders.items()}
     sources |= {f"model.decoders.{name}.tokenizer": decoder.tokenizer for name, decoder in recipe.decoders.items()}
-    sources |= {f"model.teachers.{name}": source for name, source in recipe.teachers.items()}
     folders |= {key: source.path for key, source in sources.items() if source is not None}
+    folders |= {f"model.teachers.{name}": path for name, path in recipe.teachers.items()}
     return [(key, folder) for key, folder in folders.items() if folder is not None]
 
 

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
+from omnitrain.errors import UserError
+from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.resolve.plans import resolve_without_ranks
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.verify import verify
-from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_samples
+from omnitrain.recipe import ParallelPlan, Recipe
+from omnitrain.train.build_from_recipe import build_from_recipe, use_own_functions
+from omnitrain.train.verbs.check import check_recipe
+from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_recipe, tiny_samples, tiny_tokenizer
+from tests.train.test_ranks import assert_same_run, fit
 
 TEACHER = FOUNDATION | {"hidden_size": 48, "num_hidden_layers": 3}
+AHEAD = "parallel.sections.teachers={components: [big], ranks: 1, ahead: 1}"
 
 
 def distilled(logits: torch.Tensor, labels: torch.Tensor, big: torch.Tensor) -> torch.Tensor:
     """Cross entropy with what a head over the teacher's hidden states predicts."""
     head = torch.randn(logits.size(1), big.size(1), generator=torch.Generator().manual_seed(1))
     return F.cross_entropy(logits, (big @ head.t()).softmax(-1), reduction="none")
+
+
+def of_another(logits: torch.Tensor, labels: torch.Tensor, bigg: torch.Tensor) -> torch.Tensor:
+    return distilled(logits, labels, bigg)
+
+
+def largest(logits: torch.Tensor, labels: torch.Tensor, *, big: torch.Tensor) -> torch.Tensor:
+    return big.amax(-1)
+
+
+def plain(logits: torch.Tensor, labels: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+    return weight * F.cross_entropy(logits, labels, reduction="none")
 
 
 def taught() -> OmniModel:
@@ -32,6 +58,28 @@ def texts(number: int = 6) -> list[Sample]:
     return tiny_samples(tiny_processor(taught()), number, ["text"])
 
 
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a student; its teacher is beside it, in ``big``."""
+    folder = tmp_path_factory.mktemp("teachers")
+    config = AutoConfig.for_model(**TEACHER)
+    torch.manual_seed(0)
+    foundation_class(config)(config).save_pretrained(folder / "big")
+    tiny_tokenizer().save_pretrained(folder / "big")
+    return tiny_recipe(folder, rows=14, evaluated=True, text_only=True, micro_batches=4)
+
+
+def with_teacher(recipe: Path, **functions: str) -> list[str]:
+    """``functions``: names of functions here, ``text`` of the loss, others of metrics."""
+    own = {name: f"{name}: '{__name__}:{function}'" for name, function in functions.items()}
+    losses, metrics = own.pop("text", ""), ", ".join(own.values())
+    return [
+        f"model.teachers={{big: {recipe.parent / 'big'}}}",
+        f"train.losses={{{losses}}}",
+        f"train.metrics={{{metrics}}}",
+    ]
+
+
 def test_a_loss_reads_the_last_hidden_state_of_each_predicting_token() -> None:
     model, pack, read = taught(), Pack.from_samples(texts()), []
 
@@ -42,8 +90,8 @@ def test_a_loss_reads_the_last_hidden_state_of_each_predicting_token() -> None:
     model.runner.loss_function = loss
     model.train()(pack).loss.backward()
     alone = [
-        model.get_submodule("big").model.model(input_ids=sample[None]).last_hidden_state[0]
-        for sample in pack.input_ids[0].split(pack.info.lengths)
+        model.get_submodule("big").model.model(input_ids=ids[None]).last_hidden_state[0]
+        for ids in pack.input_ids[0].split(pack.info.lengths)
     ]
     torch.testing.assert_close(torch.cat(read), torch.cat(alone)[pack.text_rows], rtol=1e-5, atol=1e-5)
     assert all(parameter.grad is None for parameter in model.get_submodule("big").parameters())
@@ -54,9 +102,88 @@ def test_a_loss_reads_the_last_hidden_state_of_each_predicting_token() -> None:
 @pytest.mark.parametrize(
     "layouts",
     [
-        ["dp2", "dp2.world.accum2", "sp2", "big1+dp2.accum3", "big2+dp2", "big1.ahead.window2.slots1+dp2.accum3"],
+        pytest.param(["dp2.world.accum2", "sp2.accum2", "big2+dp2"], marks=pytest.mark.slow),
+        ["dp2", "big1.ahead.window2.slots1+dp2.accum3"],
     ],
+    ids=lambda layouts: layouts[-1],
 )
-def test_a_student_on_any_ranks_learns_as_in_one_process(sections: RankPool, layouts: list[str]) -> None:
+def test_a_student_learns_as_in_one_process(sections: RankPool, layouts: list[str]) -> None:
     report = verify(taught, texts(12), layouts, nproc=4, timeout_s=120, pool=sections)
     assert [row.status for row in report.rows] == ["equal"] * len(layouts), str(report)
+
+
+def test_a_run_with_a_teacher_ahead_goes_on_beside_it(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+    """It is interrupted after two of four steps, and goes on without a section; its checkpoints have no teacher."""
+    functions = [*with_teacher(recipe, text="distilled", size="largest"), "data.workers=1", "data.pack_tokens=64"]
+    fit(recipe, [*functions, f"output_dir={tmp_path / 'one'}"])
+    functions.append(f"output_dir={tmp_path / 'run'}")
+    ranks.run(fit, recipe, [*functions, AHEAD], False, 2, timeout_s=120, world=3)
+    ranks.run(fit, recipe, functions, True, timeout_s=120, world=2)
+    assert_same_run(tmp_path / "run", tmp_path / "one")
+    stage = [*functions, f"model={{checkpoint: {tmp_path / 'one'}, teachers: {{big: {recipe.parent / 'big'}}}}}"]
+    assert check_recipe(Recipe.load(str(recipe), stage)) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("of_another", r"train.losses.text: found a parameter 'bigg' .*: did you mean `big`"),
+        ("plain", r"model.teachers.big: no function of .* has a parameter 'big' .* remove the teacher"),
+    ],
+)
+def test_a_loss_that_does_not_read_the_teacher_is_refused(recipe: Path, function: str, message: str) -> None:
+    (problem,) = check_recipe(Recipe.load(str(recipe), with_teacher(recipe, text=function)))[:1]
+    assert re.search(message, problem)
+
+
+def test_a_metric_may_be_all_that_reads_a_teacher(recipe: Path) -> None:
+    assert check_recipe(Recipe.load(str(recipe), with_teacher(recipe, text="plain", size="largest"))) == []
+
+
+def test_a_function_that_needs_a_teacher_is_refused_without_one(recipe: Path) -> None:
+    given = Recipe.load(str(recipe), with_teacher(recipe, text="distilled")[1:])
+    with pytest.raises(UserError, match=r"train.losses.text: found a parameter 'big' .*; expected none"):
+        use_own_functions(build_from_recipe(given, "meta")[0], given.train)
+
+
+def test_a_teacher_with_other_tokens_is_refused(recipe: Path, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<|tool|>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    overrides = [*with_teacher(recipe, text="distilled"), f"model.tokenizer={tmp_path / 'tokenizer'}"]
+    with pytest.raises(UserError, match=r"model.teachers.big: .* where '<\|tool\|>' is 264; .* it is missing; use a"):
+        build_from_recipe(Recipe.load(str(recipe), overrides), "meta")
+
+
+def test_a_teacher_does_not_read_media() -> None:
+    model = tiny_model(teachers={"big": TEACHER})
+    pack = Pack.from_samples(tiny_samples(tiny_processor(model), 2, ["text", "image_to_text"]))
+    with pytest.raises(UserError, match="reads text alone, but sample image_to_text/1 has media of image_encoder"):
+        model(pack)
+
+
+@pytest.mark.parametrize(
+    ("components", "message"),
+    [
+        ({"big": {"lora": {"targets": ["**"]}}}, r"components.big.lora: a teacher does not train; remove it"),
+        ({"big": {"freeze": False}}, r"components.big.freeze: found false, but the component is frozen"),
+        ({"big": {"tp": 2}}, r"components.big.tp: found 2, but a teacher is only sharded .*; remove it"),
+        ({"big": {"ulysses": 2}}, r"components.big.ulysses: found 2, but a teacher is only sharded"),
+        ({"big": {"cp": 2}}, r"components.big.cp: found 2, but"),
+        ({"foundation": {"pp": 2}}, r"components.foundation.pp: found 2, but the hidden states of the teacher big"),
+    ],
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_a_teacher_cannot_do_is_refused(
+    components: Mapping[str, Mapping[str, Any]], message: str, *, apart: bool
+) -> None:
+    sections = {"teachers": {"components": ["big"], "ranks": 2}} if apart else {}
+    plan = ParallelPlan(components=components, sections=sections)
+    with pytest.raises(UserError, match=message):
+        resolve_without_ranks(taught(), plan, mixed_precision=False, num_ranks=2 + 2 * apart)
+
+
+def test_the_default_adapters_are_not_for_teachers() -> None:
+    plan = ParallelPlan(default={"lora": {"targets": ["**"]}})
+    _, plans = resolve_without_ranks(taught(), plan, mixed_precision=False, num_ranks=1)
+    assert {name: bool(own.lora) for name, own in plans.items()} == {"foundation": True, "big": False}
