@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
     from omnitrain.data.loading.loader import build_dataloader
-    from omnitrain.data.packing.fill_pack import OmniDataCollatorWithPacking, pack_all
+    from omnitrain.data.packing.fill_pack import pack_all
     from omnitrain.data.packing.pack import Pack
     from omnitrain.data.packing.sample import MediaSpan, Rejected, Sample
     from omnitrain.data.render.chat_renderer import ChatRenderer
+    from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking
     from omnitrain.data.render.processor import OmniProcessor
     from omnitrain.data.render.template_renderer import TemplateRenderer
     from omnitrain.data.sources.media import Waveform
@@ -71,7 +72,7 @@ _HOMES = {
     "LossTerm": "omnitrain.ops.loss.cross_entropy",
     "MediaSpan": "omnitrain.data.packing.sample",
     "ModelLayout": "omnitrain.parallel.layout",
-    "OmniDataCollatorWithPacking": "omnitrain.data.packing.fill_pack",
+    "OmniDataCollatorWithPacking": "omnitrain.data.render.packing_collator",
     "OmniModel": "omnitrain.models.omni.model",
     "OmniOutput": "omnitrain.models.components.outputs",
     "OmniProcessor": "omnitrain.data.render.processor",

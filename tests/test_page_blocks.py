@@ -35,7 +35,11 @@ from tests.train.test_native_foundation import save_llava
 
 ELSEWHERE = {
     "parallel.md": {0: "tests/parallel/test_parallel_page.py", 1: "tests/parallel/test_parallel_page.py"},
-    "python.md": {0: "tests/train/test_python_page.py", 1: "tests/models/omni/test_hf_batch.py"},
+    "python.md": {
+        0: "tests/train/test_python_page.py",
+        1: "tests/train/test_python_page.py",
+        2: "tests/models/omni/test_hf_batch.py",
+    },
     "recipes.md": {2: "tests/train/test_plugins.py"},
 }
 

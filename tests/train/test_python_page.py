@@ -1,4 +1,4 @@
-"""The script of docs/python.md runs unchanged, inside a running event loop and on several ranks."""
+"""The scripts of docs/python.md run unchanged, inside a running event loop and on several ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
 import omnitrain as ot
+from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import forget_parallel_state
 from tests.tiny import png
 from tests.train.test_native_foundation import save_llava
+from tests.whole import whole_tensors
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
@@ -39,10 +42,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     dist.destroy_process_group()
 
 
-def script_of_page() -> dict[str, object]:
-    script = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def script_of_page(number: int = 0) -> dict[str, object]:
+    script = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[number]
     names: dict[str, object] = {}
-    exec(compile(script[1], str(PAGE), "exec"), names)
+    exec(compile(script, str(PAGE), "exec"), names)
     return names
 
 
@@ -82,3 +85,27 @@ def test_the_script_of_the_page_trains_on_ranks_with_unequal_numbers_of_packs_as
 
 def all_of_it_on_rank(folder: Path, settings: dict[str, float]) -> tuple[list[str], list[str]]:
     return all_of_it(folder, "two", packs_per_step=1, **settings)
+
+
+def train_on_any_dataset(folder: Path, **settings: int) -> tuple[dict[str, torch.Tensor], list[float], dict[str, int]]:
+    """Three rows, one of them without an image, in steps of two rows: the second step has one row."""
+    images = [Image.open(folder / f"{number}.png") for number in range(3)]
+    rows = [("one?", "ab", images[:1]), ("two?", "cd", []), ("three?", "ef", images[1:])]
+    model, losses, state = script_of_page(1)["train"](str(folder / "llava"), rows, rate=1e-2, **settings)
+    return whole_tensors(dict(model.named_parameters())), losses, state
+
+
+def test_any_dataset_trains_on_two_ranks_as_in_one_process(folder: Path, ranks: RankPool) -> None:
+    settings = {"epochs": 3, "micro_batch_size": 1, "global_batch_size": 2}
+    weights, losses, state = train_on_any_dataset(folder, **settings)
+    assert len(losses) == 6 and losses[-1] < losses[0] and state == {"epoch": 3, "steps": 0, "rows": 0}
+    for of_rank, losses_of_rank, state_of_rank in ranks.run(on_rank, folder, settings, timeout_s=60, world=2):
+        assert state_of_rank == state and losses_of_rank == pytest.approx(losses, 1e-4)
+        assert of_rank.keys() == weights.keys()
+        assert all((of_rank[name] - weight).abs().max() < 1e-4 for name, weight in weights.items())
+
+
+def on_rank(folder: Path, settings: dict[str, int]) -> tuple[dict[str, torch.Tensor], list[float], dict[str, int]]:
+    with pytest.raises(UserError, match=r"this run has 2 ranks; pass rank=state\.dp_rank, ranks=state\.dp_size"):
+        ot.build_dataloader([1], micro_batch_size=1)
+    return train_on_any_dataset(folder, **settings)

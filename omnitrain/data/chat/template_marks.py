@@ -24,7 +24,7 @@ Span = tuple[int, int]
 OWN, OTHERS = "\U000f0010", "\U000f0011"  # mark before the last character of a text of the assistant, or of others
 _BEGIN, _BEGUN, _END = "\U000f0012", "\U000f0013", "\U000f0014"
 _GENERATES, _GENERATED = "\U000f0015", "\U000f0016"
-_MARKS = re.compile(f"{_BEGIN}(\\d+){_BEGUN}|[{OWN}-{_GENERATED}]")
+_MARKS = re.compile(f"{_BEGIN}([\\d,]+){_BEGUN}|[{OWN}-{_GENERATED}]")
 _BEGIN_KEY, _END_KEY = "omnitrain_begin", "omnitrain_end"
 _WITHOUT_OUTPUT = {"comment_begin", "comment", "comment_end", "raw_begin", "raw_end"}
 
@@ -62,7 +62,8 @@ class MarkedText:
             read._write(marked[end : mark.start()], at)
             end = mark.end()
             if mark[1] is not None:
-                at.append(int(mark[1]))
+                equal = [int(index) for index in mark[1].split(",")]
+                at.append(next((index for index in equal if index not in read.pieces), equal[-1]))
             elif mark[0] == _GENERATES:
                 began.append(len(read.text))
             elif mark[0] in (OWN, OTHERS):
@@ -95,11 +96,17 @@ def marked_messages(messages: Sequence[Message], *, texts: bool) -> list[Message
     """Return the messages with keys that a template of :func:`marking_template` prints.
 
     With ``texts``, each text gets a mark as well, before its last non-space character, so that trimming keeps it.
+    Equal messages stay equal, because templates compare messages (Mistral's do): their mark names all of them.
     """
     return [
-        (_marked_texts(message) if texts else message) | {_BEGIN_KEY: f"{_BEGIN}{index}{_BEGUN}", _END_KEY: _END}
-        for index, message in enumerate(messages)
+        (_marked_texts(message) if texts else message) | {_BEGIN_KEY: _mark_of(message, messages), _END_KEY: _END}
+        for message in messages
     ]
+
+
+def _mark_of(message: Message, messages: Sequence[Message]) -> str:
+    equal = [str(index) for index, other in enumerate(messages) if other == message]
+    return f"{_BEGIN}{','.join(equal)}{_BEGUN}"
 
 
 def _marked_texts(message: Message) -> Message:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from omnitrain.data.loading.data_process import run_ahead
+from omnitrain.data.loading.dataset_loader import Collate, DatasetLoader, MapDataset
 from omnitrain.data.loading.order import Order, SampleOrder, SourceShare
 from omnitrain.data.loading.order_v1 import FirstOrder
 from omnitrain.data.loading.packer import SlotPacker
@@ -260,7 +261,7 @@ def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> No
         raise UserError(*problems)
 
 
-def build_dataloader(
+def _recipe_loader(
     data: Data,
     processor: OmniProcessor,
     *,
@@ -275,7 +276,7 @@ def build_dataloader(
     then: Callable[[Packs], Any] | None = None,
     peers: Peers = SINGLE_PROCESS,
 ) -> StepLoader:
-    """Build the loader of a recipe's optimizer steps, or of one rank's share of them.
+    """Build the loader of a recipe's optimizer steps, or of one rank's share of them; see :func:`build_dataloader`.
 
     The samples of a step follow from ``data``, ``seed`` and ``slots`` alone, whatever the number of ranks.
 
@@ -319,3 +320,78 @@ def build_dataloader(
         then=then,
         peers=peers,
     )
+
+
+@overload
+def build_dataloader(
+    data: Data,
+    processor: OmniProcessor,
+    *,
+    seed: int = 0,
+    state: LoaderState | None = None,
+    alone: bool = False,
+    without_tails: bool = False,
+    slots: int = 1,
+    rank: int | None = 0,
+    ranks: int = 1,
+    idle: Sample | None = None,
+    then: Callable[[Packs], Any] | None = None,
+    peers: Peers = SINGLE_PROCESS,
+) -> StepLoader: ...
+
+
+@overload
+def build_dataloader(
+    data: MapDataset | Iterable[Any],
+    processor: OmniProcessor | None = None,
+    *,
+    micro_batch_size: int,
+    global_batch_size: int | None = None,
+    collate_fn: Collate | None = None,
+    shuffle: bool | None = None,
+    num_workers: int = 0,
+    seed: int = 0,
+    max_tokens: int | None = None,
+    without_tails: bool = False,
+    rank: int | None = None,
+    ranks: int | None = None,
+) -> DatasetLoader: ...
+
+
+def build_dataloader(data: Any, processor: OmniProcessor | None = None, **options: Any) -> StepLoader | DatasetLoader:
+    """Build the loader of a training loop: optimizer steps of one rank, the same samples on any number of ranks.
+
+    With the ``data`` of a recipe, packs are filled up to ``data.pack_tokens``, without end. With a dataset, a step has
+    ``global_batch_size`` rows, in micro-batches of ``micro_batch_size``; iterating the loader once is one epoch.
+
+    Args:
+        data: the ``data`` node of a recipe, or any map-style or iterable dataset of rows.
+        processor: turns data rows into samples. With a dataset, its rows are then dicts (``messages``, ``images``,
+            ``audios``, ``videos``, ``tools``, ``id``, ``task``) or :class:`Row`. None: ``collate_fn`` gets the rows of
+            the dataset as they are.
+        **options: with a recipe's data those of :func:`_recipe_loader`; with a dataset:
+
+            - ``micro_batch_size``: rows of a micro-batch.
+            - ``global_batch_size``: rows of an optimizer step over all ranks, a multiple of it and at least one
+              micro-batch for each rank. By default each rank has one micro-batch.
+            - ``collate_fn``: makes a micro-batch of a list of rows. By default an
+              :class:`~omnitrain.data.render.packing_collator.OmniDataCollatorWithPacking`.
+            - ``shuffle``: shuffle the rows of each epoch, by ``seed``; by default only of a map-style dataset. An
+              iterable dataset is read in its own order.
+            - ``num_workers``: processes that prepare and collate; at most 1 for an iterable dataset.
+            - ``max_tokens``: with a processor, samples that are longer are skipped.
+            - ``without_tails``: with a processor, see :meth:`Sample.without_tail`.
+            - ``rank``, ``ranks``: ``dp_rank`` and ``dp_size`` of the parallel state; required on several ranks.
+
+    Returns:
+        A :class:`StepLoader` or a :class:`~omnitrain.data.loading.dataset_loader.DatasetLoader`.
+
+    Raises:
+        DataError: a data set is missing, empty, or lacks a column.
+        UserError: the sizes do not fit the ranks, or ``data`` is no dataset.
+    """
+    if not isinstance(data, Data):
+        return DatasetLoader(data, processor, **options)
+    if processor is None:
+        raise UserError("processor: the `data` of a recipe needs an OmniProcessor, which turns its rows into samples")
+    return _recipe_loader(data, processor, **options)

@@ -102,11 +102,3 @@ def pack_all(samples: Iterable[Sample], capacity: int, *, alone: bool = False) -
         held.append(sample)
     if held:
         yield Pack.from_samples(held)
-
-
-class OmniDataCollatorWithPacking:
-    """Collate function for a ``DataLoader`` of your code: it makes one :class:`Pack` of a list of samples."""
-
-    def __call__(self, samples: Sequence[Sample]) -> Pack:
-        """Concatenate ``samples``; see :meth:`Pack.from_samples`."""
-        return Pack.from_samples(samples)

@@ -49,6 +49,7 @@ class NativeInputs:
         in_forward: modalities that only the foundation's own forward reads, from the processor's outputs.
         forward_arguments: the processor's outputs that this forward accepts.
         refused: modality that the foundation could read, but not here -> why.
+        media_arguments: modality -> the forward's arguments that hold its media.
     """
 
     placeholders: Mapping[str, int]
@@ -58,6 +59,7 @@ class NativeInputs:
     in_forward: frozenset[str] = frozenset()
     forward_arguments: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
+    media_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def without_forward(self, reasons: Mapping[str, str]) -> NativeInputs:
         """Return a copy that refuses some of the ``in_forward`` modalities. ``reasons``: modality -> why."""

@@ -24,6 +24,7 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
         in_forward=frozenset(discovery.in_forward),
         forward_arguments=discovery.forward_arguments,
         refused=discovery.refused,
+        media_arguments={modality: interface.arguments for modality, interface in discovery.interfaces.items()},
     )
 
 

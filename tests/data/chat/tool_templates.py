@@ -24,7 +24,7 @@ HERMES = """
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
     {%- elif message.role == 'assistant' %}
         {{- '<|im_start|>assistant' }}
-        {%- if message.content %}
+        {%- if message.content or not message.tool_calls %}
             {{- '\\n' + message.content }}
         {%- endif %}
         {%- for call in message.tool_calls or [] %}

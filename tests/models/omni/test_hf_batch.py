@@ -118,7 +118,7 @@ def test_the_trainers_of_the_page_train_batches_and_packs_of_all_modalities(
     model: ot.OmniModel, samples: list[ot.Sample], tmp_path: Path
 ) -> None:
     names: dict[str, Any] = {}
-    exec(PAGE.read_text().split("```python\n")[2].split("```")[0], names)
+    exec(PAGE.read_text().split("```python\n")[3].split("```")[0], names)
     for trained, train in (
         (copy.deepcopy(model), lambda one: names["train_with_hf"](one, samples, batch_of, tmp_path, steps=1)),
         (tiny_model(), lambda one: names["train_packs_with_hf"](one, all_samples(one), tmp_path, steps=1)),

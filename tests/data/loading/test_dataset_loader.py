@@ -1,0 +1,168 @@
+"""Map-style and iterable datasets of Python in a training loop: the same steps on any ranks, workers and resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import IterableDataset
+
+import omnitrain as ot
+from omnitrain.data.loading.dataset_loader import DatasetLoader
+from omnitrain.errors import DataError, UserError
+from omnitrain.recipe import Data
+from tests.tiny import TASKS, tiny_model, tiny_processor, tiny_row, tiny_samples
+
+ROWS = [f"row {number}" for number in range(22)]
+
+
+class Stream(IterableDataset):
+    """Rows in order; later epochs begin with another row."""
+
+    def __init__(self) -> None:
+        self.epoch, self.read = 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[str]:
+        for row in (*ROWS[self.epoch :], *ROWS[: self.epoch]):
+            self.read += 1
+            yield row
+
+
+def loader_of(rows: Any, rank: int = 0, ranks: int = 1, **options: Any) -> DatasetLoader:
+    options = {"micro_batch_size": 2, "global_batch_size": 8, "collate_fn": list} | options
+    return ot.build_dataloader(rows, rank=rank, ranks=ranks, **options)
+
+
+def steps_of(rows: Any, ranks: int = 1, epochs: int = 1, **options: Any) -> list[list[str]]:
+    """The rows of each step of all ranks."""
+    loaders = [loader_of(rows, rank, ranks, **options) for rank in range(ranks)]
+    of_ranks = [[packs for _ in range(epochs) for packs in loader] for loader in loaders]
+    assert len({len(steps) for steps in of_ranks}) == 1
+    return [[row for packs in step for pack in packs for row in pack] for step in zip(*of_ranks, strict=True)]
+
+
+@pytest.mark.parametrize("make", [lambda: ROWS, Stream, lambda: Dataset.from_dict({"row": ROWS})])
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (3, 0), (4, 1)])
+def test_a_step_has_the_same_rows_on_any_ranks_and_workers(make: Any, ranks: int, workers: int) -> None:
+    whole = steps_of(make(), epochs=2)
+    divided = steps_of(make(), ranks, epochs=2, num_workers=workers)
+    assert [len(step) for step in whole] == [8, 8, 6] * 2
+    assert [set(map(str, step)) for step in whole] == [set(map(str, step)) for step in divided]
+    rows = [str(row) for step in whole for row in step]
+    assert sorted(rows[:22]) == sorted(rows[22:]) and rows[:22] != rows[22:] and len(set(rows)) == 22
+
+
+@pytest.mark.parametrize("make", [lambda: ROWS, Stream])
+@pytest.mark.parametrize("done", [2, 3, 5])
+def test_a_state_continues_after_its_step_on_other_ranks(make: Any, done: int) -> None:
+    whole = [set(step) for step in steps_of(make(), epochs=3)]
+    first = loader_of(make(), 1, 2)
+    steps = (packs for _ in range(3) for packs in first)
+    assert len(list(islice(steps, done))) == done
+    state = first.state_dict()
+    assert state == {"epoch": (done - 1) // 3, "steps": (done - 1) % 3 + 1, "rows": 8 * ((done - 1) % 3 + 1)}
+    rest = []
+    for rank in range(3):
+        loader = loader_of(make(), rank, 3)
+        loader.load_state_dict(state)
+        rest.append([packs for _ in range(state["epoch"], 3) for packs in loader])
+    found = [{row for packs in step for pack in packs for row in pack} for step in zip(*rest, strict=True)]
+    assert found == whole[done:]
+
+
+def test_iterating_again_goes_on_where_the_loop_was_left() -> None:
+    loader = loader_of(ROWS)
+    first = list(islice(loader, 1))
+    assert first + list(loader) == list(loader_of(ROWS)) and (loader.epoch, loader.steps) == (1, 0)
+
+
+def test_a_stream_is_read_no_further_than_its_steps() -> None:
+    stream = Stream()
+    list(islice(loader_of(stream), 1))
+    assert stream.read == 8
+
+
+def test_order_and_length_are_as_asked() -> None:
+    assert len(loader_of(ROWS)) == 3
+    assert [row for step in steps_of(ROWS, shuffle=False) for row in step] == ROWS
+    assert steps_of(ROWS, seed=1) != steps_of(ROWS, seed=2)
+    with pytest.raises(TypeError, match="no len"):
+        len(loader_of(Stream()))
+
+
+def test_rows_become_samples_with_a_processor_and_bad_ones_are_skipped() -> None:
+    processor = tiny_processor(tiny_model())
+    rows = [tiny_row(TASKS[i % len(TASKS)], i) for i in range(14)]
+    records = [
+        {"id": row.id, "task": row.source, "messages": row.messages}
+        | {f"{m}s": files for m, files in row.media.items()}
+        for row in rows
+    ]
+    expected = tiny_samples(processor)
+    for dataset in (rows, records):
+        loader = loader_of(dataset, collate_fn=None, processor=processor, shuffle=False)
+        packs = [pack for packs in loader for pack in packs]
+        assert [pack.info.indices for pack in packs] == [
+            ot.Pack.from_samples(expected[i : i + 2]).info.indices for i in range(0, 14, 2)
+        ]
+        assert torch.equal(packs[0].input_ids, ot.Pack.from_samples(expected[:2]).input_ids)
+    records[1]["images"] = [b"no image"]
+    longest = max(map(len, expected))
+    loader = loader_of(records, collate_fn=None, processor=processor, shuffle=False, max_tokens=longest - 1)
+    packed = [name for packs in loader for pack in packs for name in pack.info.ids]
+    assert sorted(packed) == sorted({row.id for row in rows} - loader.rejected.keys()) and len(loader.rejected) > 1
+    assert "unreadable image of 8 bytes" in loader.rejected[records[1]["id"]].reason
+
+
+def test_dicts_of_features_are_packed_with_their_places_in_the_order() -> None:
+    rows = [{"input_ids": [number, 1, 2]} for number in range(4)]
+    loader = loader_of(rows, collate_fn=ot.OmniDataCollatorWithPacking(), global_batch_size=4)
+    found = [[pack.info.indices for pack in packs] for _ in range(2) for packs in loader]
+    assert found == [[(0, 1), (2, 3)], [(4, 5), (6, 7)]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_that_cannot_be_used_end_the_loop_in_words(workers: int) -> None:
+    processor = tiny_processor(tiny_model(encoders={}))
+    loader = loader_of([tiny_row("image_to_text", 0)], processor=processor, num_workers=workers)
+    with pytest.raises(UserError, match=r"asks the model to read image.*model\.encoders"):
+        list(loader)
+    damaged = [tiny_row("text", number).__dict__ | {"messages": None} for number in range(8)]
+    loader = loader_of(damaged, processor=processor, num_workers=workers)
+    with pytest.raises(DataError, match=r"all of 8 rows were rejected; the last, .*malformed messages"):
+        list(loader)
+    for rows, problem in ((["a"], "row 0 is a str; with a processor"), ([{"text": "a"}], "no 'messages'; found")):
+        with pytest.raises(UserError, match=problem):
+            list(loader_of(rows, processor=processor, num_workers=workers))
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "problem"),
+    [
+        (ROWS, {"global_batch_size": 7}, "global_batch_size: found 7; expected a multiple of micro_batch_size 2"),
+        (ROWS, {"micro_batch_size": 0}, "expected a multiple of micro_batch_size 0"),
+        (ROWS, {"ranks": 5}, "8 samples are 4 micro-batches of 2, but 5 ranks need at least one each; raise it to 10"),
+        (Stream(), {"shuffle": True}, "shuffle: an iterable dataset is read in its own order"),
+        (Stream(), {"num_workers": 2}, "num_workers: an iterable dataset .* by at most one worker"),
+        ([], {}, "dataset: it has no rows"),
+        (7, {}, "dataset: found a int; expected the `data` of a recipe, a map-style dataset"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(rows: Any, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises((UserError, DataError), match=problem):
+        loader_of(rows, **options)
+
+
+def test_a_state_of_other_steps_and_data_without_a_processor_are_refused() -> None:
+    with pytest.raises(UserError, match="found 4, but the state has 3 steps of 24 rows; pass the one that the run"):
+        loader_of(ROWS, global_batch_size=4).load_state_dict({"epoch": 0, "steps": 3, "rows": 24})
+    with pytest.raises(UserError, match="processor: the `data` of a recipe needs an OmniProcessor"):
+        ot.build_dataloader(Data.model_validate({"train": [{"path": "rows.jsonl"}]}))
+    assert loader_of(ROWS, 1, 2, global_batch_size=None).global_batch_size == 4
