@@ -18,6 +18,7 @@ from omnitrain.data.loading.order_v1 import FirstOrder
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
 from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.fill_pack import balanced_shares
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
@@ -53,6 +54,7 @@ class _Steps:
         share: the rank's share of each step.
         slots: slot of the rank -> its state at the start.
         alone: make packs of one sample.
+        budget: the most that a pack may hold.
         idle: sample to use if the rank's share of a pack is empty.
         then: makes the step from the packs. None: the packs are the step. A context manager is entered.
     """
@@ -63,6 +65,7 @@ class _Steps:
     share: RankShare
     slots: Mapping[int, SlotState]
     alone: bool
+    budget: PackBudget
     idle: Sample | None
     then: Callable[[Packs], Any] | None
 
@@ -83,7 +86,8 @@ class _Steps:
         context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
         with context, SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1)) as rows:
             packers = [
-                SlotPacker(self.data, self.order, rows, slot, state, self.alone) for slot, state in self.slots.items()
+                SlotPacker(self.data, self.order, rows, slot, state, self.alone, self.budget)
+                for slot, state in self.slots.items()
             ]
             num_shares, share = self.share.num_shares, self.share.share
             minimal = [] if self.idle is None else [self.idle]
@@ -124,13 +128,17 @@ class StepLoader:
         idle: Sample | None = None,
         then: Callable[[Packs], Any] | None = None,
         peers: Peers = SINGLE_PROCESS,
+        media_names: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """See :func:`build_dataloader`."""
         share, start = share_of_rank(rank, ranks, slots), state or LoaderState()
         if share.num_shares > 1 and idle is None:
             raise ValueError(f"{ranks} ranks share {slots} packs: pass `idle` for ranks whose share is empty")
         self.sources = sources
-        self.rows = PreparedRows(sources, processor, data.pack_tokens, data.cached_samples, without_tails)
+        budget = PackBudget(data.pack_tokens, data.pack_elements, media_names or {})
+        self.rows = PreparedRows(
+            sources, processor, budget, data.cached_samples, without_tails, data.overlong_of_sources()
+        )
         self._start = start
         if data.weights_by == "tokens" and not start.tokens_per_draw:
             # One rank measures: a file that only some ranks cannot read must not give them another order.
@@ -142,7 +150,7 @@ class StepLoader:
         self.rejected = {row.id: row for row in start.rejected}
         self._listed = tuple(self.rejected.values())
         slot_states = {slot: start.of_slot(slot) for slot in share.slots}
-        self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, idle, then)
+        self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, budget, idle, then)
 
     def state(self) -> LoaderState:
         """Return the states of this rank's slots after the last step; see ``slots.merge_states``."""
@@ -230,7 +238,7 @@ def first_samples(
 
     This shows quickly whether a model can use the data.
     """
-    rows = PreparedRows(sources, processor, max_tokens=None)
+    rows = PreparedRows(sources, processor, budget=None)
     groups = ((s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items())
     return [(name, rows[0, s, group[0]]) for s, name, group in groups]
 
@@ -243,7 +251,7 @@ def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> No
     Raises:
         UserError: the model cannot use the data; the message has one line per problem.
     """
-    rows = PreparedRows(sources, processor, max_tokens=None)
+    rows = PreparedRows(sources, processor, budget=None)
     tried = [rows[0, s, position] for s, table in enumerate(sources) for position in table.first_of_each_kind()]
     problems = dict.fromkeys(str(result) for result in tried if isinstance(result, UserError))
     if problems:
@@ -264,6 +272,7 @@ def build_dataloader(
     idle: Sample | None = None,
     then: Callable[[Packs], Any] | None = None,
     peers: Peers = SINGLE_PROCESS,
+    media_names: Mapping[str, Sequence[str]] | None = None,
 ) -> StepLoader:
     """Build the loader of a recipe's optimizer steps, or of one rank's share of them.
 
@@ -289,9 +298,11 @@ def build_dataloader(
             default a step is the tuple of packs. If it is a context manager, it is entered before the first row is read
             and exited at the end, also after an error.
         peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens`` needs.
+        media_names: the model's ``media_names``. Required with ``data.pack_elements``.
 
     Raises:
         DataError: a data set is missing, empty, or lacks a column.
+        UserError: ``data.pack_elements`` has a component that the model does not have.
     """
     # The first order draws rows of the whole data set at random, for which parquet files would be read again and again.
     return StepLoader(
@@ -308,4 +319,5 @@ def build_dataloader(
         idle=idle,
         then=then,
         peers=peers,
+        media_names=media_names,
     )

@@ -17,7 +17,6 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.unread_media import require_shown
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
-from omnitrain.models.components.contract import Contract
 from omnitrain.models.hf.load import config_at
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
@@ -81,10 +80,14 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
         opened[kind] = problems.attempt(functools.partial(open_sources, sources)) or []
         if runs:
             cut = kind == "train" and built[0].runner.contract.without_tails
-            problems += _check_rows(kind, opened[kind], built[1], recipe.data.pack_tokens, cut)
+            splits = recipe.data.overlong_of_sources() if kind == "train" else ["drop"] * len(sources)
+            for table, overlong in zip(opened[kind], splits, strict=False):
+                most = None if overlong == "split" else recipe.data.pack_tokens
+                problems += _check_rows(kind, table, built[1], most, cut)
+            problems.attempt(functools.partial(require_usable, opened[kind], built[1]))
     if runs and opened["train"]:
         problems.attempt(lambda: require_shown(opened["train"], opened["heldout"], built[1], spared(recipe, built[0])))
-        problems.attempt(lambda: _require_targets(recipe, opened["train"], built[1], built[0].runner.contract))
+        problems.attempt(lambda: _require_targets(recipe, opened["train"], built[1], built[0]))
     _check_surroundings(recipe, problems)
     return _without_repetitions(problems)
 
@@ -272,7 +275,7 @@ def _require_experts(model: OmniModel, settings: ExpertsBalance) -> None:
     RoutingOfRun(model, settings.record, settings.replay, rank=0)
 
 
-def _require_targets(recipe: Recipe, sources: list[RowSource], processor: OmniProcessor, contract: Contract) -> None:
+def _require_targets(recipe: Recipe, sources: list[RowSource], processor: OmniProcessor, model: OmniModel) -> None:
     """Check that the first steps train something, as the trainer does."""
     steps, data = min(IDLE_STEPS, recipe.train.steps), recipe.data.model_copy(update={"workers": 0})
     loader = StepLoader(
@@ -280,9 +283,10 @@ def _require_targets(recipe: Recipe, sources: list[RowSource], processor: OmniPr
         processor,
         data,
         seed=recipe.train.seed,
-        alone=not contract.packs,
-        without_tails=contract.without_tails,
+        alone=not model.runner.contract.packs,
+        without_tails=model.runner.contract.without_tails,
         slots=recipe.train.micro_batches,
+        media_names=model.media_names,
     )
     # A step takes the oldest sample of its buffer, so these are in the first steps; packing takes longer.
     first = (loader.rows[draw] for draw in islice(loader.order.draws(0), steps))
@@ -298,22 +302,18 @@ def _show_model(model: OmniModel) -> None:
     show_contract(model.runner.contract, in_full=True)
 
 
-def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pack_tokens: int, cut: bool) -> list[str]:
+def _check_rows(kind: str, table: RowSource, processor: OmniProcessor, pack_tokens: int | None, cut: bool) -> list[str]:
     problems = []
-    for name, sample in first_samples(tables, processor):
+    for name, sample in first_samples([table], processor):
         if isinstance(sample, UserError):
             problems.append(str(sample))
         elif isinstance(sample, Rejected):
             problems.append(f"data.{kind}: row {sample.id!r}: {sample.reason}")
-        elif (length := len(sample.without_tail() if cut else sample)) > pack_tokens:
+        elif pack_tokens is not None and (length := len(sample.without_tail() if cut else sample)) > pack_tokens:
             problems.append(f"data.{kind}: row {sample.id!r} has {length} tokens, data.pack_tokens is {pack_tokens}")
         else:
             trained = _num_trained(sample)
             console.print(f"{kind} {name}: the first row has {len(sample)} tokens, {trained} of them trained")
-    try:
-        require_usable(tables, processor)
-    except UserError as error:
-        problems += error.problems
     return problems
 
 
