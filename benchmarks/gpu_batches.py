@@ -14,6 +14,7 @@ from gpu_sizes import Sizes
 from repo_samples import mixed_samples, text_samples
 from transformers import DataCollatorWithFlattening
 
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.fill_pack import fill_pack
 from omnitrain.data.packing.pack import IGNORED
 
@@ -47,7 +48,7 @@ def packed_batches(samples: Batch, tokens: int, number: int) -> list[Batch]:
     batches: list[Batch] = []
     while len(batches) < number:
         held += [_Ordered(sample, index) for index, sample in islice(enumerate(waiting), HELD - len(held))]
-        chosen = fill_pack(held, tokens)
+        chosen = fill_pack(held, PackBudget(tokens))
         held = [sample for sample in held if sample not in chosen]
         batches.append([sample.arguments for sample in chosen])
     return batches

@@ -14,6 +14,8 @@ from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.useless_keys import Idle
 
+Overlong = Literal["drop", "error", "split"]
+
 
 class Columns(Strict):
     """Column names of a data set."""
@@ -94,6 +96,9 @@ class DataSource(Strict):
     )
     epochs: float | None = Field(
         None, gt=0, description="How often the rows are drawn; then the other sources share its draws. Unset: no limit."
+    )
+    overlong: Overlong | None = Field(
+        None, description="What to do with a sample that does not fit into a pack. Unset: `overlong` of `data`."
     )
     limit: int | None = Field(None, ge=1, description="Use only this number of rows, from the first. Unset: all.")
     columns: Columns = Field(default_factory=Columns, description="Column names.")
@@ -198,9 +203,15 @@ class Data(Strict):
     pack_tokens: int = Field(
         4096, ge=1, description="Maximum length of a pack (one micro-batch), in tokens. Packs are not padded."
     )
-    overlong: Literal["drop", "error"] = Field(
+    pack_elements: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict,
+        description="Encoder -> maximum number of input elements that it reads in a pack, such as values of pixels. "
+        "Encoders without an entry have no limit.",
+    )
+    overlong: Overlong = Field(
         "drop",
-        description="What to do with a sample longer than `pack_tokens`: `drop` (skip, count and list it) or `error`.",
+        description="What to do with a sample that does not fit into a pack: `drop` (skip, count and list it), "
+        "`error`, or `split` (cut the conversation between turns). `overlong` of a data set comes first.",
     )
     packing_buffer: int = Field(64, ge=1, description="Number of samples to choose from when filling a pack.")
     cached_samples: int = Field(
@@ -223,6 +234,7 @@ class Data(Strict):
                 yield Idle(key, "but there is only one training data set; remove it")
         for index in range(len(self.heldout)):
             yield Idle(f"heldout.{index}.weight", "but held-out data sets are not mixed; remove it")
+            yield Idle(f"heldout.{index}.overlong", "but held-out samples that are too long are skipped; remove it")
             yield Idle(f"heldout.{index}.epochs", "but held-out data sets are read once; remove it")
         if self.processor is not None:
             for key in CHAT_TEXTS:
@@ -255,6 +267,10 @@ class Data(Strict):
         if problems:
             raise ValidationError.from_exception_data(type(self).__name__, problems)
         return self
+
+    def overlong_of_sources(self) -> list[Overlong]:
+        """Return what to do with samples that are too long, for each training data set."""
+        return [source.overlong or self.overlong for source in self.train]
 
     def stage_weights(self) -> list[list[float]]:
         """Return the weight of each training data set, for the first stage and each of ``stages``."""

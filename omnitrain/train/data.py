@@ -58,6 +58,7 @@ def open_data(
         idle=idle_prompt(model),
         then=step_planner(model, ranks.rendezvous, measured),
         peers=ranks.peers,
+        media_names=model.media_names,
     )
     heldout = open_sources(recipe.data.heldout)
     require_usable([*loader.sources, *heldout], processor)

@@ -53,6 +53,7 @@ def _measured(recipe: Recipe) -> tuple[float, float, int]:
         seed=recipe.train.seed,
         alone=not contract.packs,
         without_tails=contract.without_tails,
+        media_names=model.media_names,
     )
     rows = sum(loader.order.lengths)
     packs = drawn = samples = 0

@@ -28,6 +28,7 @@ SIZES = {
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
+    "packing": ["--rounds=1", "--samples=1000"],
     "data_start": ["--rounds=1", "--lines=2000", "--megabytes=2"],
     "load": ["--rounds=1", "--width=64"],
     "checkpoint": ["--rounds=1", "--width=64", "--steps=1"],
@@ -57,6 +58,7 @@ SIZES = {
 }
 SIMULATED = {"published_gains", "overlap_tables", "wavefront"}  # without rounds
 FAST = SIMULATED | {
+    "packing",
     "step_plan",
     "many_ranks",
     "step_overhead",

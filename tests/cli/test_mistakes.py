@@ -129,7 +129,7 @@ run R data.train=[{path: empty.jsonl}]
 run R data.train=[{path: image.parquet}]
     2  asks the model to read image
 check R data.pack_tokens=3
-    2  tokens, but a pack holds at most 3 (data.pack_tokens)
+    2  tokens, but a pack holds at most 3 (data.pack_tokens
 run R train.device=cuda:7
     2  train.device is 'cuda:7', but torch...finds no CUDA device
 run R output_dir=taken

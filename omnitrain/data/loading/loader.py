@@ -19,6 +19,7 @@ from omnitrain.data.loading.order_v1 import FirstOrder
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
 from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.fill_pack import balanced_shares
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
@@ -27,6 +28,7 @@ from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import DataError, UserError
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 from omnitrain.recipe import Data
+from omnitrain.recipe.data import Overlong
 
 _PACKS_AHEAD = 4
 _MEASURED_ROWS = 64  # of each source, for weights by tokens
@@ -54,6 +56,7 @@ class _Steps:
         share: the rank's share of each step.
         slots: slot of the rank -> its state at the start.
         alone: make packs of one sample.
+        budget: the most that a pack may hold.
         idle: sample to use if the rank's share of a pack is empty.
         then: makes the step from the packs. None: the packs are the step. A context manager is entered.
     """
@@ -64,6 +67,7 @@ class _Steps:
     share: RankShare
     slots: Mapping[int, SlotState]
     alone: bool
+    budget: PackBudget
     idle: Sample | None
     then: Callable[[Packs], Any] | None
 
@@ -84,7 +88,8 @@ class _Steps:
         context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
         with context, SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1)) as rows:
             packers = [
-                SlotPacker(self.data, self.order, rows, slot, state, self.alone) for slot, state in self.slots.items()
+                SlotPacker(self.data, self.order, rows, slot, state, self.alone, self.budget)
+                for slot, state in self.slots.items()
             ]
             num_shares, share = self.share.num_shares, self.share.share
             minimal = [] if self.idle is None else [self.idle]
@@ -125,13 +130,17 @@ class StepLoader:
         idle: Sample | None = None,
         then: Callable[[Packs], Any] | None = None,
         peers: Peers = SINGLE_PROCESS,
+        media_names: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """See :func:`build_dataloader`."""
         share, start = share_of_rank(rank, ranks, slots), state or LoaderState()
         if share.num_shares > 1 and idle is None:
             raise ValueError(f"{ranks} ranks share {slots} packs: pass `idle` for ranks whose share is empty")
         self.sources = sources
-        self.rows = PreparedRows(sources, processor, data.pack_tokens, data.cached_samples, without_tails)
+        budget = PackBudget(data.pack_tokens, data.pack_elements, media_names or {})
+        self.rows = PreparedRows(
+            sources, processor, budget, data.cached_samples, without_tails, data.overlong_of_sources()
+        )
         self._start = start
         if data.weights_by == "tokens" and not start.tokens_per_draw:
             # One rank measures: a file that only some ranks cannot read must not give them another order.
@@ -143,7 +152,7 @@ class StepLoader:
         self.rejected = {row.id: row for row in start.rejected}
         self._listed = tuple(self.rejected.values())
         slot_states = {slot: start.of_slot(slot) for slot in share.slots}
-        self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, idle, then)
+        self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, budget, idle, then)
 
     def state(self) -> LoaderState:
         """Return the states of this rank's slots after the last step; see ``slots.merge_states``."""
@@ -227,7 +236,8 @@ def _tokens_per_draw(sources: Sequence[RowSource], data: Data, rows: PreparedRow
 def first_samples(
     sources: Sequence[RowSource],
     processor: OmniProcessor,
-    max_tokens: int | None = None,
+    budget: PackBudget | None = None,
+    overlong: Sequence[Overlong] | None = None,
     *,
     without_tails: bool = False,
 ) -> list[tuple[str, Sample | Rejected | UserError]]:
@@ -238,10 +248,11 @@ def first_samples(
     Args:
         sources: the data sets.
         processor: turns data rows into samples.
-        max_tokens: see :meth:`OmniProcessor.sample`.
+        budget: the most that a pack may hold. None: no limit.
+        overlong: what to do with samples that exceed it, for each data set. None: reject them.
         without_tails: see :func:`build_dataloader`.
     """
-    rows = PreparedRows(sources, processor, max_tokens, without_tails=without_tails)
+    rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong)
     groups = ((s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items())
     return [(name, rows[0, s, group[0]]) for s, name, group in groups]
 
@@ -254,7 +265,7 @@ def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> No
     Raises:
         UserError: the model cannot use the data; the message has one line per problem.
     """
-    rows = PreparedRows(sources, processor, max_tokens=None)
+    rows = PreparedRows(sources, processor, budget=None)
     tried = [rows[0, s, position] for s, table in enumerate(sources) for position in table.first_of_each_kind()]
     problems = dict.fromkeys(str(result) for result in tried if isinstance(result, UserError))
     if problems:
@@ -275,6 +286,7 @@ def _recipe_loader(
     idle: Sample | None = None,
     then: Callable[[Packs], Any] | None = None,
     peers: Peers = SINGLE_PROCESS,
+    media_names: Mapping[str, Sequence[str]] | None = None,
 ) -> StepLoader:
     """Build the loader of a recipe's optimizer steps, or of one rank's share of them; see :func:`build_dataloader`.
 
@@ -300,9 +312,11 @@ def _recipe_loader(
             default a step is the tuple of packs. If it is a context manager, it is entered before the first row is read
             and exited at the end, also after an error.
         peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens`` needs.
+        media_names: the model's ``media_names``. Required with ``data.pack_elements``.
 
     Raises:
         DataError: a data set is missing, empty, or lacks a column.
+        UserError: ``data.pack_elements`` has a component that the model does not have.
     """
     # The first order draws rows of the whole data set at random, for which parquet files would be read again and again.
     return StepLoader(
@@ -319,6 +333,7 @@ def _recipe_loader(
         idle=idle,
         then=then,
         peers=peers,
+        media_names=media_names,
     )
 
 
@@ -337,6 +352,7 @@ def build_dataloader(
     idle: Sample | None = None,
     then: Callable[[Packs], Any] | None = None,
     peers: Peers = SINGLE_PROCESS,
+    media_names: Mapping[str, Sequence[str]] | None = None,
 ) -> StepLoader: ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,11 +12,14 @@ from omnitrain.data.loading.loader import order_of
 from omnitrain.data.loading.order import Draw
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.slots import LoaderState, SlotState
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.item_parts import modality_of, parts_of_items
+from omnitrain.data.render.lengths import sample_within
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import Row, RowSource
 from omnitrain.recipe import Data
+from omnitrain.recipe.data import Overlong
 
 TEXT, PREDICTED = "text", " predicted"
 
@@ -32,6 +35,7 @@ class Measure:
         tokens: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
             `` predicted`` after them. They add up to ``length``.
         items: modality -> images, sounds or videos.
+        elements: name of media in a pack -> number of input elements.
         is_alone: whether it must be alone in its pack.
         index: position in the global data order.
         piece, num_pieces, more: as those of a :class:`Sample`.
@@ -42,6 +46,7 @@ class Measure:
     num_predicted: int
     tokens: Mapping[str, int]
     items: Mapping[str, int]
+    elements: Mapping[str, int] = field(default_factory=dict)
     is_alone: bool = False
     index: int = 0
     piece: int = 0
@@ -61,7 +66,13 @@ Measured = Measure | Rejected
 
 
 def measure(
-    source: RowSource, processor: OmniProcessor, *, most: int, max_tokens: int, without_tails: bool
+    source: RowSource,
+    processor: OmniProcessor,
+    *,
+    most: int,
+    budget: PackBudget,
+    overlong: Overlong = "drop",
+    without_tails: bool,
 ) -> Iterator[Measured]:
     """Prepare rows of a data set as training does, and yield the size of each, or why it is rejected.
 
@@ -71,7 +82,8 @@ def measure(
         source: the data set.
         processor: turns rows into samples.
         most: number of rows. Of a larger data set, so many are drawn at random, the same ones each time.
-        max_tokens: most tokens of a sample.
+        budget: the most that a pack may hold.
+        overlong: what to do with samples that exceed it; rows that are an error are rejected.
         without_tails: see :meth:`Sample.without_tail`.
 
     Raises:
@@ -79,7 +91,7 @@ def measure(
     """
     for position in np.sort(np.random.default_rng(0).permutation(len(source))[:most]).tolist():
         row = source[position]
-        prepared = processor.sample(row, max_tokens=max_tokens, without_tail=without_tails)
+        prepared = sample_within(processor, row, budget, overlong, without_tail=without_tails)
         if isinstance(prepared, Rejected):
             yield prepared
         else:
@@ -108,6 +120,7 @@ def _of_sample(sample: Sample, row: Row, processor: OmniProcessor) -> Measure:
         num_predicted=num_predicted,
         tokens=+tokens,
         items=items,
+        elements=sample.elements,
         is_alone=sample.is_alone,
         piece=sample.piece,
         num_pieces=sample.num_pieces,
@@ -136,23 +149,26 @@ class Packing:
     rows_per_pack: float
 
 
-def pack_measures(measured: Sequence[Sequence[Measured]], data: Data, *, seed: int, packs: int, alone: bool) -> Packing:
+def pack_measures(
+    measured: Sequence[Sequence[Measured]], data: Data, budget: PackBudget, *, seed: int, packs: int, alone: bool
+) -> Packing:
     """Fill packs with measured rows, in the order in which a run with one pack per step draws them.
 
     Args:
         measured: rows of each data set; a sample among them.
         data: the recipe's ``data`` node.
+        budget: the most that a pack may hold.
         seed: seed of the data order.
         packs: number of packs.
         alone: make packs of one sample.
     """
     endless = [source.model_copy(update={"epochs": None}) for source in data.train]
-    data = data.model_copy(update={"overlong": "drop", "train": endless})
+    data = data.model_copy(update={"train": endless})
     state = LoaderState()
     if data.weights_by == "tokens":
         state = replace(state, tokens_per_draw=tuple(map(_tokens_per_draw, measured)))
     order = order_of(measured, data, seed, 1, state)
-    packer = SlotPacker(data, order, _MeasuredRows(measured, order.draws()), 0, SlotState(0), alone)
+    packer = SlotPacker(data, order, _MeasuredRows(measured, order.draws()), 0, SlotState(0), alone, budget)
     made = []
     for _ in range(packs):
         chosen = packer.choose()

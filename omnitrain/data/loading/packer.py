@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from omnitrain.data.loading.order import Draw, Order
 from omnitrain.data.loading.slots import SlotState
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.fill_pack import Held, fill_pack, num_tokens
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import DataError
@@ -42,6 +43,7 @@ class SlotPacker(Generic[Held]):
         slot: int,
         state: SlotState,
         alone: bool,
+        budget: PackBudget,
     ) -> None:
         """Continue at ``state``.
 
@@ -52,8 +54,10 @@ class SlotPacker(Generic[Held]):
             slot: the slot.
             state: state of the slot.
             alone: make packs of one sample.
+            budget: the most that a pack may hold.
         """
-        self._data, self._order, self._rows, self._slot, self._alone = data, order, rows, slot, alone
+        self._data, self._order, self._rows, self._slot = data, order, rows, slot
+        self._alone, self._budget = alone, budget
         self._next_index, self._num_packs, self._begun = state.next_index, state.num_packs, state.begun
         self._num_unread, self._unread_pieces = len(state.held), state.held_pieces
         self._has_ended = False  # the order has no more rows
@@ -84,20 +88,19 @@ class SlotPacker(Generic[Held]):
         """Return the samples of the next pack.
 
         Raises:
-            UserError: the model cannot use the data, or a row is overlong and ``data.overlong`` is ``error``, or all
-                rows have been drawn in all their epochs.
+            UserError: the model cannot use a row, or all rows have been drawn in all their epochs.
         """
         for _ in range(self._num_unread):
             self._draw()
         self._num_unread, self._unread_pieces = 0, {}
         self._begin_stage()
         while not self._has_ended and (
-            len(self._held) < self._data.packing_buffer or self._held_tokens < self._data.pack_tokens
+            len(self._held) < self._data.packing_buffer or self._held_tokens < self._budget.tokens
         ):
             self._draw()
         if not self._held:
             raise DataError(self._why_ended())
-        chosen = fill_pack(self._held, self._data.pack_tokens, alone=self._alone)
+        chosen = fill_pack(self._held, self._budget, alone=self._alone)
         self._num_packs += 1
         self._held_tokens -= num_tokens(chosen)
         taken = {(sample.index, sample.piece) for sample in chosen}
@@ -137,8 +140,6 @@ class SlotPacker(Generic[Held]):
             self._failures = 0
             self._failed.clear()
             return
-        if self._data.overlong == "error" and drawn.is_overlong:
-            raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")
         self._rejected.append(drawn)
         if self._order.is_first(drawn.index, self._begun):
             self._num_rejected[drawn.source] += 1

@@ -14,10 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from omnitrain.data.loading.data_process import follow_main_process
 from omnitrain.data.loading.order import Draw
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.lengths import sample_within
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import RowSource
-from omnitrain.errors import TrainingError, UserError
+from omnitrain.errors import DataError, TrainingError, UserError
+from omnitrain.recipe.data import Overlong
 
 _DEAD_WORKER = "DataLoader worker (pid"  # start of torch's message that a worker died
 _ROWS_PER_MESSAGE = 8  # rows that a helper prepares per message
@@ -34,12 +37,23 @@ class PreparedRows(Dataset[Any]):
         self,
         sources: Sequence[RowSource],
         processor: OmniProcessor,
-        max_tokens: int | None,
+        budget: PackBudget | None = None,
         cached: int = 0,
         without_tails: bool = False,
+        overlong: Sequence[Overlong] | None = None,
     ) -> None:
-        self.sources, self.processor, self.max_tokens, self.cached = sources, processor, max_tokens, cached
-        self.without_tails = without_tails
+        """Prepare the rows of ``sources``.
+
+        Args:
+            sources: the data sets.
+            processor: turns rows into samples.
+            budget: the most that a pack may hold; None: no limit.
+            cached: number of prepared samples that each process keeps.
+            without_tails: see :meth:`Sample.without_tail`.
+            overlong: what to do with samples that exceed the budget, for each data set. None: reject them.
+        """
+        self.sources, self.processor, self.budget, self.cached = sources, processor, budget, cached
+        self.without_tails, self.overlong = without_tails, overlong or ["drop"] * len(sources)
 
     def __getitem__(self, draw: Draw) -> Sample | Rejected | UserError:
         index, source, row = draw
@@ -57,8 +71,13 @@ class PreparedRows(Dataset[Any]):
         return functools.lru_cache(maxsize=self.cached)(self._prepare)
 
     def _prepare(self, source: int, row: int) -> Sample | Rejected:
-        data_row = self.sources[source][row]
-        return self.processor.sample(data_row, max_tokens=self.max_tokens, without_tail=self.without_tails)
+        overlong, data_row = self.overlong[source], self.sources[source][row]
+        prepared = sample_within(self.processor, data_row, self.budget, overlong, without_tail=self.without_tails)
+        if overlong == "error" and isinstance(prepared, Rejected) and prepared.is_overlong:
+            raise DataError(
+                f"row {prepared.id!r}: {prepared.reason}; raise the limit, or set `overlong` to `drop` or `split`"
+            )
+        return prepared
 
 
 class SlotRows:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.plan.balance import assign_by_cost
@@ -40,6 +41,11 @@ class Packable(Protocol):
         """All pieces of its row, if it is the first."""
         ...
 
+    @property
+    def elements(self) -> Mapping[str, int]:
+        """Name of media in a pack -> number of input elements of its items."""
+        ...
+
     def __len__(self) -> int:
         """Return the number of tokens."""
         ...
@@ -53,22 +59,48 @@ def num_tokens(samples: Sequence[Packable]) -> int:
     return sum(len(sample) for sample in samples)
 
 
-def fill_pack(held: Sequence[Held], capacity: int, *, alone: bool = False) -> list[Held]:
-    """Return the oldest sample and the longest others that still fit, so packs are dense and no sample waits forever.
+def fill_pack(held: Sequence[Held], budget: PackBudget, *, alone: bool = False) -> list[Held]:
+    """Return the oldest sample and the largest others that still fit, so packs are dense and no sample waits forever.
+
+    The largest sample is the longest one. If encoders have budgets, it is the one that leaves the least room, by the
+    sum of the squares of the free shares of all budgets (norm-based greedy of Panigrahy et al., 2011): a pack that has
+    many images already takes texts.
 
     Args:
-        held: samples in order of arrival, none longer than ``capacity``; not empty.
-        capacity: length of a pack in tokens.
+        held: samples in order of arrival, each within the budget; not empty.
+        budget: the most that a pack may hold.
         alone: make packs of one sample, for a model that cannot keep several samples apart.
+
+    Returns:
+        The samples. Equal arguments give equal results on every machine.
     """
-    chosen, free = [held[0]], capacity - len(held[0])
-    if alone or chosen[0].is_alone:
-        return chosen
-    for sample in sorted(held[1:], key=lambda sample: (-len(sample), sample.index)):
-        if len(sample) <= free and not sample.is_alone:
+    if alone or held[0].is_alone:
+        return [held[0]]
+    others = [sample for sample in held[1:] if not sample.is_alone]
+    if budget.elements:
+        return [held[0], *_largest_by_all_budgets(held[0], others, budget)]
+    chosen, free = [held[0]], budget.tokens - len(held[0])
+    for sample in sorted(others, key=lambda sample: (-len(sample), sample.index)):
+        if len(sample) <= free:
             chosen.append(sample)
             free -= len(sample)
     return chosen
+
+
+def _largest_by_all_budgets(first: Held, others: Sequence[Held], budget: PackBudget) -> Iterator[Held]:
+    limits = np.array(budget.limits)[:, None]
+    free = limits - np.array(budget.sizes(first))[:, None]
+    sizes = np.array([budget.sizes(sample) for sample in others]).reshape(len(others), len(limits)).T.copy()
+    while sizes.size:
+        left = free - sizes  # [budgets, samples]
+        squares = ((left / limits) ** 2).sum(axis=0)  # row after row, so with the same rounding on every machine
+        squares[(left < 0).any(axis=0)] = np.inf
+        best = int(squares.argmin())
+        if squares[best] == np.inf:
+            return
+        free = left[:, best, None]
+        sizes[:, best] = limits[:, 0] + 1  # it never fits again
+        yield others[best]
 
 
 def balanced_shares(samples: Sequence[Sample], num_shares: int) -> list[list[Sample]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -23,6 +25,11 @@ class MediaItem:
 
     features: Features
     num_tokens: int
+
+    @property
+    def num_elements(self) -> int:
+        """Number of input elements, which its cost is counted in."""
+        return sum(array.size for array in self.features.values())
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,14 @@ class Sample:
         """The samples of its row, if this is the first of them."""
         return (replace(self, more=()), *self.more)
 
+    @cached_property
+    def elements(self) -> dict[str, int]:
+        """Name of the component of its spans -> number of input elements of its items."""
+        found: Counter[str] = Counter()
+        for span in self.spans:
+            found[span.component] += span.item.num_elements
+        return dict(found)
+
     @property
     def is_alone(self) -> bool:
         """Whether the sample must be the only one in its pack."""
@@ -126,7 +141,7 @@ class Rejected:
         source: name of the source by which metrics are split.
         reason: why it was rejected.
         index: position in the global data order.
-        is_overlong: whether it is a valid sample that is longer than a pack.
+        is_overlong: whether it is a valid sample that is larger than a pack.
     """
 
     id: str

@@ -12,12 +12,12 @@ import torch
 
 from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.data.loading.loader import StepLoader, first_samples, require_usable
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.unread_media import require_shown
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
-from omnitrain.models.components.contract import Contract
 from omnitrain.models.hf.load import config_at
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
@@ -81,11 +81,18 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         opened[kind] = problems.attempt(functools.partial(open_sources, sources)) or []
         if runs:
-            cut = kind == "train" and built[0].runner.contract.without_tails
-            problems += _check_rows(kind, opened[kind], built[1], recipe.data.pack_tokens, cut)
+            of_train = kind == "train"
+            cut = of_train and built[0].runner.contract.without_tails
+            elements = recipe.data.pack_elements if of_train else {}
+            overlong = recipe.data.overlong_of_sources() if of_train else None
+            limits = functools.partial(PackBudget, recipe.data.pack_tokens, elements, built[0].media_names)
+            if (budget := problems.attempt(limits)) is not None:
+                firsts = first_samples(opened[kind], built[1], budget, overlong, without_tails=cut)
+                problems += _check_rows(kind, firsts)
+            problems.attempt(functools.partial(require_usable, opened[kind], built[1]))
     if runs and opened["train"]:
         problems.attempt(lambda: require_shown(opened["train"], opened["heldout"], built[1], spared(recipe, built[0])))
-        problems.attempt(lambda: _require_targets(recipe, opened["train"], built[1], built[0].runner.contract))
+        problems.attempt(lambda: _require_targets(recipe, opened["train"], built[1], built[0]))
     _check_surroundings(recipe, problems)
     return _without_repetitions(problems)
 
@@ -274,7 +281,7 @@ def _require_experts(model: OmniModel, settings: ExpertsBalance) -> None:
     RoutingOfRun(model, settings.record, settings.replay, rank=0)
 
 
-def _require_targets(recipe: Recipe, sources: list[RowSource], processor: OmniProcessor, contract: Contract) -> None:
+def _require_targets(recipe: Recipe, sources: list[RowSource], processor: OmniProcessor, model: OmniModel) -> None:
     """Check that the first steps train something, as the trainer does."""
     steps, data = min(IDLE_STEPS, recipe.train.steps), recipe.data.model_copy(update={"workers": 0})
     loader = StepLoader(
@@ -282,9 +289,10 @@ def _require_targets(recipe: Recipe, sources: list[RowSource], processor: OmniPr
         processor,
         data,
         seed=recipe.train.seed,
-        alone=not contract.packs,
-        without_tails=contract.without_tails,
+        alone=not model.runner.contract.packs,
+        without_tails=model.runner.contract.without_tails,
         slots=recipe.train.micro_batches,
+        media_names=model.media_names,
     )
     # A step takes the oldest sample of its buffer, so these are in the first steps; packing takes longer.
     first = (loader.rows[draw] for draw in islice(loader.order.draws(0), steps))
@@ -300,24 +308,17 @@ def _show_model(model: OmniModel) -> None:
     show_contract(model.runner.contract, in_full=True)
 
 
-def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pack_tokens: int, cut: bool) -> list[str]:
+def _check_rows(kind: str, firsts: list[tuple[str, Sample | Rejected | UserError]]) -> list[str]:
     problems = []
-    for name, sample in first_samples(tables, processor, pack_tokens, without_tails=cut):
+    for name, sample in firsts:
         if isinstance(sample, UserError):
             problems.append(str(sample))
         elif isinstance(sample, Rejected):
-            reason = f" has {sample.reason} (data.pack_tokens)" if sample.is_overlong else f": {sample.reason}"
-            problems.append(f"data.{kind}: row {sample.id!r}{reason}")
+            keys = " (data.pack_tokens, data.overlong)" if sample.is_overlong else ""
+            problems.append(f"data.{kind}: row {sample.id!r}: {sample.reason}{keys}")
         else:
-            length, trained = (
-                sum(len(piece.input_ids) for piece in sample.pieces),
-                sum(map(_num_trained, sample.pieces)),
-            )
+            length, trained = (sum(map(count, sample.pieces)) for count in (len, _num_trained))
             console.print(f"{kind} {name}: the first row has {length} tokens, {trained} of them trained")
-    try:
-        require_usable(tables, processor)
-    except UserError as error:
-        problems += error.problems
     return problems
 
 

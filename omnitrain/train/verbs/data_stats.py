@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omnitrain.data.loading.measure import Measured, Packing, measure, pack_measures
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.sources.rows import open_sources
 from omnitrain.errors import UserError
@@ -37,27 +38,32 @@ def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, ro
     resolved, name = recipe_and_name(recipe, overrides)
     model, processor = model_without_weights(resolved)
     contract, sources = model.runner.contract, open_sources(resolved.data.train)
+    budget = PackBudget(resolved.data.pack_tokens, resolved.data.pack_elements, model.media_names)
     measured: list[Sequence[Measured]] = []
     with Activity(console, "measuring rows") as activity:
-        for source in sources:
+        for source, overlong in zip(sources, resolved.data.overlong_of_sources(), strict=True):
             found: list[Measured] = []
             of_source = measure(
                 source,
                 processor,
                 most=rows,
-                max_tokens=resolved.data.pack_tokens,
+                budget=budget,
+                overlong=overlong,
                 without_tails=contract.without_tails,
             )
             for row in of_source:
                 found.append(row)
                 activity.update(f"measuring {source.name}: {len(found):,} of {min(rows, len(source)):,} rows")
             measured.append(found)
-    return DataStats.of(name, resolved, sources, measured, _packing(resolved, measured, contract))
+    return DataStats.of(name, resolved, sources, measured, _packing(resolved, measured, budget, contract))
 
 
-def _packing(recipe: Recipe, measured: Sequence[Sequence[Measured]], contract: Contract) -> Packing | None:
+def _packing(
+    recipe: Recipe, measured: Sequence[Sequence[Measured]], budget: PackBudget, contract: Contract
+) -> Packing | None:
     """Fill packs as a run does; None: all rows were rejected."""
     if all(isinstance(row, Rejected) for rows in measured for row in rows):
         return None
     packs = min(_MOST_PACKS, recipe.train.steps * recipe.train.micro_batches)
-    return pack_measures(measured, recipe.data, seed=recipe.train.seed, packs=packs, alone=not contract.packs)
+    alone = not contract.packs
+    return pack_measures(measured, recipe.data, budget, seed=recipe.train.seed, packs=packs, alone=alone)

@@ -85,6 +85,7 @@ def loader_of(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> Ste
         alone=not contract.packs,
         without_tails=contract.without_tails,
         slots=recipe.train.micro_batches,
+        media_names=model.media_names,
     )
 
 

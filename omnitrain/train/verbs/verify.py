@@ -114,7 +114,8 @@ def verify_recipe(
         layouts = _USUAL if recipe.parallel == ParallelPlan() else [_OWN_PLAN, *_USUAL]
     parsed = [_parsed(recipe, layout) for layout in layouts]  # first, so that errors in them come before the work
     shapes, processor = build_from_recipe(recipe, "meta")
-    samples = first_usable(build_dataloader(recipe.data, processor, seed=recipe.train.seed), num_samples)
+    loader = build_dataloader(recipe.data, processor, seed=recipe.train.seed, media_names=shapes.media_names)
+    samples = first_usable(loader, num_samples)
     memory = available_memory() if memory is None else memory
     factory = _factory(recipe, shapes, nproc, memory)
     report = verify_model(factory, samples, parsed, nproc=nproc, pool=pool, memory=memory)

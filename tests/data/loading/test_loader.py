@@ -11,6 +11,7 @@ import pytest
 
 from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.loading.slot_rows import SlotRows
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.fill_pack import fill_pack
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
@@ -192,7 +193,7 @@ def test_overlong_samples_are_dropped_or_refused_as_asked(processor: OmniProcess
     first_packs(loader, 5)
     assert list(loader.rejected) == [long.id] and "at most 160" in loader.rejected[long.id].reason
     strict = build_dataloader(settings.model_copy(update={"overlong": "error"}), processor)
-    with pytest.raises(DataError, match=r"raise data\.pack_tokens"):
+    with pytest.raises(DataError, match=r"raise the limit"):
         first_packs(strict, 5)
 
 
@@ -262,7 +263,7 @@ def test_missing_file_and_wrong_column_name_what_is_there(processor: OmniProcess
 
 def test_filling_takes_the_oldest_then_the_longest_that_fit(processor: OmniProcessor) -> None:
     held = tiny_samples(processor, 14)
-    chosen = fill_pack(held, capacity=90)
+    chosen = fill_pack(held, PackBudget(90))
     assert chosen[0] is held[0] and sum(map(len, chosen)) <= 90
     left_out = [s for s in held if s not in chosen]
     assert all(len(s) > 90 - sum(map(len, chosen)) for s in left_out)

@@ -322,7 +322,7 @@ def test_every_share_of_every_pack_is_of_one_rank_and_ranks_differ_by_one_pack_o
 
 def test_rows_ahead_stay_bounded_however_unevenly_slots_take() -> None:
     order = SampleOrder([SourceShare("texts", 60)], seed=3, slots=2)
-    prepared = PreparedRows([texts()], Ready(), max_tokens=None)
+    prepared = PreparedRows([texts()], Ready(), budget=None)
     with SlotRows(prepared, {0: order.draws(0), 1: order.draws(1)}, helpers=1) as rows:
         taken = [rows.take(0).index for _ in range(1500)] + [rows.take(1).index]
         assert taken == [*range(0, 3000, 2), 1]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.fill_pack import fill_pack, pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
@@ -52,7 +53,8 @@ def test_the_sample_is_given_whole_and_alone() -> None:
     heard, text = processor.sample(row("a+what", "A", "more"), without_tail=True), processor.sample(row("hi", "B"), 1)
     assert isinstance(heard, Sample) and len(heard) == len(heard.input_ids)
     assert len(text.without_tail()) < len(text)
-    assert fill_pack([heard, text], 999) == [heard] and fill_pack([text, heard, text], 999) == [text, text]
+    assert fill_pack([heard, text], PackBudget(999)) == [heard]
+    assert fill_pack([text, heard, text], PackBudget(999)) == [text, text]
     assert [pack.info.ids for pack in pack_all([text, heard, text, text], 999)] == [("r",), ("r",), ("r", "r")]
     with pytest.raises(ValueError, match="must be alone"):
         Pack.from_samples([text, heard])

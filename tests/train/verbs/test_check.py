@@ -48,7 +48,7 @@ def test_check_finds_every_problem_without_writing_anything(tmp_path: Path) -> N
 
 def test_check_measures_rows_as_training_does_without_their_tail_and_held_out_ones_whole(tmp_path: Path) -> None:
     problems = "\n".join(check_recipe(load(tiny_recipe(tmp_path, evaluated=True), "data.pack_tokens=1")))
-    too_long = r": row \S+ has (\d+) tokens, but a pack holds at most 1 "
+    too_long = r": row \S+: (\d+) tokens, but a pack holds at most 1 "
     lengths = {kind: [*map(int, re.findall(f"data.{kind}{too_long}", problems))] for kind in ("train", "heldout")}
     assert lengths["train"] == [length - 1 for length in lengths["heldout"]] and len(lengths["train"]) == 7
 

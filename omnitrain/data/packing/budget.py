@@ -1,0 +1,80 @@
+"""``PackBudget``: the most that a pack may hold, in tokens and in what each encoder reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from omnitrain.errors import UserError
+from omnitrain.recipe.suggest import hint
+
+
+class Sized(Protocol):
+    """A sample, or its size."""
+
+    @property
+    def elements(self) -> Mapping[str, int]:
+        """Name of media in a pack -> number of input elements of its items."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class PackBudget:
+    """The most that a pack may hold.
+
+    Attributes:
+        tokens: number of tokens.
+        elements: component -> number of input elements that it reads in a pack. Other components have no limit.
+        media_names: component -> the names that its media have in a pack.
+
+    Raises:
+        UserError: ``elements`` has a component that is not in ``media_names``.
+    """
+
+    tokens: int
+    elements: Mapping[str, int] = field(default_factory=dict)
+    media_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.elements and not self.media_names:
+            raise UserError("data.pack_elements: the media of the encoders are unknown; pass the model's `media_names`")
+        problems = [
+            f"data.pack_elements.{name}: unknown encoder; {hint(name, self.media_names)}"
+            for name in sorted(self.elements.keys() - self.media_names.keys())
+        ]
+        if problems:
+            raise UserError(*problems)
+
+    @cached_property
+    def limits(self) -> tuple[int, ...]:
+        """Tokens, then the elements of each limited component."""
+        return (self.tokens, *self.elements.values())
+
+    @cached_property
+    def _names(self) -> list[Sequence[str]]:
+        return [self.media_names[component] for component in self.elements]
+
+    @cached_property
+    def _none(self) -> tuple[int, ...]:
+        return (0,) * len(self.elements)
+
+    def sizes(self, sample: Sized) -> tuple[int, ...]:
+        """Return how much of each of :attr:`limits` a sample takes."""
+        if not self.elements or not (found := sample.elements):
+            return (len(sample), *self._none)
+        return (len(sample), *[sum(found.get(name, 0) for name in names) for names in self._names])
+
+    def excess(self, sample: Sized) -> str:
+        """Return why the sample alone exceeds the budget; empty: it does not."""
+        if len(sample) > self.tokens:
+            return f"{len(sample)} tokens, but a pack holds at most {self.tokens}"
+        for (component, limit), size in zip(self.elements.items(), self.sizes(sample)[1:], strict=True):
+            if size > limit:
+                return f"{component} reads {size:,} elements, but data.pack_elements allows {limit:,} in a pack"
+        return ""

@@ -1,0 +1,109 @@
+"""Samples that fit into a pack: a row that is too long is rejected, or its conversation split between turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from omnitrain.data.chat.parts import Message, media_parts
+from omnitrain.data.packing.budget import PackBudget
+from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.rows import Row
+from omnitrain.recipe.data import Overlong
+
+_HEAD_ROLES = ("system", "developer")
+
+
+def sample_within(
+    processor: OmniProcessor,
+    row: Row,
+    budget: PackBudget | None,
+    overlong: Overlong = "drop",
+    *,
+    without_tail: bool = False,
+) -> Sample | Rejected:
+    """Return the sample of a row, the first of several, or why it is rejected.
+
+    Args:
+        processor: turns rows into samples.
+        row: the data row.
+        budget: the most that a pack may hold; None: no limit.
+        overlong: what to do with a conversation that exceeds the budget. ``split``: cut it between turns into as few
+            samples as possible, from its begin on. Each has the system message and the media of its own turns.
+        without_tail: see :meth:`Sample.without_tail`.
+
+    Raises:
+        UserError: the model cannot use such rows at all.
+    """
+    sample = _sample(processor, row, budget, without_tail)
+    if overlong == "split" and isinstance(sample, Rejected) and sample.is_overlong:
+        assert budget is not None
+        return _split(processor, row, budget, without_tail)
+    return sample
+
+
+def _sample(processor: OmniProcessor, row: Row, budget: PackBudget | None, without_tail: bool) -> Sample | Rejected:
+    max_tokens = None if budget is None else budget.tokens
+    sample = processor.sample(row, max_tokens=max_tokens, without_tail=without_tail)
+    if isinstance(sample, Sample) and budget is not None and (reason := budget.excess(sample)):
+        return Rejected(row.id, row.source, reason, is_overlong=True)
+    return sample
+
+
+def _split(processor: OmniProcessor, row: Row, budget: PackBudget, without_tail: bool) -> Sample | Rejected:
+    """Return the first piece of a conversation, which has the others; or the reason why it cannot be split."""
+    head, turns = _head_and_turns(row.messages)
+    media = _media_by_message(row)
+
+    def piece(start: int, stop: int) -> Sample | Rejected:
+        indices = [*head, *(index for turn in turns[start:stop] for index in turn)]
+        shown: dict[str, list[Any]] = {}
+        for modality, value in (file for index in indices for file in media[index]):
+            shown.setdefault(modality, []).append(value)
+        part = replace(row, messages=[row.messages[index] for index in indices], media=shown)
+        return _sample(processor, part, budget, without_tail)
+
+    pieces: list[Sample] = []
+    start = 0
+    while start < len(turns):
+        found, fits, too_many = piece(start, start + 1), start + 1, len(turns) + 1
+        if isinstance(found, Rejected):
+            return replace(found, reason=f"turn {start + 1} of {len(turns)} alone: {found.reason}")
+        while too_many - fits > 1:
+            stop = (fits + too_many) // 2
+            longer = piece(start, stop)
+            if isinstance(longer, Sample):
+                found, fits = longer, stop
+            elif longer.is_overlong:
+                too_many = stop
+            else:
+                return longer
+        pieces.append(found)
+        start = fits
+    numbered = [replace(one, piece=number, num_pieces=len(pieces)) for number, one in enumerate(pieces)]
+    return replace(numbered[0], more=tuple(numbered[1:]))
+
+
+def _head_and_turns(messages: Sequence[Message]) -> tuple[list[int], list[list[int]]]:
+    """Return the indices of the system messages at the begin, and of the messages of each turn.
+
+    A turn begins with a user message, or with several.
+    """
+    roles = [message["role"] for message in messages]
+    num_head = next((index for index, role in enumerate(roles) if role not in _HEAD_ROLES), len(roles))
+    turns: list[list[int]] = []
+    for index in range(num_head, len(roles)):
+        if not turns or (roles[index] == "user" and roles[index - 1] != "user"):
+            turns.append([])
+        turns[-1].append(index)
+    return list(range(num_head)), turns
+
+
+def _media_by_message(row: Row) -> list[list[tuple[str, Any]]]:
+    """Return the modality and file of each medium that a message shows, in order."""
+    files = {modality: iter(values) for modality, values in row.media.items()}
+    return [
+        [(part.modality, next(files[part.modality])) for part in media_parts([message])] for message in row.messages
+    ]
