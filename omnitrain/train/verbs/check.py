@@ -317,7 +317,8 @@ def _check_rows(kind: str, firsts: list[tuple[str, Sample | Rejected | UserError
             keys = " (data.pack_tokens, data.overlong)" if sample.is_overlong else ""
             problems.append(f"data.{kind}: row {sample.id!r}: {sample.reason}{keys}")
         else:
-            length, trained = (sum(map(count, sample.pieces)) for count in (len, _num_trained))
+            length = sum(piece.input_ids.size for piece in sample.pieces)
+            trained = sum(map(_num_trained, sample.pieces))
             console.print(f"{kind} {name}: the first row has {length} tokens, {trained} of them trained")
     return problems
 
