@@ -110,13 +110,7 @@ def _produce(make_items: Callable[[], Generator[Any, None, None]], depth: int, o
     try:
         with contextlib.closing(make_items()) as items:
             for item in items:
-                try:
-                    is_read = sender.put(item)
-                except RuntimeError as interruption:
-                    # torch raises anywhere in the main thread if a worker died; the generator knows the cause.
-                    items.throw(interruption)
-                    raise
-                if not is_read:
+                if not sender.put(item):
                     return
     except (UserError, TrainingError) as caught:
         error = caught
@@ -124,9 +118,7 @@ def _produce(make_items: Callable[[], Generator[Any, None, None]], depth: int, o
         error = TrainingError(f"in the data process:\n{traceback.format_exc()}")
     sender.finish(error)
     if error is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # multiprocessing would wait for workers that a dead one blocks; they end with this process
+        sys.exit(1)
 
 
 class _Sender:

@@ -16,7 +16,9 @@ from omnitrain.data.loading.data_process import run_ahead
 from omnitrain.data.loading.order import Order, SampleOrder, SourceShare
 from omnitrain.data.loading.order_v1 import FirstOrder
 from omnitrain.data.loading.packer import SlotPacker
-from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
+from omnitrain.data.loading.prepared_rows import PreparedRows
+from omnitrain.data.loading.row_processes import prepare_some
+from omnitrain.data.loading.slot_rows import SlotRows
 from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
 from omnitrain.data.packing.fill_pack import balanced_shares
 from omnitrain.data.packing.pack import Pack
@@ -80,8 +82,14 @@ class _Steps:
             )
             for slot, state in self.slots.items()
         }
+        late = {
+            slot: {self.order.draw(row.index, state.begun)[1:]: row for row in state.late}
+            for slot, state in self.slots.items()
+        }
+        # A row that hangs must not take the process with it that packs.
+        helpers, is_ahead = max(self.data.workers - 1, int(self.rows.may_hang)), self.data.workers > 0
         context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
-        with context, SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1)) as rows:
+        with context, SlotRows(self.rows, draws, helpers, is_ahead=is_ahead, late=late) as rows:
             packers = [
                 SlotPacker(self.data, self.order, rows, slot, state, self.alone) for slot, state in self.slots.items()
             ]
@@ -210,7 +218,7 @@ def _tokens_per_draw(sources: Sequence[RowSource], data: Data, rows: PreparedRow
     means = []
     for number, share in enumerate(_shares(sources, data, [1.0] * len(sources))):
         first = share.rows(np.arange(min(_MEASURED_ROWS, share.length)), seed).tolist()
-        drawn = [rows[0, number, row] for row in first]
+        drawn = prepare_some(rows, [(i, number, row) for i, row in enumerate(first)])
         if mistake := next((one for one in drawn if isinstance(one, UserError)), None):
             raise mistake
         tokens = sum(len(piece) for one in drawn if isinstance(one, Sample) for piece in one.pieces)
@@ -231,8 +239,9 @@ def first_samples(
     This shows quickly whether a model can use the data.
     """
     rows = PreparedRows(sources, processor, max_tokens=None)
-    groups = ((s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items())
-    return [(name, rows[0, s, group[0]]) for s, name, group in groups]
+    groups = [(s, name, group[0]) for s, table in enumerate(sources) for name, group in table.by_source().items()]
+    prepared = prepare_some(rows, [(i, s, row) for i, (s, _, row) in enumerate(groups)])
+    return [(name, row) for (_, name, _), row in zip(groups, prepared, strict=True)]
 
 
 def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
@@ -244,7 +253,8 @@ def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> No
         UserError: the model cannot use the data; the message has one line per problem.
     """
     rows = PreparedRows(sources, processor, max_tokens=None)
-    tried = [rows[0, s, position] for s, table in enumerate(sources) for position in table.first_of_each_kind()]
+    firsts = [(s, position) for s, table in enumerate(sources) for position in table.first_of_each_kind()]
+    tried = prepare_some(rows, [(i, s, position) for i, (s, position) in enumerate(firsts)])
     problems = dict.fromkeys(str(result) for result in tried if isinstance(result, UserError))
     if problems:
         raise UserError(*problems)

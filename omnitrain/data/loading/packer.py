@@ -63,6 +63,7 @@ class SlotPacker(Generic[Held]):
         self._failed: set[tuple[int, int]] = set()  # source and row of each of them
         self._rejected: list[Rejected] = []  # since the last take_rejected()
         self._num_rejected = Counter(state.rejected)  # by source, each row once
+        self._late = {order.draw(row.index, state.begun)[1:]: row for row in state.late}  # by source and row
 
     @property
     def state(self) -> SlotState:
@@ -78,6 +79,7 @@ class SlotPacker(Generic[Held]):
             held_pieces=pieces,
             num_packs=self._num_packs,
             begun=self._begun,
+            late=tuple(self._late.values()),
         )
 
     def choose(self) -> list[Held]:
@@ -136,9 +138,14 @@ class SlotPacker(Generic[Held]):
         if self._data.overlong == "error" and drawn.is_overlong:
             raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")
         self._rejected.append(drawn)
-        if self._order.is_first(drawn.index, self._begun):
+        place = self._order.draw(drawn.index, self._begun)[1:]
+        is_new = self._order.is_first(drawn.index, self._begun)
+        if drawn.is_late:  # in an earlier epoch it may have been ready in time
+            is_new = place not in self._late
+            self._late.setdefault(place, drawn)
+        if is_new:
             self._num_rejected[drawn.source] += 1
         self._failures += 1
-        self._failed.add(self._order.draw(drawn.index, self._begun)[1:])
+        self._failed.add(place)
         if self._failures >= _MAX_FAILURES or len(self._failed) == sum(self._order.lengths):
             raise DataError(f"all of {self._failures} rows were rejected; the last, {drawn.id!r}: {drawn.reason}")

@@ -127,6 +127,7 @@ class Rejected:
         reason: why it was rejected.
         index: position in the global data order.
         is_overlong: whether it is a valid sample that is longer than a pack.
+        is_late: whether it missed its deadline; then it is rejected whenever it is drawn again.
     """
 
     id: str
@@ -134,3 +135,4 @@ class Rejected:
     reason: str
     index: int = 0
     is_overlong: bool = False
+    is_late: bool = False

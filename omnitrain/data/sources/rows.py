@@ -118,7 +118,7 @@ class RowSource(Sequence[Row]):
             DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
         """
         files, self._folder = files_of(source)
-        self._reader = FileReader(source.read_seconds)
+        self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
         self._table = open_table(source, files, self._reader, copy_parquet=copy_parquet)
         self._length = min(len(self._table), source.limit or len(self._table))
         if not self._length:
