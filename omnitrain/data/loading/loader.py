@@ -18,6 +18,7 @@ from omnitrain.data.loading.order_v1 import FirstOrder
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.prepared_rows import PreparedRows
 from omnitrain.data.loading.row_processes import prepare_some
+from omnitrain.data.loading.same_samples import PackedStep, SameSamples, Swap
 from omnitrain.data.loading.slot_rows import SlotRows
 from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
 from omnitrain.data.packing.fill_pack import balanced_shares
@@ -57,6 +58,7 @@ class _Steps:
         alone: make packs of one sample.
         idle: sample to use if the rank's share of a pack is empty.
         then: makes the step from the packs. None: the packs are the step. A context manager is entered.
+        same: the ranks that hold the same samples, if one of them prepares these for all; None: each for itself.
     """
 
     data: Data
@@ -67,14 +69,27 @@ class _Steps:
     alone: bool
     idle: Sample | None
     then: Callable[[Packs], Any] | None
+    same: SameSamples | None
 
     def make(self) -> Generator[_LoadedStep, None, None]:
         """Yield steps without end. One of ``data.workers`` processes runs this; the others prepare rows for it.
 
         Raises:
             UserError: the model cannot use the data.
-            TrainingError: a process that prepares rows was killed.
+            TrainingError: a process that prepares rows was killed, or another rank failed.
         """
+        context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
+        with context, contextlib.closing(self._packed()) as own:
+            steps: Generator[PackedStep, None, None] = own
+            if self.same is not None:
+                is_first = self.same.first(self.same.rank) == self.same.rank
+                steps = self.same.send(own) if is_first else self.same.receive()
+            for step in steps:
+                (packs,) = step.shares
+                yield _LoadedStep(self.then(packs) if self.then else packs, step.slots, step.rejected)
+
+    def _packed(self) -> Generator[PackedStep, None, None]:
+        """Prepare rows and pack them. Without ``same``, steps have the share of this rank only."""
         draws = {
             slot: chain(
                 [self.order.draw(index, state.begun) for index in state.held],
@@ -88,19 +103,20 @@ class _Steps:
         }
         # A row that hangs must not take the process with it that packs.
         helpers, is_ahead = max(self.data.workers - 1, int(self.rows.may_hang)), self.data.workers > 0
-        context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
-        with context, SlotRows(self.rows, draws, helpers, is_ahead=is_ahead, late=late) as rows:
+        with SlotRows(self.rows, draws, helpers, is_ahead=is_ahead, late=late) as rows:
             packers = [
                 SlotPacker(self.data, self.order, rows, slot, state, self.alone) for slot, state in self.slots.items()
             ]
-            num_shares, share = self.share.num_shares, self.share.share
-            minimal = [] if self.idle is None else [self.idle]
+            num_shares, minimal = self.share.num_shares, [] if self.idle is None else [self.idle]
+            wanted = [self.share.share] if self.same is None else range(num_shares)
             while True:
-                shares = [balanced_shares(packer.choose(), num_shares)[share] for packer in packers]
-                packs = tuple(Pack.from_samples(samples or minimal) for samples in shares)
+                of_slots = [balanced_shares(packer.choose(), num_shares) for packer in packers]
+                shares = tuple(
+                    tuple(Pack.from_samples(of_slot[share] or minimal) for of_slot in of_slots) for share in wanted
+                )
                 slots = {slot: packer.state for slot, packer in zip(self.slots, packers, strict=True)}
                 rejected = tuple(row for packer in packers for row in packer.take_rejected())
-                yield _LoadedStep(self.then(packs) if self.then else packs, slots, rejected)
+                yield PackedStep(shares, slots, rejected)
 
 
 class StepLoader:
@@ -113,7 +129,8 @@ class StepLoader:
         sources: the open data sets.
         order: order of their rows.
         rows: prepares the rows.
-        rejected: id -> row that this rank has skipped so far, after those of the state from which it continues.
+        rejected: id -> row that this rank has skipped so far, after those of the state from which it continues. Of
+            ranks that hold the same samples, the one that prepares them has these rows.
     """
 
     def __init__(
@@ -132,6 +149,7 @@ class StepLoader:
         idle: Sample | None = None,
         then: Callable[[Packs], Any] | None = None,
         peers: Peers = SINGLE_PROCESS,
+        swap: Swap | None = None,
     ) -> None:
         """See :func:`build_dataloader`."""
         share, start = share_of_rank(rank, ranks, slots), state or LoaderState()
@@ -149,8 +167,9 @@ class StepLoader:
         self.order = order_of(sources, data, seed, slots, self._start)
         self.rejected = {row.id: row for row in start.rejected}
         self._listed = tuple(self.rejected.values())
+        same = None if swap is None else SameSamples.of(peers.gather(rank), ranks, slots, peers.rank, swap)
         slot_states = {slot: start.of_slot(slot) for slot in share.slots}
-        self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, idle, then)
+        self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, idle, then, same)
 
     def state(self) -> LoaderState:
         """Return the states of this rank's slots after the last step; see ``slots.merge_states``."""
@@ -274,6 +293,7 @@ def build_dataloader(
     idle: Sample | None = None,
     then: Callable[[Packs], Any] | None = None,
     peers: Peers = SINGLE_PROCESS,
+    swap: Swap | None = None,
 ) -> StepLoader:
     """Build the loader of a recipe's optimizer steps, or of one rank's share of them.
 
@@ -299,6 +319,9 @@ def build_dataloader(
             default a step is the tuple of packs. If it is a context manager, it is entered before the first row is read
             and exited at the end, also after an error.
         peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens`` needs.
+        swap: sends a parcel to the data process of each of ``peers`` and returns those that they sent
+            (:meth:`DataProcessGroup.swap`). One of the ranks that hold the same samples then prepares them for all.
+            None: each rank prepares its own.
 
     Raises:
         DataError: a data set is missing, empty, or lacks a column.
@@ -318,4 +341,5 @@ def build_dataloader(
         idle=idle,
         then=then,
         peers=peers,
+        swap=swap,
     )
