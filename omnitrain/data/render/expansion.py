@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, processing_utils
+from transformers import BatchEncoding, PreTrainedTokenizerBase, ProcessorMixin, processing_utils
 
 from omnitrain.data.packing.sample import Features
 from omnitrain.data.sources.media import costing_one_row, decode_audio, decode_clip, decode_image, decode_soundtrack
@@ -16,6 +16,7 @@ from omnitrain.errors import UserError
 
 # Names of per-token arguments that processors make, in addition to the outputs of their tokenizer.
 _PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
+_KEPT_TEXTS = 128
 _MAX_DROPPED_SECONDS = 0.1  # the end of a clip that fills no whole frame is at most this long
 _ARGUMENT = {"image": "images", "audio": "audio", "video": "videos"}
 
@@ -84,6 +85,7 @@ class MediaExpander:
         self._processor, self.name = processor, type(processor).__name__
         self._arguments = {**arguments, "return_tensors": "pt"}
         self._audio_in_video, self._max_frames = audio_in_video, max_frames
+        self._kept: dict[str, BatchEncoding] = {}
         self.tokens = shown_by(processor, modalities)
         if missing := sorted(modalities - self.tokens.keys()):
             raise UserError(
@@ -162,7 +164,7 @@ class MediaExpander:
         if "audio" in arguments:
             arguments["sampling_rate"] = self._sampling_rate
         bos = self._processor.tokenizer.bos_token
-        with _recorded(self._processor) as recorder:
+        with _recorded(self._processor, self._kept) as recorder:
             output = self._processor(
                 text=[text], **arguments, **self._arguments, add_special_tokens=not (bos and text.startswith(bos))
             )
@@ -221,27 +223,34 @@ def shown_by(processor: Any, modalities: Collection[str]) -> dict[str, str]:
 
 
 class _Recorder:
-    """A tokenizer that records its input: the text with every medium expanded."""
+    """A tokenizer that records its input: the text with every medium expanded.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    Media of the same size have the same text, so the tokens of some texts are kept.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kept: dict[str, BatchEncoding]) -> None:
+        self._tokenizer, self._kept = tokenizer, kept
         self.text = ""
         self.returned: set[str] = set()
 
     def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-        output = self._tokenizer(text, *args, **kwargs)
+        key = repr((text, args, kwargs))
+        if (output := self._kept.get(key)) is None:
+            output = self._tokenizer(text, *args, **kwargs)
+            if len(self._kept) < _KEPT_TEXTS:
+                self._kept[key] = output
         self.text = text if isinstance(text, str) else text[0]
         self.returned = set(output)
-        return output
+        return BatchEncoding(dict(output), output.encodings)  # the processor may add to it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
 
 @contextmanager
-def _recorded(processor: ProcessorMixin) -> Iterator[_Recorder]:
+def _recorded(processor: ProcessorMixin, kept: dict[str, BatchEncoding]) -> Iterator[_Recorder]:
     tokenizer = processor.tokenizer
-    processor.tokenizer = recorder = _Recorder(tokenizer)
+    processor.tokenizer = recorder = _Recorder(tokenizer, kept)
     try:
         yield recorder
     finally:
