@@ -97,13 +97,13 @@ class _Steps:
             )
             for slot, state in self.slots.items()
         }
-        late = {
-            slot: {self.order.draw(row.index, state.begun)[1:]: row for row in state.late}
+        fatal = {
+            slot: {self.order.draw(row.index, state.begun)[1:]: row for row in state.fatal}
             for slot, state in self.slots.items()
         }
         # A row that hangs must not take the process with it that packs.
         helpers, is_ahead = max(self.data.workers - 1, int(self.rows.may_hang)), self.data.workers > 0
-        with SlotRows(self.rows, draws, helpers, is_ahead=is_ahead, late=late) as rows:
+        with SlotRows(self.rows, draws, helpers, is_ahead=is_ahead, fatal=fatal) as rows:
             packers = [
                 SlotPacker(self.data, self.order, rows, slot, state, self.alone) for slot, state in self.slots.items()
             ]

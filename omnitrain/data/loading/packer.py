@@ -63,7 +63,7 @@ class SlotPacker(Generic[Held]):
         self._failed: set[tuple[int, int]] = set()  # source and row of each of them
         self._rejected: list[Rejected] = []  # since the last take_rejected()
         self._num_rejected = Counter(state.rejected)  # by source, each row once
-        self._late = {order.draw(row.index, state.begun)[1:]: row for row in state.late}  # by source and row
+        self._fatal = {order.draw(row.index, state.begun)[1:]: row for row in state.fatal}  # by source and row
 
     @property
     def state(self) -> SlotState:
@@ -79,7 +79,7 @@ class SlotPacker(Generic[Held]):
             held_pieces=pieces,
             num_packs=self._num_packs,
             begun=self._begun,
-            late=tuple(self._late.values()),
+            fatal=tuple(self._fatal.values()),
         )
 
     def choose(self) -> list[Held]:
@@ -140,9 +140,9 @@ class SlotPacker(Generic[Held]):
         self._rejected.append(drawn)
         place = self._order.draw(drawn.index, self._begun)[1:]
         is_new = self._order.is_first(drawn.index, self._begun)
-        if drawn.is_late:  # in an earlier epoch it may have been ready in time
-            is_new = place not in self._late
-            self._late.setdefault(place, drawn)
+        if drawn.is_fatal:  # in an earlier epoch it may have been ready in time
+            is_new = place not in self._fatal
+            self._fatal.setdefault(place, drawn)
         if is_new:
             self._num_rejected[drawn.source] += 1
         self._failures += 1

@@ -1,7 +1,7 @@
 """Prepare data rows in processes of their own. A row that misses its deadline ends its process, which starts anew.
 
 A decoder that hangs in C code cannot be interrupted by Python. So the kernel ends the process: no signal handler is
-set for the timer that runs while a row is prepared.
+set for the timer that runs while a row is prepared. A decoder that crashes costs its row, too.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from omnitrain.errors import TrainingError
 _MESSAGE_SECONDS = 0.01  # rows that are prepared within this time travel together
 _NAME_CHARACTERS = 1000  # of the id and the source of a row that missed its deadline
 _CURRENT_BYTES = 1 << 14  # two names, in which a character takes up to 6 bytes
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class _RowProcess:
         send(self.connection, encode([request.draw for request in requests]))
 
     def receive(self) -> None:
-        """Receive some rows, or find that a row missed its deadline.
+        """Receive some rows, or find that a row ended the process.
 
         Raises:
             TrainingError: the process was killed, or a row raised an error that is no reason to reject it.
@@ -92,7 +93,7 @@ class _RowProcess:
         try:
             rows = receive(self.connection)
         except (EOFError, ConnectionError):
-            self._reject_late_row()
+            self._reject_current_row()
             return
         for row in rows:
             if isinstance(row, _Failed):
@@ -100,20 +101,24 @@ class _RowProcess:
             request = self.unanswered.popleft()
             request.batch.put(request.place, row)
 
-    def _reject_late_row(self) -> None:
+    def _reject_current_row(self) -> None:
+        """Reject the row over which the process ended, and start it anew for the others."""
         self.end()
-        if self._process.exitcode != -signal.SIGALRM:
-            raise TrainingError(
-                f"a process that prepares rows ended with exit code {self._process.exitcode} (out of memory?)"
-            )
+        code = self._process.exitcode or 0
+        if -code not in (signal.SIGALRM, *_CRASHES):
+            raise TrainingError(f"a process that prepares rows ended with exit code {code} (out of memory?)")
         index, *names = json.loads(self._current.value)
-        late = next(request for request in self.unanswered if request.draw[0] == index)
-        self.unanswered.remove(late)
-        _, source, row = late.draw
+        _, source, row = next(request.draw for request in self.unanswered if request.draw[0] == index)
+        if -code == signal.SIGALRM:
+            reason = f"not ready within {self._rows.seconds(source):g} s (sample_seconds)"
+        else:
+            reason = f"its decoder crashed ({signal.Signals(-code).name})"
         name = getattr(self._rows.sources[source], "name", str(source))
-        id_, source_name = names or (f"{name}[{row}]", name)
-        reason = f"not ready within {self._rows.seconds(source):g} s (sample_seconds)"
-        late.batch.put(late.place, Rejected(id_, source_name, reason, index, is_late=True))
+        id_, of_source = names or (f"{name}[{row}]", name)
+        same = [request for request in self.unanswered if request.draw[1:] == (source, row)]  # also of later epochs
+        for request in same:
+            self.unanswered.remove(request)
+            request.batch.put(request.place, Rejected(id_, of_source, reason, request.draw[0], is_fatal=True))
         self._start()
 
     def end(self) -> None:

@@ -16,7 +16,7 @@ from omnitrain.errors import UserError
 _ROWS_PER_MESSAGE = 8  # rows that a helper is asked for at a time
 _MESSAGES_AHEAD = 4  # most messages that a helper prepares ahead; few, because rows with video are large
 
-Late = Mapping[tuple[int, int], Rejected]  # source and row -> why
+Fatal = Mapping[tuple[int, int], Rejected]  # source and row -> why
 
 
 class SlotRows:
@@ -25,7 +25,8 @@ class SlotRows:
     Without helpers a row is prepared when it is taken. With helpers, rows are requested ahead, always for the slot with
     the fewest rows ahead, so the number of waiting rows stays bounded.
 
-    A row that missed its deadline once is rejected whenever the slot draws it, even if it would be ready in time now.
+    A row that missed its deadline once, or crashed a decoder, is rejected whenever the slot draws it, even if it would
+    be ready in time now.
 
     Use it in a ``with`` block, which ends the helpers.
     """
@@ -37,7 +38,7 @@ class SlotRows:
         helpers: int,
         *,
         is_ahead: bool = True,
-        late: Mapping[int, Late] | None = None,
+        fatal: Mapping[int, Fatal] | None = None,
     ) -> None:
         """Prepare ``rows`` for ``draws``.
 
@@ -46,10 +47,10 @@ class SlotRows:
             draws: slot -> its draws.
             helpers: number of processes that prepare rows.
             is_ahead: whether helpers prepare rows before they are taken.
-            late: slot -> the rows that missed their deadline before.
+            fatal: slot -> the rows that missed their deadline, or crashed a decoder, before.
         """
         self._rows, self._draws, self._helpers, self._is_ahead = rows, dict(draws), helpers, is_ahead and helpers > 0
-        self._late = {slot: dict((late or {}).get(slot, {})) for slot in draws}
+        self._fatal = {slot: dict((fatal or {}).get(slot, {})) for slot in draws}
         self._ready: dict[int, deque[tuple[Draw, Prepared]]] = {slot: deque() for slot in draws}
         self._ahead = dict.fromkeys(draws, 0)  # rows requested and not taken yet
         self._batch_size = _ROWS_PER_MESSAGE if self._is_ahead else 1
@@ -79,10 +80,10 @@ class SlotRows:
         (index, *place), row = self._ready[slot].popleft()
         if isinstance(row, UserError):
             raise row
-        late, key = self._late[slot], (place[0], place[1])
-        if isinstance(row, Rejected) and row.is_late:
-            late.setdefault(key, row)
-        return dataclasses.replace(late[key], index=index) if key in late else row
+        fatal, key = self._fatal[slot], (place[0], place[1])
+        if isinstance(row, Rejected) and row.is_fatal:
+            fatal.setdefault(key, row)
+        return dataclasses.replace(fatal[key], index=index) if key in fatal else row
 
     def redirect(self, slot: int, draws: Iterator[Draw]) -> None:
         """Go on with other draws of a slot. Its rows that wait are dropped."""
@@ -106,7 +107,7 @@ class SlotRows:
                 self._ended.add(slot)
             self._ahead[slot] += self._batch_size
             self._requested.append((slot, self._draws[slot], batch))
-            yield [self._late[slot].get(draw[1:], draw) for draw in batch]
+            yield [self._fatal[slot].get(draw[1:], draw) for draw in batch]
 
     def _prepare(self) -> Generator[list[Prepared], None, None]:
         """Yield batches of prepared rows, in the order of the requests."""

@@ -57,7 +57,7 @@ class SlotState:
         held_pieces: index in ``held`` -> pieces of its row that were not packed yet. Only rows with several pieces.
         num_packs: packs made so far, which is the number of steps.
         begun: index at which the slot began the second and each later stage.
-        late: rows that missed their deadline, which the slot rejects whenever it draws them.
+        fatal: rows that missed their deadline or crashed a decoder, which the slot rejects whenever it draws them.
     """
 
     next_index: int
@@ -66,12 +66,12 @@ class SlotState:
     held_pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     num_packs: int = 0
     begun: tuple[int, ...] = ()
-    late: tuple[Rejected, ...] = ()
+    fatal: tuple[Rejected, ...] = ()
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
         """Return the state that ``asdict`` turned into ``saved``."""
-        return cls(**(dict(saved) | {"late": tuple(Rejected(**row) for row in saved.get("late", ()))}))
+        return cls(**(dict(saved) | {"fatal": tuple(Rejected(**row) for row in saved.get("fatal", ()))}))
 
 
 @dataclass(frozen=True)

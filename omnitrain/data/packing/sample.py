@@ -127,7 +127,8 @@ class Rejected:
         reason: why it was rejected.
         index: position in the global data order.
         is_overlong: whether it is a valid sample that is longer than a pack.
-        is_late: whether it missed its deadline; then it is rejected whenever it is drawn again.
+        is_fatal: whether it ended the process that prepared it: it missed its deadline, or a decoder crashed. It is
+            then rejected whenever it is drawn again, without another try.
     """
 
     id: str
@@ -135,4 +136,4 @@ class Rejected:
     reason: str
     index: int = 0
     is_overlong: bool = False
-    is_late: bool = False
+    is_fatal: bool = False

@@ -11,7 +11,14 @@ import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase, ProcessorMixin, processing_utils
 
 from omnitrain.data.packing.sample import Features
-from omnitrain.data.sources.media import costing_one_row, decode_audio, decode_clip, decode_image, decode_soundtrack
+from omnitrain.data.sources.media import (
+    MediaFile,
+    costing_one_row,
+    decode_audio,
+    decode_clip,
+    decode_image,
+    decode_soundtrack,
+)
 from omnitrain.errors import UserError
 
 # Names of per-token arguments that processors make, in addition to the outputs of their tokenizer.
@@ -95,18 +102,18 @@ class MediaExpander:
         if audio_in_video and _sound_arguments(processor) is None:
             raise UserError(f"data.audio_in_video: {self.name} cannot read videos with their sound; remove the setting")
 
-    def decode(self, modality: str, data: bytes) -> Medium:
+    def decode(self, modality: str, file: MediaFile) -> Medium:
         """Decode the medium of an encoded file.
 
         Raises:
             ValueError: the medium is damaged.
         """
         if modality == "image":
-            return Medium("image", decode_image(data))
+            return Medium("image", decode_image(file))
         if modality == "audio":
-            return Medium("audio", decode_audio(data).resampled(self._sampling_rate).samples)
-        clip = decode_clip(data, self._max_frames)
-        track = decode_soundtrack(data) if self._audio_in_video else None
+            return Medium("audio", decode_audio(file).resampled(self._sampling_rate).samples)
+        clip = decode_clip(file, self._max_frames)
+        track = decode_soundtrack(file) if self._audio_in_video else None
         sound = track.resampled(self._sampling_rate).samples if track is not None else None
         return Medium("video", np.stack([np.asarray(frame) for frame in clip.frames]), clip.rate, sound)
 
