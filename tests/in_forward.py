@@ -18,7 +18,7 @@ from transformers.models.phi4_multimodal.processing_phi4_multimodal import Phi4M
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
-from omnitrain.data.sources.media import decode_audio
+from omnitrain.data.sources.media import MediaFile, decode_audio
 from omnitrain.data.sources.rows import Row
 from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
@@ -130,7 +130,7 @@ def samples(family: str, processor: OmniProcessor) -> list[Sample]:
 def arguments(processor: ProcessorMixin, conversation: Row, *, is_prompt: bool = False) -> dict[str, Tensor]:
     """What transformers makes of a conversation in one call."""
     images = iter([Image.open(io.BytesIO(data)) for data in conversation.media["image"]])
-    clips = iter([decode_audio(data).resampled(16_000).samples for data in conversation.media["audio"]])
+    clips = iter([decode_audio(MediaFile.of(data)).resampled(16_000).samples for data in conversation.media["audio"]])
     waiting = {"image": images, "audio": clips}
 
     def shown(p: dict[str, Any]) -> dict[str, Any]:

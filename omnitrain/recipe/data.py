@@ -88,6 +88,12 @@ class DataSource(Strict):
         description="Seconds in which a file, or a part of it, must arrive from a URL, all tries together. A row that "
         "misses them is skipped.",
     )
+    sample_seconds: float | None = Field(
+        120.0,
+        gt=0,
+        description="Seconds in which a row must become a sample: its media read, decoded and prepared. A row that "
+        "misses them is skipped for the rest of the run. null: no limit.",
+    )
     weight: float = Field(
         1.0,
         ge=0,
@@ -224,7 +230,7 @@ class Data(Strict):
         1,
         ge=0,
         description="Background processes: one makes packs, the others prepare rows for it. A single process does "
-        "both.",
+        "both, except for rows with media, which one more process prepares (`sample_seconds`).",
     )
 
     def idle(self) -> Iterator[Idle]:

@@ -44,7 +44,7 @@ def open_data(
         UserError: a data set cannot be read, the model cannot use a first row, no message shows some media, or a
             component gets no training data.
     """
-    contract = model.runner.contract
+    contract, planner = model.runner.contract, step_planner(model, ranks.rendezvous, measured)
     loader = build_dataloader(
         recipe.data,
         processor,
@@ -56,12 +56,13 @@ def open_data(
         rank=ranks.data_rank,
         ranks=ranks.data_size,
         idle=idle_prompt(model),
-        then=step_planner(model, ranks.rendezvous, measured),
+        then=planner,
         peers=ranks.peers,
         media_names=model.media_names,
+        swap=planner.peers.swap,
     )
     heldout = open_sources(recipe.data.heldout)
-    require_usable([*loader.sources, *heldout], processor)
+    ranks.first(lambda: require_usable([*loader.sources, *heldout], processor))
     require_shown(loader.sources, heldout, processor, spared(recipe, model))
     return loader, heldout
 

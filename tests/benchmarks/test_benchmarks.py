@@ -30,6 +30,7 @@ SIZES = {
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
     "packing": ["--rounds=1", "--samples=1000"],
     "data_start": ["--rounds=1", "--lines=2000", "--megabytes=2"],
+    "media_throughput": ["--rounds=1", "--samples=64"],
     "load": ["--rounds=1", "--width=64"],
     "checkpoint": ["--rounds=1", "--width=64", "--steps=1"],
     "loss": ["--rounds=1", "--tokens=512", "--classes=20000", "--hidden=32"],

@@ -15,7 +15,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render import expansion
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
-from omnitrain.data.sources.media import Waveform, decode_audio, decode_clip
+from omnitrain.data.sources.media import MediaFile, Waveform, decode_audio, decode_clip
 from omnitrain.data.sources.rows import Row
 from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
@@ -58,8 +58,8 @@ def conversation(*shown: str) -> Row:
 def by_transformers(processor: ProcessorMixin, row: Row) -> dict[str, Any]:
     """The processor's own output for the whole conversation, videos mixed with their sound."""
     asked = [p["type"] for p in row.messages[0]["content"]]
-    clips = [decode_clip(data, 99) for data in row.media["video"]]
-    own = iter([decode_audio(data).resampled(16_000).samples for data in row.media["audio"]])
+    clips = [decode_clip(MediaFile.of(data), 99) for data in row.media["video"]]
+    own = iter([decode_audio(MediaFile.of(data)).resampled(16_000).samples for data in row.media["audio"]])
     heard = [next(own) if kind == "audio" else SOUND.samples for kind in asked if kind != "text"]
     videos = iter(range(len(clips)))
     sources = [None if kind == "audio" else next(videos) for kind in asked if kind != "text"]

@@ -117,6 +117,7 @@ STANDS: dict[str, Always | Idle] = {
     "DataSource.revision": idle("files, which have no revisions", "data.train.0.revision=v2"),
     "DataSource.copy_parquet": idle("the files are no parquet files", "data.train.0.copy_parquet=true", base="text"),
     "DataSource.read_seconds": idle("neither the files nor `media_folder` are a URL", "data.train.0.read_seconds=5"),
+    "DataSource.sample_seconds": Always("a row may take too long"),
     "Columns.text": idle(
         "`text` is set, so no messages are read", "data.train.0.columns={text: a}", "data.train.0.columns.messages=b"
     ),

@@ -17,7 +17,10 @@ from omnitrain.data.loading.dataset_loader import Collate, DatasetLoader, MapDat
 from omnitrain.data.loading.order import Order, SampleOrder, SourceShare
 from omnitrain.data.loading.order_v1 import FirstOrder
 from omnitrain.data.loading.packer import SlotPacker
-from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
+from omnitrain.data.loading.prepared_rows import PreparedRows
+from omnitrain.data.loading.row_processes import prepare_some
+from omnitrain.data.loading.same_samples import PackedStep, SameSamples, Swap
+from omnitrain.data.loading.slot_rows import SlotRows
 from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.fill_pack import balanced_shares
@@ -59,6 +62,7 @@ class _Steps:
         budget: the most that a pack may hold.
         idle: sample to use if the rank's share of a pack is empty.
         then: makes the step from the packs. None: the packs are the step. A context manager is entered.
+        same: the ranks that hold the same samples, if one of them prepares these for all; None: each for itself.
     """
 
     data: Data
@@ -70,14 +74,27 @@ class _Steps:
     budget: PackBudget
     idle: Sample | None
     then: Callable[[Packs], Any] | None
+    same: SameSamples | None
 
     def make(self) -> Generator[_LoadedStep, None, None]:
         """Yield steps without end. One of ``data.workers`` processes runs this; the others prepare rows for it.
 
         Raises:
             UserError: the model cannot use the data.
-            TrainingError: a process that prepares rows was killed.
+            TrainingError: a process that prepares rows was killed, or another rank failed.
         """
+        context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
+        with context, contextlib.closing(self._packed()) as own:
+            steps: Generator[PackedStep, None, None] = own
+            if self.same is not None:
+                is_first = self.same.first(self.same.rank) == self.same.rank
+                steps = self.same.send(own) if is_first else self.same.receive()
+            for step in steps:
+                (packs,) = step.shares
+                yield _LoadedStep(self.then(packs) if self.then else packs, step.slots, step.rejected)
+
+    def _packed(self) -> Generator[PackedStep, None, None]:
+        """Prepare rows and pack them. Without ``same``, steps have the share of this rank only."""
         draws = {
             slot: chain(
                 [self.order.draw(index, state.begun) for index in state.held],
@@ -85,20 +102,27 @@ class _Steps:
             )
             for slot, state in self.slots.items()
         }
-        context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
-        with context, SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1)) as rows:
+        fatal = {
+            slot: {self.order.draw(row.index, state.begun)[1:]: row for row in state.fatal}
+            for slot, state in self.slots.items()
+        }
+        # A row that hangs must not take the process with it that packs.
+        helpers, is_ahead = max(self.data.workers - 1, int(self.rows.may_hang)), self.data.workers > 0
+        with SlotRows(self.rows, draws, helpers, is_ahead=is_ahead, fatal=fatal) as rows:
             packers = [
                 SlotPacker(self.data, self.order, rows, slot, state, self.alone, self.budget)
                 for slot, state in self.slots.items()
             ]
-            num_shares, share = self.share.num_shares, self.share.share
-            minimal = [] if self.idle is None else [self.idle]
+            num_shares, minimal = self.share.num_shares, [] if self.idle is None else [self.idle]
+            wanted = [self.share.share] if self.same is None else range(num_shares)
             while True:
-                shares = [balanced_shares(packer.choose(), num_shares)[share] for packer in packers]
-                packs = tuple(Pack.from_samples(samples or minimal) for samples in shares)
+                of_slots = [balanced_shares(packer.choose(), num_shares) for packer in packers]
+                shares = tuple(
+                    tuple(Pack.from_samples(of_slot[share] or minimal) for of_slot in of_slots) for share in wanted
+                )
                 slots = {slot: packer.state for slot, packer in zip(self.slots, packers, strict=True)}
                 rejected = tuple(row for packer in packers for row in packer.take_rejected())
-                yield _LoadedStep(self.then(packs) if self.then else packs, slots, rejected)
+                yield PackedStep(shares, slots, rejected)
 
 
 class StepLoader:
@@ -111,7 +135,8 @@ class StepLoader:
         sources: the open data sets.
         order: order of their rows.
         rows: prepares the rows.
-        rejected: id -> row that this rank has skipped so far, after those of the state from which it continues.
+        rejected: id -> row that this rank has skipped so far, after those of the state from which it continues. Of
+            ranks that hold the same samples, the one that prepares them has these rows.
     """
 
     def __init__(
@@ -131,6 +156,7 @@ class StepLoader:
         then: Callable[[Packs], Any] | None = None,
         peers: Peers = SINGLE_PROCESS,
         media_names: Mapping[str, Sequence[str]] | None = None,
+        swap: Swap | None = None,
     ) -> None:
         """See :func:`build_dataloader`."""
         share, start = share_of_rank(rank, ranks, slots), state or LoaderState()
@@ -151,8 +177,9 @@ class StepLoader:
         self.order = order_of(sources, data, seed, slots, self._start)
         self.rejected = {row.id: row for row in start.rejected}
         self._listed = tuple(self.rejected.values())
+        same = None if swap is None else SameSamples.of(peers.gather(rank), ranks, slots, peers.rank, swap)
         slot_states = {slot: start.of_slot(slot) for slot in share.slots}
-        self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, budget, idle, then)
+        self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, budget, idle, then, same)
 
     def state(self) -> LoaderState:
         """Return the states of this rank's slots after the last step; see ``slots.merge_states``."""
@@ -220,7 +247,7 @@ def _tokens_per_draw(sources: Sequence[RowSource], data: Data, rows: PreparedRow
     means = []
     for number, share in enumerate(_shares(sources, data, [1.0] * len(sources))):
         first = share.rows(np.arange(min(_MEASURED_ROWS, share.length)), seed).tolist()
-        drawn = [rows[0, number, row] for row in first]
+        drawn = prepare_some(rows, [(i, number, row) for i, row in enumerate(first)])
         if mistake := next((one for one in drawn if isinstance(one, UserError)), None):
             raise mistake
         tokens = sum(len(piece) for one in drawn if isinstance(one, Sample) for piece in one.pieces)
@@ -253,8 +280,9 @@ def first_samples(
         without_tails: see :func:`build_dataloader`.
     """
     rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong)
-    groups = ((s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items())
-    return [(name, rows[0, s, group[0]]) for s, name, group in groups]
+    groups = [(s, name, group[0]) for s, table in enumerate(sources) for name, group in table.by_source().items()]
+    prepared = prepare_some(rows, [(i, s, row) for i, (s, _, row) in enumerate(groups)])
+    return [(name, row) for (_, name, _), row in zip(groups, prepared, strict=True)]
 
 
 def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
@@ -266,7 +294,8 @@ def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> No
         UserError: the model cannot use the data; the message has one line per problem.
     """
     rows = PreparedRows(sources, processor, budget=None)
-    tried = [rows[0, s, position] for s, table in enumerate(sources) for position in table.first_of_each_kind()]
+    firsts = [(s, position) for s, table in enumerate(sources) for position in table.first_of_each_kind()]
+    tried = prepare_some(rows, [(i, s, position) for i, (s, position) in enumerate(firsts)])
     problems = dict.fromkeys(str(result) for result in tried if isinstance(result, UserError))
     if problems:
         raise UserError(*problems)
@@ -287,6 +316,7 @@ def _recipe_loader(
     then: Callable[[Packs], Any] | None = None,
     peers: Peers = SINGLE_PROCESS,
     media_names: Mapping[str, Sequence[str]] | None = None,
+    swap: Swap | None = None,
 ) -> StepLoader:
     """Build the loader of a recipe's optimizer steps, or of one rank's share of them; see :func:`build_dataloader`.
 
@@ -313,6 +343,9 @@ def _recipe_loader(
             and exited at the end, also after an error.
         peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens`` needs.
         media_names: the model's ``media_names``. Required with ``data.pack_elements``.
+        swap: sends a parcel to the data process of each of ``peers`` and returns those that they sent
+            (:meth:`DataProcessGroup.swap`). One of the ranks that hold the same samples then prepares them for all.
+            None: each rank prepares its own.
 
     Raises:
         DataError: a data set is missing, empty, or lacks a column.
@@ -334,6 +367,7 @@ def _recipe_loader(
         then=then,
         peers=peers,
         media_names=media_names,
+        swap=swap,
     )
 
 
@@ -353,6 +387,7 @@ def build_dataloader(
     then: Callable[[Packs], Any] | None = None,
     peers: Peers = SINGLE_PROCESS,
     media_names: Mapping[str, Sequence[str]] | None = None,
+    swap: Swap | None = None,
 ) -> StepLoader: ...
 
 

@@ -67,6 +67,7 @@ class SlotPacker(Generic[Held]):
         self._failed: set[tuple[int, int]] = set()  # source and row of each of them
         self._rejected: list[Rejected] = []  # since the last take_rejected()
         self._num_rejected = Counter(state.rejected)  # by source, each row once
+        self._fatal = {order.draw(row.index, state.begun)[1:]: row for row in state.fatal}  # by source and row
 
     @property
     def state(self) -> SlotState:
@@ -82,6 +83,7 @@ class SlotPacker(Generic[Held]):
             held_pieces=pieces,
             num_packs=self._num_packs,
             begun=self._begun,
+            fatal=tuple(self._fatal.values()),
         )
 
     def choose(self) -> list[Held]:
@@ -141,9 +143,14 @@ class SlotPacker(Generic[Held]):
             self._failed.clear()
             return
         self._rejected.append(drawn)
-        if self._order.is_first(drawn.index, self._begun):
+        place = self._order.draw(drawn.index, self._begun)[1:]
+        is_new = self._order.is_first(drawn.index, self._begun)
+        if drawn.is_fatal:  # in an earlier epoch it may have been ready in time
+            is_new = place not in self._fatal
+            self._fatal.setdefault(place, drawn)
+        if is_new:
             self._num_rejected[drawn.source] += 1
         self._failures += 1
-        self._failed.add(self._order.draw(drawn.index, self._begun)[1:])
+        self._failed.add(place)
         if self._failures >= _MAX_FAILURES or len(self._failed) == sum(self._order.lengths):
             raise DataError(f"all of {self._failures} rows were rejected; the last, {drawn.id!r}: {drawn.reason}")

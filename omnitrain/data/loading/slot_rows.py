@@ -1,83 +1,22 @@
-"""Turn the rows of the data order into samples, in one stream per slot, with processes that serve all slots."""
+"""Prepared rows for each slot, made by this process or by helpers ahead of their use."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from itertools import islice
-from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-from omnitrain.data.loading.data_process import follow_main_process
 from omnitrain.data.loading.order import Draw
-from omnitrain.data.packing.budget import PackBudget
+from omnitrain.data.loading.prepared_rows import Prepared, PreparedRows
+from omnitrain.data.loading.row_processes import RowProcesses
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.lengths import sample_within
-from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.sources.rows import RowSource
-from omnitrain.errors import DataError, TrainingError, UserError
-from omnitrain.recipe.data import Overlong
+from omnitrain.errors import UserError
 
-_DEAD_WORKER = "DataLoader worker (pid"  # start of torch's message that a worker died
-_ROWS_PER_MESSAGE = 8  # rows that a helper prepares per message
+_ROWS_PER_MESSAGE = 8  # rows that a helper is asked for at a time
 _MESSAGES_AHEAD = 4  # most messages that a helper prepares ahead; few, because rows with video are large
 
-
-class PreparedRows(Dataset[Any]):
-    """Prepares data rows, in any process.
-
-    It returns a UserError instead of raising it, because torch would turn it into a worker's traceback.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[RowSource],
-        processor: OmniProcessor,
-        budget: PackBudget | None = None,
-        cached: int = 0,
-        without_tails: bool = False,
-        overlong: Sequence[Overlong] | None = None,
-    ) -> None:
-        """Prepare the rows of ``sources``.
-
-        Args:
-            sources: the data sets.
-            processor: turns rows into samples.
-            budget: the most that a pack may hold; None: no limit.
-            cached: number of prepared samples that each process keeps.
-            without_tails: see :meth:`Sample.without_tail`.
-            overlong: what to do with samples that exceed the budget, for each data set. None: reject them.
-        """
-        self.sources, self.processor, self.budget, self.cached = sources, processor, budget, cached
-        self.without_tails, self.overlong = without_tails, overlong or ["drop"] * len(sources)
-
-    def __getitem__(self, draw: Draw) -> Sample | Rejected | UserError:
-        index, source, row = draw
-        try:
-            prepared = self._prepared(source, row)
-        except UserError as error:
-            return error
-        if isinstance(prepared, Sample) and prepared.more:
-            more = tuple(dataclasses.replace(piece, index=index) for piece in prepared.more)
-            prepared = dataclasses.replace(prepared, more=more)
-        return dataclasses.replace(prepared, index=index)
-
-    @functools.cached_property  # built at the first use, because a cache cannot be pickled to another process
-    def _prepared(self) -> Any:
-        return functools.lru_cache(maxsize=self.cached)(self._prepare)
-
-    def _prepare(self, source: int, row: int) -> Sample | Rejected:
-        overlong, data_row = self.overlong[source], self.sources[source][row]
-        prepared = sample_within(self.processor, data_row, self.budget, overlong, without_tail=self.without_tails)
-        if overlong == "error" and isinstance(prepared, Rejected) and prepared.is_overlong:
-            raise DataError(
-                f"row {prepared.id!r}: {prepared.reason}; raise the limit, or set `overlong` to `drop` or `split`"
-            )
-        return prepared
+Fatal = Mapping[tuple[int, int], Rejected]  # source and row -> why
 
 
 class SlotRows:
@@ -86,28 +25,39 @@ class SlotRows:
     Without helpers a row is prepared when it is taken. With helpers, rows are requested ahead, always for the slot with
     the fewest rows ahead, so the number of waiting rows stays bounded.
 
-    Use it in a ``with`` block, which ends the helpers.
+    A row that missed its deadline once, or crashed a decoder, is rejected whenever the slot draws it, even if it would
+    be ready in time now.
 
-    Raises:
-        TrainingError: raised at the end of the block if a helper was killed, because torch raises that error anywhere
-            in the main thread.
+    Use it in a ``with`` block, which ends the helpers.
     """
 
-    def __init__(self, rows: PreparedRows, draws: Mapping[int, Iterator[Draw]], helpers: int) -> None:
+    def __init__(
+        self,
+        rows: PreparedRows,
+        draws: Mapping[int, Iterator[Draw]],
+        helpers: int,
+        *,
+        is_ahead: bool = True,
+        fatal: Mapping[int, Fatal] | None = None,
+    ) -> None:
         """Prepare ``rows`` for ``draws``.
 
         Args:
             rows: prepares the rows.
             draws: slot -> its draws.
             helpers: number of processes that prepare rows.
+            is_ahead: whether helpers prepare rows before they are taken.
+            fatal: slot -> the rows that missed their deadline, or crashed a decoder, before.
         """
-        self._rows, self._draws, self._helpers = rows, dict(draws), helpers
-        self._ready: dict[int, deque[Sample | Rejected | UserError]] = {slot: deque() for slot in draws}
+        self._rows, self._draws, self._helpers, self._is_ahead = rows, dict(draws), helpers, is_ahead and helpers > 0
+        self._fatal = {slot: dict((fatal or {}).get(slot, {})) for slot in draws}
+        self._ready: dict[int, deque[tuple[Draw, Prepared]]] = {slot: deque() for slot in draws}
         self._ahead = dict.fromkeys(draws, 0)  # rows requested and not taken yet
-        self._batch_size = _ROWS_PER_MESSAGE if helpers else 1
+        self._batch_size = _ROWS_PER_MESSAGE if self._is_ahead else 1
         self._ended: set[int] = set()  # slots whose draws have all been requested
         self._arrived: set[int] = set()  # slots whose last rows have arrived
-        self._requested: deque[tuple[int, Iterator[Draw]]] = deque()  # slot and draws of each batch that is to come
+        # Slot, all its draws, and the draws of each batch that is to come.
+        self._requested: deque[tuple[int, Iterator[Draw], list[Draw]]] = deque()
         self._batches = self._prepare()
 
     def take(self, slot: int) -> Sample | Rejected | None:
@@ -115,21 +65,25 @@ class SlotRows:
 
         Raises:
             UserError: the model cannot use the row.
+            TrainingError: a helper was killed.
         """
-        self._ahead[slot] -= 1  # must come first: without helpers the batch is requested in `next` below
+        self._ahead[slot] -= 1  # must come first: without rows ahead the batch is requested in `next` below
         while not self._ready[slot]:
             if slot in self._arrived:
                 return None
             batch = next(self._batches)
-            owner, draws = self._requested.popleft()
+            owner, draws, requested = self._requested.popleft()
             if draws is self._draws[owner]:  # else the slot was redirected since
-                self._ready[owner].extend(batch)
+                self._ready[owner].extend(zip(requested, batch, strict=True))
                 if len(batch) < self._batch_size:
                     self._arrived.add(owner)
-        row = self._ready[slot].popleft()
+        (index, *place), row = self._ready[slot].popleft()
         if isinstance(row, UserError):
             raise row
-        return row
+        fatal, key = self._fatal[slot], (place[0], place[1])
+        if isinstance(row, Rejected) and row.is_fatal:
+            fatal.setdefault(key, row)
+        return dataclasses.replace(fatal[key], index=index) if key in fatal else row
 
     def redirect(self, slot: int, draws: Iterator[Draw]) -> None:
         """Go on with other draws of a slot. Its rows that wait are dropped."""
@@ -142,34 +96,24 @@ class SlotRows:
     def __enter__(self) -> SlotRows:
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._batches.close()
-        if isinstance(error, RuntimeError) and str(error).startswith(_DEAD_WORKER):
-            raise TrainingError(f"a process that prepares rows ended (out of memory?): {error}") from error
 
-    def _requests(self) -> Iterator[list[Draw]]:
+    def _requests(self) -> Iterator[list[Draw | Rejected]]:
         while True:
             slot = min(self._ahead, key=lambda one: (one in self._ended, self._ahead[one]))
             batch = list(islice(self._draws[slot], self._batch_size))
             if len(batch) < self._batch_size:
                 self._ended.add(slot)
             self._ahead[slot] += self._batch_size
-            self._requested.append((slot, self._draws[slot]))
-            yield batch
+            self._requested.append((slot, self._draws[slot], batch))
+            yield [self._fatal[slot].get(draw[1:], draw) for draw in batch]
 
-    def _prepare(self) -> Generator[list[Any], None, None]:
+    def _prepare(self) -> Generator[list[Prepared], None, None]:
         """Yield batches of prepared rows, in the order of the requests."""
-        loader: DataLoader[Any] = DataLoader(
-            self._rows,
-            batch_sampler=self._requests(),
-            num_workers=self._helpers,
-            collate_fn=list,
-            worker_init_fn=_start_helper,
-            prefetch_factor=_MESSAGES_AHEAD if self._helpers else None,
-            generator=torch.Generator(),  # else DataLoader would advance the global generator, which dropout uses
-        )
-        yield from loader
-
-
-def _start_helper(_: int) -> None:
-    follow_main_process()
+        if self._helpers:
+            with RowProcesses(self._rows, self._helpers, ahead=_MESSAGES_AHEAD if self._is_ahead else 1) as processes:
+                yield from processes.prepare(self._requests())
+        else:
+            for batch in self._requests():
+                yield [row if isinstance(row, Rejected) else self._rows[row] for row in batch]

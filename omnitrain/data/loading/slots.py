@@ -57,6 +57,7 @@ class SlotState:
         held_pieces: index in ``held`` -> pieces of its row that were not packed yet. Only rows with several pieces.
         num_packs: packs made so far, which is the number of steps.
         begun: index at which the slot began the second and each later stage.
+        fatal: rows that missed their deadline or crashed a decoder, which the slot rejects whenever it draws them.
     """
 
     next_index: int
@@ -65,6 +66,12 @@ class SlotState:
     held_pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     num_packs: int = 0
     begun: tuple[int, ...] = ()
+    fatal: tuple[Rejected, ...] = ()
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> Self:
+        """Return the state that ``asdict`` turned into ``saved``."""
+        return cls(**(dict(saved) | {"fatal": tuple(Rejected(**row) for row in saved.get("fatal", ()))}))
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class LoaderState:
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
         """Return the state that ``asdict`` turned into ``saved``. A state without a version has the first order."""
-        slots = {slot: SlotState(**state) for slot, state in saved["slots"].items()}
+        slots = {slot: SlotState.from_saved(state) for slot, state in saved["slots"].items()}
         rejected = tuple(Rejected(**row) for row in saved["rejected"])
         return cls(**({"order_version": 1} | dict(saved) | {"slots": slots, "rejected": rejected}))
 

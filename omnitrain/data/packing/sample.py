@@ -142,6 +142,8 @@ class Rejected:
         reason: why it was rejected.
         index: position in the global data order.
         is_overlong: whether it is a valid sample that is larger than a pack.
+        is_fatal: whether it ended the process that prepared it: it missed its deadline, or a decoder crashed. It is
+            then rejected whenever it is drawn again, without another try.
     """
 
     id: str
@@ -149,3 +151,4 @@ class Rejected:
     reason: str
     index: int = 0
     is_overlong: bool = False
+    is_fatal: bool = False

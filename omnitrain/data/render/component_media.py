@@ -56,9 +56,8 @@ class AttachedMedia:
             ValueError: the medium is missing or damaged, or the component cannot use it.
         """
         name, adapter = (self.writers if part.is_target else self.readers)[part.modality]
-        data = row.media_bytes(part.modality, part.position)
-        with row.naming_file(part.modality, part.position):
-            media = decode_medium(part.modality, data, adapter.max_frames)
+        with row.open_media(part.modality, part.position) as file:
+            media = decode_medium(part.modality, file, adapter.max_frames)
             with costing_one_row(f"{name} cannot prepare this {part.modality}"):
                 features, num_tokens = adapter.prepare(part.modality, media)
         return name, MediaItem(features, num_tokens)

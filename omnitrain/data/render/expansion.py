@@ -8,14 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, processing_utils
+from transformers import BatchEncoding, PreTrainedTokenizerBase, ProcessorMixin, processing_utils
 
 from omnitrain.data.packing.sample import Features
-from omnitrain.data.sources.media import costing_one_row, decode_audio, decode_clip, decode_image, decode_soundtrack
+from omnitrain.data.sources.media import (
+    MediaFile,
+    costing_one_row,
+    decode_audio,
+    decode_clip,
+    decode_image,
+    decode_soundtrack,
+)
 from omnitrain.errors import UserError
 
 # Names of per-token arguments that processors make, in addition to the outputs of their tokenizer.
 _PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
+_KEPT_TEXTS = 128
 _MAX_DROPPED_SECONDS = 0.1  # the end of a clip that fills no whole frame is at most this long
 _ARGUMENT = {"image": "images", "audio": "audio", "video": "videos"}
 
@@ -84,6 +92,7 @@ class MediaExpander:
         self._processor, self.name = processor, type(processor).__name__
         self._arguments = {**arguments, "return_tensors": "pt"}
         self._audio_in_video, self._max_frames = audio_in_video, max_frames
+        self._kept: dict[str, BatchEncoding] = {}
         self.tokens = shown_by(processor, modalities)
         if missing := sorted(modalities - self.tokens.keys()):
             raise UserError(
@@ -93,18 +102,18 @@ class MediaExpander:
         if audio_in_video and _sound_arguments(processor) is None:
             raise UserError(f"data.audio_in_video: {self.name} cannot read videos with their sound; remove the setting")
 
-    def decode(self, modality: str, data: bytes) -> Medium:
+    def decode(self, modality: str, file: MediaFile) -> Medium:
         """Decode the medium of an encoded file.
 
         Raises:
             ValueError: the medium is damaged.
         """
         if modality == "image":
-            return Medium("image", decode_image(data))
+            return Medium("image", decode_image(file))
         if modality == "audio":
-            return Medium("audio", decode_audio(data).resampled(self._sampling_rate).samples)
-        clip = decode_clip(data, self._max_frames)
-        track = decode_soundtrack(data) if self._audio_in_video else None
+            return Medium("audio", decode_audio(file).resampled(self._sampling_rate).samples)
+        clip = decode_clip(file, self._max_frames)
+        track = decode_soundtrack(file) if self._audio_in_video else None
         sound = track.resampled(self._sampling_rate).samples if track is not None else None
         return Medium("video", np.stack([np.asarray(frame) for frame in clip.frames]), clip.rate, sound)
 
@@ -162,7 +171,7 @@ class MediaExpander:
         if "audio" in arguments:
             arguments["sampling_rate"] = self._sampling_rate
         bos = self._processor.tokenizer.bos_token
-        with _recorded(self._processor) as recorder:
+        with _recorded(self._processor, self._kept) as recorder:
             output = self._processor(
                 text=[text], **arguments, **self._arguments, add_special_tokens=not (bos and text.startswith(bos))
             )
@@ -221,27 +230,34 @@ def shown_by(processor: Any, modalities: Collection[str]) -> dict[str, str]:
 
 
 class _Recorder:
-    """A tokenizer that records its input: the text with every medium expanded."""
+    """A tokenizer that records its input: the text with every medium expanded.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    Media of the same size have the same text, so the tokens of some texts are kept.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kept: dict[str, BatchEncoding]) -> None:
+        self._tokenizer, self._kept = tokenizer, kept
         self.text = ""
         self.returned: set[str] = set()
 
     def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-        output = self._tokenizer(text, *args, **kwargs)
+        key = repr((text, args, kwargs))
+        if (output := self._kept.get(key)) is None:
+            output = self._tokenizer(text, *args, **kwargs)
+            if len(self._kept) < _KEPT_TEXTS:
+                self._kept[key] = output
         self.text = text if isinstance(text, str) else text[0]
         self.returned = set(output)
-        return output
+        return BatchEncoding(dict(output), output.encodings)  # the processor may add to it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
 
 @contextmanager
-def _recorded(processor: ProcessorMixin) -> Iterator[_Recorder]:
+def _recorded(processor: ProcessorMixin, kept: dict[str, BatchEncoding]) -> Iterator[_Recorder]:
     tokenizer = processor.tokenizer
-    processor.tokenizer = recorder = _Recorder(tokenizer)
+    processor.tokenizer = recorder = _Recorder(tokenizer, kept)
     try:
         yield recorder
     finally:

@@ -177,9 +177,8 @@ class TemplateRenderer:
             return AttachedInsert(
                 at, getattr(self._starts, part.modality) * (1 + item.num_tokens), name, item, part.is_target
             )
-        data = row.media_bytes(part.modality, part.position)
-        with row.naming_file(part.modality, part.position):
-            medium = self._native_expander.decode(part.modality, data)
+        with row.open_media(part.modality, part.position) as file:
+            medium = self._native_expander.decode(part.modality, file)
             if part.modality in self.native.in_forward:
                 return ForwardInsert(at, "", medium)
             expansion = self._native_expander.expand(medium)

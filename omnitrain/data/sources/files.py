@@ -64,7 +64,7 @@ class FileReader:
             found = os.stat(file)
             return FileVersion(found.st_size, str(found.st_mtime_ns))
         if _is_http(file):
-            return self._retried(file, lambda seconds: _http_version(file, seconds))
+            return self._retried(file, lambda seconds: _within(seconds, lambda: _http_version(file, seconds)))
         system, path = _file_system(file)
         info = self._retried(file, lambda seconds: _within(seconds, lambda: system.info(path)))
         tag = next(
@@ -87,7 +87,9 @@ class FileReader:
         if stop is not None and stop <= start:  # servers have no empty ranges
             return b""
         if _is_http(file):
-            return self._retried(file, lambda seconds: _http_bytes(file, start, stop, seconds))
+            return self._retried(
+                file, lambda seconds: _within(seconds, lambda: _http_bytes(file, start, stop, seconds))
+            )
         system, path = _file_system(file)
         return self._retried(
             file, lambda seconds: _within(seconds, lambda: bytes(system.cat_file(path, start=start, end=stop)))
@@ -190,7 +192,7 @@ def _http_version(url: str, seconds: float) -> FileVersion:
 
 
 def _http_bytes(url: str, start: int, stop: int | None, seconds: float) -> bytes:
-    """Read a part of a URL; the whole call takes ``seconds`` at most, however slowly the server sends."""
+    """Read a part of a URL, and give up after ``seconds``, however slowly the server sends."""
     deadline = time.monotonic() + seconds
     is_part = bool(start) or stop is not None
     headers = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if is_part else {}
@@ -221,7 +223,7 @@ def _request(url: str, seconds: float, **options: Any) -> http.client.HTTPRespon
 
 
 def _within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return the result of ``call``, which a thread runs, so that a client without a timeout cannot hang."""
+    """Return the result of ``call``, which a thread runs: clients have no timeout, or one for each wait."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:

@@ -1,4 +1,7 @@
-"""Decode files to images, waveforms and frames. Every failure is a ``ValueError`` with the reason."""
+"""Decode files to images, waveforms and frames. Every failure is a ``ValueError`` with the reason.
+
+Files are streams: of a long one on this machine, only what is decoded is read.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import soundfile
@@ -16,6 +19,36 @@ from PIL import Image, ImageOps, ImageSequence
 _BLOCK_FRAMES = 1 << 16
 
 Read = TypeVar("Read")
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """An encoded file, and for sound the part of it that is decoded.
+
+    Attributes:
+        stream: the file; it can seek.
+        start: where the part begins, in seconds.
+        stop: where it ends; None: with the file.
+    """
+
+    stream: BinaryIO
+    start: float = 0.0
+    stop: float | None = None
+
+    @classmethod
+    def of(cls, data: bytes) -> MediaFile:
+        """Return a whole file of ``data``."""
+        return cls(io.BytesIO(data))
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return self.stream.seek(0, io.SEEK_END)
+
+    def begun(self) -> BinaryIO:
+        """Return the stream at its first byte."""
+        self.stream.seek(0)
+        return self.stream
 
 
 @dataclass(frozen=True)
@@ -41,37 +74,43 @@ class Waveform:
         return Waveform(samples.astype(np.float32), rate)
 
 
-def decode_image(data: bytes) -> Image.Image:
+def decode_image(file: MediaFile) -> Image.Image:
     """Decode an upright RGB image of any format that Pillow reads.
 
     Raises:
-        ValueError: ``data`` is not an image, or is damaged.
+        ValueError: ``file`` is not an image, or is damaged.
     """
     try:
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        image = ImageOps.exif_transpose(Image.open(file.begun()))
         if image.mode.startswith("I"):  # `convert` would clip 16-bit pixels instead of scaling them
             image = Image.fromarray((np.asarray(image, dtype=np.float32) / 257).clip(0, 255).astype(np.uint8))
         return image.convert("RGB")
     except Exception as error:  # damaged files raise whatever a decoder stumbles over
-        raise ValueError(f"unreadable image of {len(data)} bytes: {_cause(error)}") from error
+        raise ValueError(f"unreadable image of {file.size} bytes: {_cause(error)}") from error
 
 
-def decode_audio(data: bytes) -> Waveform:
+def decode_audio(file: MediaFile) -> Waveform:
     """Decode a sound of any format that libsndfile reads (wav, flac, ogg, mp3), and average its channels.
 
+    Of a part of a file, only the part is read and decoded. It ends with the file if ``stop`` is later.
+
     Raises:
-        ValueError: ``data`` is not a sound file, is damaged, or has no samples.
+        ValueError: ``file`` is not a sound file, is damaged, has no samples, or ends before the part.
     """
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
+        with soundfile.SoundFile(file.begun()) as sound:
+            rate = sound.samplerate
+            length = -1 if file.stop is None else round((file.stop - file.start) * rate)
+            if file.start:
+                sound.seek(min(round(file.start * rate), sound.frames))
             # Read in blocks, because a damaged header may claim terabytes.
-            blocks = [block.mean(axis=1) for block in file.blocks(_BLOCK_FRAMES, dtype="float32", always_2d=True)]
-            rate = file.samplerate
+            read = sound.blocks(_BLOCK_FRAMES, frames=length, dtype="float32", always_2d=True)
+            blocks = [block.mean(axis=1) for block in read]
     except Exception as error:  # damaged files raise whatever a decoder stumbles over
-        raise ValueError(f"unreadable audio of {len(data)} bytes: {_cause(error)}") from error
+        raise ValueError(f"unreadable audio of {file.size} bytes: {_cause(error)}") from error
     samples = np.concatenate([np.zeros(0, dtype=np.float32), *blocks])
     if not len(samples):
-        raise ValueError("audio without samples")
+        raise ValueError(f"audio without samples{f' after {file.start:g} s' if file.start else ''}")
     if not np.isfinite(samples).all():
         raise ValueError("audio with NaN or infinite samples")
     return Waveform(samples, rate)
@@ -85,51 +124,46 @@ class Clip:
     rate: float | None
 
 
-def decode_video(data: bytes, max_frames: int) -> list[Image.Image]:
-    """Return the frames of :func:`decode_clip`."""
-    return decode_clip(data, max_frames).frames
-
-
-def decode_clip(data: bytes, max_frames: int) -> Clip:
+def decode_clip(file: MediaFile, max_frames: int) -> Clip:
     """Decode at most ``max_frames`` RGB frames, evenly spaced from first to last.
 
-    Pillow reads animated WebP, PNG and GIF; other formats need PyAV (``pip install omnitrain[video]``).
+    Pillow reads animated WebP, AVIF, PNG and GIF; other formats need PyAV (``pip install omnitrain[video]``).
 
     Raises:
-        ValueError: ``data`` is not a video, is damaged, or needs PyAV, which is missing.
+        ValueError: ``file`` is not a video, is damaged, or needs PyAV, which is missing.
     """
     try:
-        clip = _pillow_clip(Image.open(io.BytesIO(data)), max_frames)
+        clip = _pillow_clip(Image.open(file.begun()), max_frames)
     except Exception:  # a format that Pillow does not read, or a damaged file, which PyAV reports
-        clip = _with_av(data, lambda container: _av_clip(container, max_frames))
+        clip = _with_av(file, lambda container: _av_clip(container, max_frames))
     if not clip.frames:
         raise ValueError("video without frames")
     return clip
 
 
-def decode_medium(modality: str, data: bytes, max_frames: int) -> Image.Image | Waveform | list[Image.Image]:
+def decode_medium(modality: str, file: MediaFile, max_frames: int) -> Image.Image | Waveform | list[Image.Image]:
     """Decode an image, a sound, or at most ``max_frames`` frames of a video.
 
     Raises:
-        ValueError: ``data`` is damaged, or not of ``modality``.
+        ValueError: ``file`` is damaged, or not of ``modality``.
     """
     if modality == "image":
-        return decode_image(data)
+        return decode_image(file)
     if modality == "audio":
-        return decode_audio(data)
-    return decode_video(data, max_frames)
+        return decode_audio(file)
+    return decode_clip(file, max_frames).frames
 
 
-def decode_soundtrack(data: bytes) -> Waveform | None:
+def decode_soundtrack(file: MediaFile) -> Waveform | None:
     """Decode the sound of a video; None if it has no sound.
 
     Raises:
-        ValueError: ``data`` is not a video, is damaged, or needs PyAV, which is missing.
+        ValueError: ``file`` is not a video, is damaged, or needs PyAV, which is missing.
     """
     try:
-        Image.open(io.BytesIO(data))
+        Image.open(file.begun())
     except Exception:  # Pillow's formats have no sound; all others need PyAV
-        return _with_av(data, _soundtrack)
+        return _with_av(file, _soundtrack)
     return None
 
 
@@ -159,13 +193,15 @@ def _clip(frames: Sequence[tuple[float | None, Image.Image]]) -> Clip:
 
 
 def _pillow_clip(animation: Image.Image, max_frames: int) -> Clip:
+    """Decode frames with Pillow, which gives the time of a frame (WebP, AVIF) or how long it lasts (PNG, GIF)."""
     wanted = _evenly(getattr(animation, "n_frames", 1), max_frames)
     kept, clock = [], 0.0
     for index, frame in enumerate(ImageSequence.Iterator(animation)):
         if index in wanted:
-            kept.append((clock, frame.convert("RGB")))
-        clock += frame.info.get("duration", 0) / 1000
-    return _clip(kept)
+            picture = frame.convert("RGB")
+            kept.append((frame.info.get("timestamp", clock), picture))
+        clock += frame.info.get("duration", 0)
+    return _clip([(time / 1000, picture) for time, picture in kept])
 
 
 def _av_clip(container: Any, max_frames: int) -> Clip:
@@ -196,21 +232,21 @@ def _soundtrack(container: Any) -> Waveform | None:
     return Waveform(np.concatenate(samples).astype(np.float32), stream.rate) if samples else None
 
 
-def _with_av(data: bytes, read: Callable[[Any], Read]) -> Read:
+def _with_av(file: MediaFile, read: Callable[[Any], Read]) -> Read:
     try:
         import av
     except ImportError:
         raise ValueError(
-            f"unreadable video of {len(data)} bytes: Pillow reads animated WebP, PNG and GIF; "
+            f"unreadable video of {file.size} bytes: Pillow reads animated WebP, AVIF, PNG and GIF; "
             "other formats need PyAV: pip install 'omnitrain[video]'"
         ) from None
     try:
-        with av.open(io.BytesIO(data)) as container:
+        with av.open(file.begun()) as container:
             return read(container)
     except Exception as error:  # damaged files raise whatever a decoder stumbles over
-        raise ValueError(f"unreadable video of {len(data)} bytes: {_cause(error)}") from error
+        raise ValueError(f"unreadable video of {file.size} bytes: {_cause(error)}") from error
 
 
 def _cause(error: Exception) -> str:
-    """Return the error's text without buffer addresses, which Pillow and libsndfile include, so that runs agree."""
-    return re.sub(r"<_io\.BytesIO object at 0x[0-9a-f]+>", "these bytes", f"{type(error).__name__}: {error}")
+    """Return the error's text without addresses of buffers, which Pillow and libsndfile add, so that runs agree."""
+    return re.sub(r"<_io\.[^>]*>", "these bytes", f"{type(error).__name__}: {error}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from omnitrain.data.sources.documents import Document, TextFiles
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.formats import files_of, open_table, suffix_of
 from omnitrain.data.sources.json_lines import kinds_of
+from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.part_files import modality_of_type, take_files
 from omnitrain.data.sources.turns import MARKERS, as_messages, role_of
 from omnitrain.errors import DataError, UserError
@@ -81,20 +84,36 @@ class Row:
         try:
             return self.reader.read(path)
         except OSError as error:
-            raise ValueError(
-                f"{modality} {position + 1} cannot be read from its file: {error}{_begins_in(Path(path))}"
-            ) from error
+            raise _unreadable(f"{modality} {position + 1}", path, error) from error
 
     @contextmanager
-    def naming_file(self, modality: str, position: int) -> Iterator[None]:
-        """Name the file of :meth:`media_bytes` in a ``ValueError`` of the block; a ``UserError`` stays as it is."""
-        try:
-            yield
-        except UserError:
-            raise
-        except ValueError as error:
-            path = _path_of(self.media[modality][position])
-            raise ValueError(f"{modality} {position + 1}{f' ({path})' if path else ''}: {error}") from error
+    def open_media(self, modality: str, position: int) -> Iterator[MediaFile]:
+        """Open the encoded file of the ``position``-th part of ``modality``.
+
+        A ``ValueError`` of the block names the file; a ``UserError`` stays as it is. A file of this machine is read as
+        far as it is needed.
+
+        Raises:
+            ValueError: see :meth:`media_bytes`; or the part of the file to decode is wrong.
+        """
+        values, place = self.media.get(modality, []), f"{modality} {position + 1}"
+        value = values[position] if position < len(values) else None
+        path, has_bytes = _path_of(value), isinstance(value, dict) and value.get("bytes")
+        start, stop = _part_of(value, place, modality)
+        with ExitStack() as stack:
+            if path is None or has_bytes or is_url(path):
+                stream: BinaryIO = io.BytesIO(self.media_bytes(modality, position))
+            else:
+                try:
+                    stream = stack.enter_context(open(path, "rb"))
+                except OSError as error:
+                    raise _unreadable(place, path, error) from error
+            try:
+                yield MediaFile(stream, start, stop)
+            except UserError:
+                raise
+            except ValueError as error:
+                raise ValueError(f"{place}{f' ({path})' if path else ''}: {error}") from error
 
 
 def _path_of(file: Any) -> str | None:
@@ -118,7 +137,7 @@ class RowSource(Sequence[Row]):
             DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
         """
         files, self._folder = files_of(source)
-        self._reader = FileReader(source.read_seconds)
+        self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
         self._table = open_table(source, files, self._reader, copy_parquet=copy_parquet)
         self._length = min(len(self._table), source.limit or len(self._table))
         if not self._length:
@@ -322,10 +341,28 @@ def _text(value: Any, default: str) -> str:
     return default if value is None else str(value)
 
 
-def _begins_in(path: Path) -> str:
-    if path.is_absolute():
-        return ""
-    return f" in {Path.cwd()}; set `media_folder` of the data source to the folder of its media"
+def _unreadable(place: str, path: str | None, error: OSError) -> ValueError:
+    is_relative = path is not None and not Path(path).is_absolute()
+    hint = f" in {Path.cwd()}; set `media_folder` of the data source to the folder of its media" if is_relative else ""
+    return ValueError(f"{place} cannot be read from its file: {error}{hint}")
+
+
+def _part_of(value: Any, place: str, modality: str) -> tuple[float, float | None]:
+    """Return where the part of a file to decode starts and stops, in seconds.
+
+    Raises:
+        ValueError: it is no part of a sound.
+    """
+    start, stop = (value.get("start"), value.get("stop")) if isinstance(value, dict) else (None, None)
+    if start is None and stop is None:
+        return 0.0, None
+    if modality != "audio":
+        raise ValueError(f"{place} has `start` or `stop`, which only a sound may have; cut the file")
+    begin, end = 0.0 if start is None else start, math.inf if stop is None else stop
+    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (begin, end))
+    if not numbers or not 0 <= begin < end:
+        raise ValueError(f"{place} starts at {start!r} and stops at {stop!r}; expected seconds, start before stop")
+    return float(begin), stop
 
 
 def _located(file: Any, folder: str) -> Any:

@@ -30,9 +30,8 @@ def medium_of(row: Row, part: MediaPart, max_frames: int) -> Medium:
     Raises:
         ValueError: it is missing or damaged.
     """
-    data = row.media_bytes(part.modality, part.position)
-    with row.naming_file(part.modality, part.position):
-        content = decode_medium(part.modality, data, max_frames)
+    with row.open_media(part.modality, part.position) as file:
+        content = decode_medium(part.modality, file, max_frames)
     if isinstance(content, Image.Image):
         words = f"image of {content.width} x {content.height} pixels"
     elif isinstance(content, Waveform):

@@ -16,7 +16,8 @@ import pytest
 from omnitrain.data.loading.loader import Packs, StepLoader
 from omnitrain.data.loading.order import SampleOrder, SourceShare
 from omnitrain.data.loading.order_v1 import FirstOrder
-from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
+from omnitrain.data.loading.prepared_rows import PreparedRows
+from omnitrain.data.loading.slot_rows import SlotRows
 from omnitrain.data.loading.slots import (
     LoaderState,
     RankShare,

@@ -17,7 +17,7 @@ from omnitrain.data.render import expansion
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
-from omnitrain.data.sources.media import Waveform, decode_audio, decode_clip
+from omnitrain.data.sources.media import MediaFile, Waveform, decode_audio, decode_clip
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat, Data, DataSource
@@ -72,8 +72,8 @@ def plain(family: str, conversation: Row) -> dict[str, np.ndarray]:
     """What transformers makes of the whole conversation in one call."""
     media = {
         "image": [Image.open(io.BytesIO(data)) for data in conversation.media["image"]],
-        "audio": [decode_audio(data).resampled(16_000).samples for data in conversation.media["audio"]],
-        "video": [decode_clip(data, 99) for data in conversation.media["video"]],
+        "audio": [decode_audio(MediaFile.of(data)).resampled(16_000).samples for data in conversation.media["audio"]],
+        "video": [decode_clip(MediaFile.of(data), 99) for data in conversation.media["video"]],
     }
     waiting = {"image": iter(media["image"]), "audio": iter(media["audio"])}
     waiting["video"] = iter([np.stack([np.asarray(f) for f in clip.frames]) for clip in media["video"]])

@@ -18,6 +18,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from omnitrain.data.loading.loader import build_dataloader
 from omnitrain.data.sources import json_lines
@@ -247,3 +248,49 @@ def test_a_server_without_ranges_is_refused_with_what_to_do(server: str, monkeyp
     monkeypatch.setattr(Server, "send_response", lambda self, code: original(self, 200))
     with pytest.raises(ReadError, match=r"does not send parts of files \(Range\); copy the file"):
         FileReader().read(f"{server}/rows.jsonl", 3, 9)
+
+
+class StuckFileSystem(MemoryFileSystem):
+    """A storage whose client never returns: its reads have no timeout."""
+
+    protocol = "stuck"
+    store: ClassVar[dict[str, Any]] = {}
+
+    def cat_file(self, path: str, **_: Any) -> bytes:
+        time.sleep(3600)
+        return b""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_media_that_do_not_arrive_cost_their_rows_and_the_others_are_tried_again_until_they_do(
+    server: str, tmp_path: Path, workers: int
+) -> None:
+    """Of twelve images four never arrive, each in its own way."""
+    fsspec.register_implementation("stuck", StuckFileSystem, clobber=True)
+    memory = fsspec.filesystem("memory")
+    urls = [f"{server}/{i}.png" for i in range(8)] + [f"memory://photos/{i}.png" for i in range(8, 12)]
+    for i, url in enumerate(urls):
+        Server.files[f"{i}.png"] = png(i)
+        if url.startswith("memory"):
+            memory.pipe(f"/photos/{i}.png", png(i))
+    Server.behave |= {"1.png": drops(times=2), "2.png": drops(times=1), "3.png": drips, "4.png": drops(times=10**9)}
+    del Server.files["5.png"]
+    urls[9] = "stuck://photos/9.png"
+    rows = [{"prompt": "what?", "response": str(i), "id": f"row {i}", "images": [url]} for i, url in enumerate(urls)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    node = {"path": str(tmp_path / "rows.jsonl"), "columns": MAPPED, "media_folder": server, "read_seconds": 0.7}
+    data = {"train": [node | {"epochs": 1}], "chat": CHAT, "pack_tokens": 60, "packing_buffer": 2, "workers": workers}
+    loader = build_dataloader(Data.model_validate(data), tiny_processor(tiny_model()))
+    seen: list[str] = []
+    began = time.monotonic()
+    with pytest.raises(DataError, match="as often as the `epochs`"):
+        for (pack,) in loader:
+            seen += pack.info.ids
+    assert time.monotonic() - began < 3 * 0.7 + 3  # those that never arrive, and the rest
+    missing = {3, 4, 5, 9}
+    assert sorted(seen) == sorted(f"row {i}" for i in range(12) if i not in missing)
+    reasons = {row.id: row.reason for row in loader.rejected.values()}
+    assert set(reasons) == {f"row {i}" for i in missing}
+    assert "404" in reasons["row 5"] and "no answer" in reasons["row 9"]
+    assert all("not read within 0.7 s (read_seconds)" in reasons[f"row {i}"] for i in missing - {5})
+    assert Server.asked["1.png"] == 3 and Server.asked["2.png"] == 2 and Server.asked["5.png"] == 1

@@ -1,5 +1,7 @@
 import io
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,67 +9,69 @@ import soundfile
 from PIL import Image
 
 from omnitrain.data.sources.media import (
+    MediaFile,
     Waveform,
     decode_audio,
     decode_clip,
     decode_image,
     decode_soundtrack,
-    decode_video,
 )
 from tests.tiny import png, wav, webp
 
 
-@pytest.mark.parametrize("decode", [decode_image, decode_audio, lambda data: decode_video(data, 4)])
+@pytest.mark.parametrize("decode", [decode_image, decode_audio, lambda file: decode_clip(file, 4)])
 @pytest.mark.parametrize("data", [b"", b"garbage", b"\x89PNG\r\n\x1a\n broken"])
 def test_damage_is_a_value_error_that_says_so(decode, data: bytes) -> None:
     with pytest.raises(ValueError, match=r"unreadable|without"):
-        decode(data)
+        decode(MediaFile.of(data))
 
 
 def test_cut_files_are_damage() -> None:
     with pytest.raises(ValueError, match="unreadable image"):
-        decode_image(png(0)[:60])
+        decode_image(MediaFile.of(png(0)[:60]))
 
 
 def test_long_videos_are_sampled_evenly_with_both_ends() -> None:
-    frames = decode_video(webp(0, frames=9), max_frames=5)
-    every = decode_video(webp(0, frames=9), max_frames=9)
+    frames = decode_clip(MediaFile.of(webp(0, frames=9)), max_frames=5).frames
+    every = decode_clip(MediaFile.of(webp(0, frames=9)), max_frames=9).frames
     assert [f.tobytes() for f in frames] == [every[i].tobytes() for i in (0, 2, 4, 6, 8)]
 
 
-def test_a_video_tells_how_many_of_its_kept_frames_pass_in_a_second() -> None:
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP", "AVIF"])
+def test_a_video_tells_how_many_of_its_kept_frames_pass_in_a_second(kind: str) -> None:
     stream = io.BytesIO()
-    images = [Image.new("RGB", (4, 4), (i, 0, 0)) for i in range(9)]
-    images[0].save(stream, format="PNG", save_all=True, append_images=images[1:], duration=250)
-    assert decode_clip(stream.getvalue(), max_frames=9).rate == pytest.approx(4)
-    assert decode_clip(stream.getvalue(), max_frames=3).rate == pytest.approx(1)
-    assert decode_clip(stream.getvalue(), max_frames=1).rate is None
+    images = [Image.new("RGB", (16, 16), (20 * i, 0, 0)) for i in range(9)]
+    images[0].save(stream, format=kind, save_all=True, append_images=images[1:], duration=250)
+    file = MediaFile(stream)
+    assert decode_clip(file, max_frames=9).rate == pytest.approx(4)
+    assert decode_clip(file, max_frames=3).rate == pytest.approx(1)
+    assert decode_clip(file, max_frames=1).rate is None
 
 
 def test_animations_have_no_sound_and_other_videos_name_what_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decode_soundtrack(webp(0)) is None
+    assert decode_soundtrack(MediaFile.of(webp(0))) is None
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(ValueError, match=r"other formats need PyAV: pip install 'omnitrain\[video\]'"):
-        decode_soundtrack(b"\0\0\0 ftypisom")
+        decode_soundtrack(MediaFile.of(b"\0\0\0 ftypisom"))
 
 
 def test_sound_that_is_not_finite_is_damage() -> None:
     stream = io.BytesIO()
     soundfile.write(stream, np.array([0.1, np.nan, 0.2]), 8000, format="WAV", subtype="FLOAT")
     with pytest.raises(ValueError, match="NaN or infinite"):
-        decode_audio(stream.getvalue())
+        decode_audio(MediaFile(stream))
 
 
 def test_sixteen_bit_images_are_scaled_not_clipped() -> None:
     stream = io.BytesIO()
     Image.fromarray(np.array([[0, 257 * 100, 65535]], dtype=np.uint16)).save(stream, format="PNG")
-    assert [pixel[0] for pixel in np.asarray(decode_image(stream.getvalue()))[0]] == [0, 100, 255]
+    assert [pixel[0] for pixel in np.asarray(decode_image(MediaFile(stream)))[0]] == [0, 100, 255]
 
 
 def test_channels_are_averaged() -> None:
     stream = io.BytesIO()
     soundfile.write(stream, np.array([[0.5, 0.0]] * 10), 8000, format="WAV", subtype="FLOAT")
-    np.testing.assert_allclose(decode_audio(stream.getvalue()).samples, 0.25)
+    np.testing.assert_allclose(decode_audio(MediaFile(stream)).samples, 0.25)
 
 
 @pytest.mark.parametrize("rate", [4000, 16000, 22050])
@@ -78,7 +82,7 @@ def test_resampling_keeps_a_tone(rate: int) -> None:
 
 
 def test_own_rate_is_untouched() -> None:
-    sound = decode_audio(wav(0))
+    sound = decode_audio(MediaFile.of(wav(0)))
     assert sound.resampled(8000) is sound
 
 
@@ -91,3 +95,50 @@ def test_resampling_keeps_the_highest_frequency_of_an_even_length(rate: int) -> 
     )
     np.testing.assert_allclose(low.resampled(rate).samples, high, atol=1e-6)
     np.testing.assert_allclose(Waveform(high.astype(np.float32), rate).resampled(8000).samples, low.samples, atol=1e-6)
+
+
+class CountingFile(io.BufferedReader):
+    """A file that counts the bytes that are read of it."""
+
+    num_read = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self.num_read += len(data)
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer)
+        self.num_read += count
+        return count
+
+
+@pytest.fixture(scope="module")
+def long_sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five minutes of noise."""
+    folder, noise = tmp_path_factory.mktemp("sound"), np.random.default_rng(0)
+    for kind, subtype in (("WAV", "FLOAT"), ("FLAC", "PCM_24"), ("OGG", "VORBIS"), ("MP3", "MPEG_LAYER_III")):
+        with soundfile.SoundFile(folder / f"long.{kind.lower()}", "w", 8000, 1, subtype, format=kind) as file:
+            for _ in range(30):  # libsndfile crashes if all are written to Ogg at once
+                file.write(noise.normal(0, 0.1, 80_000))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["wav", "flac", "ogg", "mp3"])
+def test_of_a_part_of_a_long_sound_only_the_part_is_read(long_sounds: Path, kind: str) -> None:
+    path = long_sounds / f"long.{kind}"
+    with CountingFile(open(path, "rb", buffering=0)) as stream:
+        part = decode_audio(MediaFile(stream, 200.5, 204.0)).samples
+    assert len(part) == 3.5 * 8000
+    whole = decode_audio(MediaFile.of(path.read_bytes())).samples
+    np.testing.assert_allclose(part, whole[1_604_000:1_632_000], atol=2e-3 if kind == "mp3" else 1e-6)
+    if kind != "mp3":  # of which the length must be counted
+        assert stream.num_read < path.stat().st_size / 5
+
+
+def test_a_part_ends_with_the_file_and_begins_in_it() -> None:
+    assert len(decode_audio(MediaFile(io.BytesIO(wav(0)), 0.05, 100.0)).samples) == len(
+        decode_audio(MediaFile.of(wav(0))).samples
+    ) - round(0.05 * 8000)
+    with pytest.raises(ValueError, match="audio without samples after 50 s"):
+        decode_audio(MediaFile(io.BytesIO(wav(0)), 50.0))

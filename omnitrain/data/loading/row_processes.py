@@ -1,0 +1,208 @@
+"""Prepare data rows in processes of their own. A row that misses its deadline ends its process, which starts anew.
+
+A decoder that hangs in C code cannot be interrupted by Python. So the kernel ends the process: no signal handler is
+set for the timer that runs while a row is prepared. A decoder that crashes costs its row, too.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+import socket
+import time
+import traceback
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple
+
+from omnitrain.data.loading.data_process import follow_main_process
+from omnitrain.data.loading.order import Draw
+from omnitrain.data.loading.prepared_rows import Prepared, PreparedRows
+from omnitrain.data.loading.socket_message import encode, receive, send
+from omnitrain.data.packing.sample import Rejected
+from omnitrain.errors import TrainingError
+
+_MESSAGE_SECONDS = 0.01  # rows that are prepared within this time travel together
+_NAME_CHARACTERS = 1000  # of the id and the source of a row that missed its deadline
+_CURRENT_BYTES = 1 << 14  # two names, in which a character takes up to 6 bytes
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """An error in place of a row that is neither a mistake of the user nor a row that costs itself alone."""
+
+    trace: str
+
+
+class _Batch:
+    """Rows that were requested together, in order; those that have not arrived are None."""
+
+    def __init__(self, rows: Sequence[Draw | Rejected]) -> None:
+        self.rows: list[Any] = [row if isinstance(row, Rejected) else None for row in rows]
+        self.num_missing = self.rows.count(None)
+
+    def put(self, place: int, row: Prepared) -> None:
+        self.rows[place] = row
+        self.num_missing -= 1
+
+
+class _Request(NamedTuple):
+    draw: Draw
+    batch: _Batch
+    place: int  # in the batch
+
+
+class _RowProcess:
+    """One process, and the requests that it has not answered yet."""
+
+    def __init__(self, rows: PreparedRows) -> None:
+        self._rows = rows
+        self.unanswered: deque[_Request] = deque()
+        # The index of the row that it prepares, with its id and source once they are known.
+        self._current = multiprocessing.RawArray("c", _CURRENT_BYTES)
+        self._start()
+
+    def _start(self) -> None:
+        self.connection, theirs = socket.socketpair()
+        arguments = (self._rows, theirs, self._current)
+        self._process = multiprocessing.Process(target=_serve, args=arguments, name="rows", daemon=True)
+        self._process.start()
+        theirs.close()
+        if self.unanswered:
+            self._send(list(self.unanswered))
+
+    def request(self, requests: list[_Request]) -> None:
+        """Ask for rows."""
+        self.unanswered += requests
+        self._send(requests)
+
+    def _send(self, requests: list[_Request]) -> None:
+        send(self.connection, encode([request.draw for request in requests]))
+
+    def receive(self) -> None:
+        """Receive some rows, or find that a row ended the process.
+
+        Raises:
+            TrainingError: the process was killed, or a row raised an error that is no reason to reject it.
+        """
+        try:
+            rows = receive(self.connection)
+        except (EOFError, ConnectionError):
+            self._reject_current_row()
+            return
+        for row in rows:
+            if isinstance(row, _Failed):
+                raise TrainingError(f"in a process that prepares rows:\n{row.trace}")
+            request = self.unanswered.popleft()
+            request.batch.put(request.place, row)
+
+    def _reject_current_row(self) -> None:
+        """Reject the row over which the process ended, and start it anew for the others."""
+        self.end()
+        code = self._process.exitcode or 0
+        if -code not in (signal.SIGALRM, *_CRASHES):
+            raise TrainingError(f"a process that prepares rows ended with exit code {code} (out of memory?)")
+        index, *names = json.loads(self._current.value)
+        _, source, row = next(request.draw for request in self.unanswered if request.draw[0] == index)
+        if -code == signal.SIGALRM:
+            reason = f"not ready within {self._rows.seconds(source):g} s (sample_seconds)"
+        else:
+            reason = f"its decoder crashed ({signal.Signals(-code).name})"
+        name = getattr(self._rows.sources[source], "name", str(source))
+        id_, of_source = names or (f"{name}[{row}]", name)
+        same = [request for request in self.unanswered if request.draw[1:] == (source, row)]  # also of later epochs
+        for request in same:
+            self.unanswered.remove(request)
+            request.batch.put(request.place, Rejected(id_, of_source, reason, request.draw[0], is_fatal=True))
+        self._start()
+
+    def end(self) -> None:
+        """End the process, if it has not ended."""
+        self.connection.close()
+        if self._process.exitcode is None and not wait([self._process.sentinel], timeout=0):
+            self._process.kill()
+        self._process.join()
+
+
+class RowProcesses:
+    """Prepares rows in several processes. Use it in a ``with`` block, which ends them."""
+
+    def __init__(self, rows: PreparedRows, number: int, ahead: int) -> None:
+        """Start ``number`` processes that prepare ``rows``, up to ``ahead`` batches each ahead of the consumer."""
+        self._most = number * ahead
+        self._processes = [_RowProcess(rows) for _ in range(number)]
+
+    def prepare(self, requests: Iterator[Sequence[Draw | Rejected]]) -> Generator[list[Prepared], None, None]:
+        """Yield batches of prepared rows in the order of ``requests``; rejected rows stay as they are.
+
+        Raises:
+            TrainingError: a process was killed, or a row raised an error that is no reason to reject it.
+        """
+        ahead: deque[_Batch] = deque()
+        while True:
+            while len(ahead) < self._most and (rows := next(requests, None)) is not None:
+                ahead.append(batch := _Batch(rows))
+                asked = [_Request(row, batch, i) for i, row in enumerate(rows) if not isinstance(row, Rejected)]
+                if asked:
+                    min(self._processes, key=lambda process: len(process.unanswered)).request(asked)
+            if not ahead:
+                return
+            while ahead[0].num_missing:
+                busy = {process.connection: process for process in self._processes if process.unanswered}
+                for connection in wait(list(busy)):
+                    busy[connection].receive()  # type: ignore[index]
+            yield ahead.popleft().rows
+
+    def __enter__(self) -> RowProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.end()
+
+
+def prepare_some(rows: PreparedRows, draws: Sequence[Draw]) -> list[Prepared]:
+    """Prepare a few rows within their deadlines, without a loader."""
+    if not rows.may_hang:
+        return [rows[draw] for draw in draws]
+    with RowProcesses(rows, number=1, ahead=1) as processes:
+        return list(chain.from_iterable(processes.prepare(iter([draws]))))
+
+
+def _serve(rows: PreparedRows, connection: socket.socket, current: Any) -> None:
+    """Prepare the rows that are requested, one by one."""
+    follow_main_process()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends this process
+    index = 0
+
+    def note(*names: str) -> None:
+        current.value = json.dumps([index, *(name[:_NAME_CHARACTERS] for name in names)]).encode()
+
+    rows.on_read = lambda row: note(row.id, row.source)
+    while True:
+        try:
+            draws = receive(connection)
+        except (EOFError, ConnectionError):
+            return
+        ready: list[Prepared | _Failed] = []
+        sent_at = time.monotonic()
+        for draw in draws:
+            index = draw[0]
+            note()
+            signal.setitimer(signal.ITIMER_REAL, rows.seconds(draw[1]) or 0.0)
+            try:
+                ready.append(rows[draw])
+            except Exception:  # the process that asked must get it, not only this one's stderr
+                ready.append(_Failed(traceback.format_exc()))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+            if time.monotonic() - sent_at > _MESSAGE_SECONDS:
+                send(connection, encode(ready))
+                ready, sent_at = [], time.monotonic()
+        if ready:
+            send(connection, encode(ready))

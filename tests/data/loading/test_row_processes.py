@@ -1,0 +1,172 @@
+"""Rows that hang or crash, in Python or in C code, cost themselves and the time of their deadline."""
+
+import ctypes
+import faulthandler
+import functools
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from omnitrain.data.loading.loader import LoaderState, StepLoader, build_dataloader
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.rows import Row
+from omnitrain.errors import TrainingError
+from omnitrain.recipe import Data
+from tests.tiny import CHAT, tiny_model, tiny_processor, tiny_row, write_parquet
+
+SECONDS = 2.0  # more than a row needs on a busy machine
+ROWS = [tiny_row("image_to_text", i) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def processor() -> OmniProcessor:
+    return tiny_processor(tiny_model())
+
+
+def hang_holding_all() -> None:
+    """Never return, and let no other thread of this process run: what a decoder's endless loop does."""
+    ctypes.PyDLL(None).pause()
+
+
+def hang_politely() -> None:
+    time.sleep(3600)
+
+
+class Hanging:
+    """A processor that hangs on the rows of a file, as it is when a row is drawn. It counts what it prepares there."""
+
+    def __init__(self, processor: OmniProcessor, folder: Path, hang=hang_holding_all) -> None:
+        self.processor, self.folder, self.hang = processor, folder, hang
+
+    def hang_on(self, *ids: str) -> None:
+        (self.folder / "hang").write_text("\n".join(ids))
+
+    @property
+    def tried(self) -> list[str]:
+        log = self.folder / "tried"
+        return log.read_text().splitlines() if log.exists() else []
+
+    def sample(self, row: Row, **options: object) -> Sample | Rejected:
+        with open(self.folder / "tried", "a") as log:
+            log.write(f"{row.id}\n")
+        if row.id in (self.folder / "hang").read_text().splitlines():
+            self.hang()
+        return self.processor.sample(row, **options)
+
+
+def data(folder: Path, rows: Sequence[Row] = ROWS, **settings: object) -> Data:
+    source = {"path": str(write_parquet(folder / "rows.parquet", rows)), "sample_seconds": SECONDS}
+    defaults = {"chat": CHAT, "pack_tokens": 160, "packing_buffer": 2, "workers": 0}
+    return Data.model_validate({"train": [source], **defaults, **settings})
+
+
+def ids_of(packs: list[Pack]) -> list[str]:
+    return [name for pack in packs for name in pack.info.ids]
+
+
+def take(loader: StepLoader, number: int) -> tuple[list[Pack], list[LoaderState], list[float]]:
+    """Return packs, the state after each, and the seconds before each."""
+    packs, states, seconds, began = [], [], [], time.monotonic()
+    for (pack,) in loader:
+        seconds.append(time.monotonic() - began)
+        packs.append(pack)
+        states.append(loader.state())
+        if len(packs) == number:
+            break
+        began = time.monotonic()
+    return packs, states, seconds
+
+
+@pytest.mark.parametrize(("workers", "hang"), [(0, hang_holding_all), (1, hang_politely), (3, hang_holding_all)])
+def test_a_row_that_hangs_is_rejected_at_its_deadline(processor: OmniProcessor, tmp_path: Path, workers, hang) -> None:
+    slow = Hanging(processor, tmp_path, hang)
+    slow.hang_on("image_to_text/3")
+    loader = build_dataloader(data(tmp_path, workers=workers), slow, alone=True)
+    packs, _, seconds = take(loader, 11)
+    assert sorted(ids_of(packs)) == sorted(f"image_to_text/{i}" for i in range(12) if i != 3)
+    assert sum(seconds) >= SECONDS and max(seconds) < SECONDS + 2
+    assert {row.id: row.reason for row in loader.rejected.values()} == {
+        "image_to_text/3": "not ready within 2 s (sample_seconds)"
+    }
+    assert {row.source for row in loader.rejected.values()} == {"image_to_text"}
+
+
+def test_what_was_late_is_rejected_again_by_a_resumed_run_in_which_it_would_be_fast(
+    processor: OmniProcessor, tmp_path: Path
+) -> None:
+    """In all epochs, and without another try."""
+    slow = Hanging(processor, tmp_path)
+    slow.hang_on("image_to_text/3", "image_to_text/7")
+    whole, states, _ = take(build_dataloader(data(tmp_path), slow, alone=True), 35)
+    assert len(states[14].slots[0].fatal) == 2
+    assert not {"image_to_text/3", "image_to_text/7"} & set(ids_of(whole))
+    assert slow.tried.count("image_to_text/3") == slow.tried.count("image_to_text/7") == 1
+    assert states[34].slots[0].rejected == {"image_to_text": 2}
+
+    slow.hang_on()
+    saved = LoaderState.from_saved(asdict(states[14]))
+    packs, after, _ = take(build_dataloader(data(tmp_path, workers=3), slow, alone=True, state=saved), 20)
+    assert ids_of(packs) == ids_of(whole[15:])
+    assert after[-1].slots == states[34].slots
+
+
+def test_corrupt_and_endless_rows_are_all_listed_and_stall_no_longer_than_the_deadline(
+    processor: OmniProcessor, tmp_path: Path
+) -> None:
+    """5 % corrupt and 1 % endless."""
+    rows = [tiny_row("image_to_text", i) for i in range(200)]
+    for i in range(7, 200, 20):
+        rows[i].media["image"] = [b"broken"]
+    corrupt = {row.id for row in rows if row.media["image"] == [b"broken"]}
+    endless = {rows[11].id, rows[150].id}
+    slow = Hanging(processor, tmp_path)
+    slow.hang_on(*endless)
+    settings = data(tmp_path, rows, workers=2)
+    loader = build_dataloader(settings, slow, alone=True)
+    packs, _, seconds = take(loader, 188)
+    assert sorted(ids_of(packs)) == sorted({row.id for row in rows} - corrupt - endless)
+    reasons = {row.id: row.reason for row in loader.rejected.values()}
+    assert {name for name, reason in reasons.items() if "unreadable image of 6 bytes" in reason} == corrupt
+    assert {name for name, reason in reasons.items() if "not ready within 2 s" in reason} == endless
+    assert len(reasons) == 12 and max(seconds) < SECONDS + 2
+
+
+def crash() -> None:
+    faulthandler.disable()  # pytest's would print the stack
+    signal.raise_signal(signal.SIGSEGV)
+
+
+def test_a_decoder_that_crashes_costs_its_row(processor: OmniProcessor, tmp_path: Path) -> None:
+    slow = Hanging(processor, tmp_path, crash)
+    slow.hang_on("image_to_text/3")
+    loader = build_dataloader(data(tmp_path, workers=1), slow, alone=True)
+    take(loader, 11)
+    assert [(row.id, row.reason) for row in loader.rejected.values()] == [
+        ("image_to_text/3", "its decoder crashed (SIGSEGV)")
+    ]
+
+
+def fail(row: Row) -> None:
+    raise ZeroDivisionError("zero")
+
+
+def test_an_error_of_our_own_has_its_traceback(processor: OmniProcessor, tmp_path: Path) -> None:
+    slow = Hanging(processor, tmp_path, functools.partial(fail, None))
+    slow.hang_on("image_to_text/3")
+    with pytest.raises(TrainingError, match=r"(?s)in a process that prepares rows:\nTraceback.*ZeroDivisionError"):
+        take(build_dataloader(data(tmp_path), slow, alone=True), 12)
+
+
+def test_texts_need_no_process_of_their_own(processor: OmniProcessor, tmp_path: Path) -> None:
+    settings = data(tmp_path, [tiny_row("text", i) for i in range(4)])
+    assert not build_dataloader(settings, processor).rows.may_hang
+    settings = data(tmp_path)
+    assert build_dataloader(settings, processor).rows.may_hang
+    settings.train[0].sample_seconds = None
+    assert not build_dataloader(settings, processor).rows.may_hang
