@@ -77,6 +77,10 @@ class DataSource(Strict):
     split: str = Field("train", description="Split to use if `path` is a Hub data set.")
     subset: str | None = Field(None, description="Subset (configuration) to use if `path` is a Hub data set.")
     revision: str | None = Field(None, description="Branch, tag or commit to use if `path` is a Hub data set.")
+    streaming: bool = Field(
+        False,
+        description="Read a Hub data set as it arrives, row by row in its order, and do not download it first.",
+    )
     copy_parquet: bool = Field(
         False,
         description="Copy parquet files into the cache of HF `datasets` first. Rows are then shuffled over the whole "
@@ -270,6 +274,23 @@ class Data(Strict):
             if not any(of_source):
                 why = "found 0.0, and no stage has another weight for it; remove the data set, or name it in `stages`"
                 problems.append(located(why, ("train", number, "weight"), 0.0))
+        if problems:
+            raise ValidationError.from_exception_data(type(self).__name__, problems)
+        return self
+
+    @model_validator(mode="after")
+    def _check_streams(self) -> Self:
+        """Require a limit of rows where the length of a stream must be known."""
+        problems = [
+            located(f"a streamed data set has no known length, which {why} needs; set `limit`", at, value)
+            for kind, sources in (("train", self.train), ("heldout", self.heldout))
+            for number, source in enumerate(sources)
+            for at, value, why in (
+                ((kind, number, "epochs"), source.epochs, "`epochs`"),
+                ((kind, number, "streaming"), kind == "heldout" or None, "evaluation"),
+            )
+            if source.streaming and source.limit is None and value is not None
+        ]
         if problems:
             raise ValidationError.from_exception_data(type(self).__name__, problems)
         return self

@@ -6,6 +6,8 @@ import math
 from itertools import islice
 
 from omnitrain.data.loading.loader import build_dataloader
+from omnitrain.data.sources.stream import ENDLESS
+from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
 from omnitrain.train.build_from_recipe import build_from_recipe
 
@@ -56,6 +58,11 @@ def _measured(recipe: Recipe) -> tuple[float, float, int]:
         media_names=model.media_names,
     )
     rows = sum(loader.order.lengths)
+    if recipe.train.epochs is not None and rows >= ENDLESS:
+        raise UserError(
+            "train.epochs: data.train has a streamed data set, whose number of rows is not known; set train.steps, or "
+            "`limit` of the data set"
+        )
     packs = drawn = samples = 0
     for (pack,) in islice(loader, _DRAWS):
         (state,) = loader.state().slots.values()

@@ -115,6 +115,7 @@ STANDS: dict[str, Always | Idle] = {
     "DataSource.split": idle("files, which have no splits", "data.train.0.split=test"),
     "DataSource.subset": idle("files, which have no subsets", "data.train.0.subset=en"),
     "DataSource.revision": idle("files, which have no revisions", "data.train.0.revision=v2"),
+    "DataSource.streaming": idle("files, which are read where they are", "data.train.0.streaming=true"),
     "DataSource.copy_parquet": idle("the files are no parquet files", "data.train.0.copy_parquet=true", base="text"),
     "DataSource.read_seconds": idle("neither the files nor `media_folder` are a URL", "data.train.0.read_seconds=5"),
     "DataSource.sample_seconds": Always("a row may take too long"),

@@ -175,6 +175,9 @@ class StepLoader:
             )
             self._start = replace(start, tokens_per_draw=peers.of_first(tokens))
         self.order = order_of(sources, data, seed, slots, self._start)
+        for source, skipped in zip(sources, start.skipped, strict=False):
+            if isinstance(source, RowSource):  # in tests, rows are samples already
+                source.skip(skipped)
         self.rejected = {row.id: row for row in start.rejected}
         self._listed = tuple(self.rejected.values())
         same = None if swap is None else SameSamples.of(peers.gather(rank), ranks, slots, peers.rank, swap)
@@ -183,7 +186,19 @@ class StepLoader:
 
     def state(self) -> LoaderState:
         """Return the states of this rank's slots after the last step; see ``slots.merge_states``."""
-        return replace(self._start, slots=self._steps.slots, rejected=self._listed)
+        return replace(self._start, slots=self._steps.slots, rejected=self._listed, skipped=self._skipped())
+
+    def _skipped(self) -> tuple[int, ...]:
+        """Return the first rows of each stream that no slot of this rank needs again; 0 of other sources."""
+        order, slots = self.order, self._steps.slots.values()
+        if not isinstance(order, SampleOrder) or not any(source.in_order for source in order.sources):
+            return ()
+        needed = [
+            min((order.first_needed(n, slot.next_index, slot.held, slot.begun) for slot in slots), default=0)
+            for n in range(len(order.sources))
+        ]
+        shares = zip(order.sources, needed, strict=True)
+        return tuple(rows if one.in_order and rows < one.length else 0 for one, rows in shares)
 
     @property
     def num_rejected(self) -> dict[int, Mapping[str, int]]:
@@ -228,6 +243,7 @@ def _shares(sources: Sequence[Sized], data: Data, tokens_per_draw: Sequence[floa
             tuple(weight / tokens for weight in of_stages),
             node.epochs,
             getattr(source, "blocks", ()),  # a plain sequence of rows has none
+            getattr(source, "is_stream", False),
         )
         for name, source, node, of_stages, tokens in together
     ]

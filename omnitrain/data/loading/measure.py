@@ -11,6 +11,7 @@ import numpy as np
 from omnitrain.data.loading.loader import order_of
 from omnitrain.data.loading.order import Draw
 from omnitrain.data.loading.packer import SlotPacker
+from omnitrain.data.loading.shuffle import shuffled
 from omnitrain.data.loading.slots import LoaderState, SlotState
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected, Sample
@@ -81,7 +82,8 @@ def measure(
     Args:
         source: the data set.
         processor: turns rows into samples.
-        most: number of rows. Of a larger data set, so many are drawn at random, the same ones each time.
+        most: number of rows. Of a larger data set, so many are drawn at random, the same ones each time; of a stream,
+            these are the first.
         budget: the most that a pack may hold.
         overlong: what to do with samples that exceed it; rows that are an error are rejected.
         without_tails: see :meth:`Sample.without_tail`.
@@ -89,7 +91,10 @@ def measure(
     Raises:
         UserError: the model cannot use the data.
     """
-    for position in np.sort(np.random.default_rng(0).permutation(len(source))[:most]).tolist():
+    positions = np.arange(min(most, len(source)))
+    if not source.is_stream:
+        positions = np.sort(shuffled(positions, len(source), "measure"))
+    for position in positions.tolist():
         row = source[position]
         prepared = sample_within(processor, row, budget, overlong, without_tail=without_tails)
         if isinstance(prepared, Rejected):

@@ -16,13 +16,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from omnitrain.data.loading.shuffle import shuffled, shuffled_in_blocks
+from omnitrain.data.sources.stream import ENDLESS
 
 Draw = tuple[int, int, int]  # global index, source, row
 
 ORDER_VERSION = 2  # of new runs; 1 is that of `order_v1`
 
 _DRAWS_AT_A_TIME = 1024
-_ENDLESS = 1 << 52  # more draws than any run has; a float has no larger integers without gaps
 
 
 class Order(Protocol):
@@ -70,6 +70,7 @@ class SourceShare:
         weights: relative share of the draws in each stage; 0: no draws.
         epochs: how often the rows are drawn; None: without end.
         blocks: number of rows of each part of the source that is read at once; empty: rows are read one by one.
+        in_order: whether its rows are drawn as they come, because it can only be iterated.
     """
 
     name: str
@@ -77,9 +78,12 @@ class SourceShare:
     weights: tuple[float, ...] = (1.0,)
     epochs: float | None = None
     blocks: tuple[int, ...] = ()
+    in_order: bool = False
 
     def rows(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the rows at ``[n]`` int64 positions of the source's endless order, which is shuffled every epoch."""
+        if self.in_order:
+            return positions % self.length
         rows = np.empty_like(positions)
         epochs, within = np.divmod(positions, self.length)
         for epoch in np.unique(epochs):
@@ -138,6 +142,19 @@ class SampleOrder:
         """See :meth:`Order.stage_of`."""
         return bisect_right(self.stage_steps, step)
 
+    def first_needed(self, source: int, index: int, held: Sequence[int] = (), begun: Sequence[int] = ()) -> int:
+        """Return the first position in the endless order of a source's rows that a slot may still draw.
+
+        Args:
+            source: number of the source.
+            index: the slot's next index.
+            held: earlier indices whose samples it draws again.
+            begun: see :class:`Order`.
+        """
+        following = int(self._drawn(index, 0, begun).before[source]) * self.slots + index % self.slots
+        again = (self._position(one, begun) for one in held)
+        return min([following, *(position for drawn, position in again if drawn == source)])
+
     def draws(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[Draw]:
         """See :meth:`Order.draws`."""
         slot, index = start % self.slots, start
@@ -179,7 +196,7 @@ class SampleOrder:
         shares, number = self._shares[stage], len(self.sources)
         # Different phases, so that neither sources of equal weight nor slots draw the same source at the same time.
         phases = ((np.arange(number) + 0.5) / number + slot / self.slots) % 1.0
-        ends = [_ENDLESS if one.epochs is None else int(one.epochs * one.length) for one in self.sources]
+        ends = [ENDLESS if one.epochs is None else int(one.epochs * one.length) for one in self.sources]
         left = np.maximum(-(-(np.array(ends) - slot) // self.slots), 0) - before
         times = _Times(shares, phases, np.where(shares > 0, left, 0))
         low, high = (

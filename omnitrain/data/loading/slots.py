@@ -86,12 +86,15 @@ class LoaderState:
         order_version: version of the order of the samples.
         tokens_per_draw: mean tokens of a draw of each source, by which weights of tokens become shares of draws.
             Empty: weights are shares of draws.
+        skipped: number of first samples of each source that a run that goes on need not read again, if the source can
+            only be iterated; 0 of others. Empty: there are no such sources.
     """
 
     slots: Mapping[int, SlotState] = field(default_factory=dict)
     rejected: tuple[Rejected, ...] = ()
     order_version: int = ORDER_VERSION
     tokens_per_draw: tuple[float, ...] = ()
+    skipped: tuple[int, ...] = ()
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
@@ -131,7 +134,8 @@ def merge_states(states: Sequence[LoaderState]) -> LoaderState:
                 )
     rejected = {row.id: row for state in states for row in state.rejected}
     first = states[0] if states else LoaderState()  # ranks that do not write gather none
-    return replace(first, slots=dict(sorted(slots.items())), rejected=tuple(rejected.values()))
+    skipped = tuple(map(min, zip(*(state.skipped for state in states if state.slots), strict=True)))
+    return replace(first, slots=dict(sorted(slots.items())), rejected=tuple(rejected.values()), skipped=skipped)
 
 
 def rejected_by_source(of_ranks: Iterable[Mapping[int, Mapping[str, int]]]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from omnitrain.data.sources.documents import TextFiles
 from omnitrain.data.sources.files import FileReader, ReadError, find_files, is_url
 from omnitrain.data.sources.json_lines import JsonLines
 from omnitrain.data.sources.parquet_rows import ParquetRows
+from omnitrain.data.sources.stream import Stream
 from omnitrain.data.sources.tar_shards import TarShards
 from omnitrain.errors import DataError
 from omnitrain.recipe import DataSource
@@ -152,6 +153,8 @@ def _open(source: DataSource, files: Sequence[str], kind: str, reader: FileReade
     match kind:
         case "Hub":
             options = {"name": source.subset, "revision": source.revision, "split": source.split}
+            if source.streaming:
+                return Stream(datasets.load_dataset(source.path, streaming=True, **options), columns)
             return ArrowTable(datasets.load_dataset(source.path, **options), columns, marked=marked)
         case "parquet" if copy_parquet and not is_url(files[0]):
             names = [glob.escape(str(Path(file).absolute())) for file in files]  # load_dataset treats names as globs

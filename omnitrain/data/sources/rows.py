@@ -19,6 +19,7 @@ from omnitrain.data.sources.formats import files_of, open_table, suffix_of
 from omnitrain.data.sources.json_lines import kinds_of
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.part_files import modality_of_type, take_files
+from omnitrain.data.sources.stream import Stream
 from omnitrain.data.sources.turns import MARKERS, as_messages, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
@@ -122,7 +123,11 @@ def _path_of(file: Any) -> str | None:
 
 
 class RowSource(Sequence[Row]):
-    """A data set with checked columns. Media stay encoded until a row is used."""
+    """A data set with checked columns. Media stay encoded until a row is used.
+
+    Attributes:
+        is_stream: whether its rows should be asked for in their order.
+    """
 
     def __init__(self, source: DataSource, name: str | None = None, *, copy_parquet: bool = False) -> None:
         """Open the data set.
@@ -147,6 +152,7 @@ class RowSource(Sequence[Row]):
         missing = _missing_columns(self._table.column_names, source, needs_messages=needs_messages)
         if problems := missing or self._table.problems():
             raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
+        self.is_stream = isinstance(self._table, Stream)
         self.name = name or source.name or Path(source.path).stem
         self.columns, self._marked = source.columns, frozenset(source.media_markers)
         self._has_documents = source.columns.text is not None or isinstance(self._table, TextFiles)
@@ -157,7 +163,13 @@ class RowSource(Sequence[Row]):
             raise DataError(*(f"data: {source.path!r}: {problem}" for problem in problems))
 
     def __len__(self) -> int:
+        """Return the number of rows; of a stream without a limit, a number that no run reaches."""
         return self._length
+
+    def skip(self, rows: int) -> None:
+        """Let a stream begin after its first rows, for which nobody will ask. Other data sets need not be told."""
+        if isinstance(self._table, Stream):
+            self._table.skip(rows)
 
     def __getitem__(self, position: int) -> Row:  # type: ignore[override]
         """Return a row; one that cannot be read has a ``problem``."""
@@ -293,6 +305,7 @@ def _idle(source: DataSource, files: Sequence[str], kinds: Mapping[tuple[Any, An
     if files:
         for key, what in (("split", "splits"), ("subset", "subsets"), ("revision", "revisions")):
             yield Idle(key, f"but the path leads to files, which have no {what}; remove it")
+        yield Idle("streaming", "but the path leads to files, which are read where they are; remove it")
         if suffix_of(files[0]) != ".parquet":
             yield Idle("copy_parquet", "but the files are no parquet files; remove it")
     if files and not is_url(f"{files[0]}{source.media_folder or ''}"):

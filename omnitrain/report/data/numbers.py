@@ -13,6 +13,7 @@ import numpy as np
 from omnitrain.data.loading.measure import Measure, Measured, Packing, rows_read
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.sources.rows import RowSource
+from omnitrain.data.sources.stream import ENDLESS
 from omnitrain.recipe import Recipe
 
 _BINS = 20
@@ -25,15 +26,15 @@ class DataSetStats:
 
     Attributes:
         name: its name in metrics.
-        rows: its rows.
+        rows: its rows; None: it is a stream.
         measured: rows that were prepared for these numbers.
         rejected: of these, rows that training skips.
         share: its share of the rows that a run reads.
-        epochs: how often a run reads each of its rows; None: nothing can be packed.
+        epochs: how often a run reads each of its rows; None: nothing can be packed, or it is a stream.
     """
 
     name: str
-    rows: int
+    rows: int | None
     measured: int
     rejected: int
     share: float
@@ -183,13 +184,14 @@ class DataNumbers:
 
 
 def _data_set(source: RowSource, rows: Sequence[Measured], share: float, epochs: float | None) -> DataSetStats:
+    is_endless = len(source) >= ENDLESS
     return DataSetStats(
         name=source.name,
-        rows=len(source),
+        rows=None if is_endless else len(source),
         measured=len(rows),
         rejected=sum(isinstance(row, Rejected) for row in rows),
         share=share,
-        epochs=epochs,
+        epochs=None if is_endless else epochs,
     )
 
 

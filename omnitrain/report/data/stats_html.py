@@ -21,7 +21,10 @@ def chapters(stats: DataNumbers, plots: Plots) -> list[str]:
 
 def _overview(stats: DataNumbers) -> str:
     titles = ("data set", "rows", "measured", "rejected", "share", "epochs")
-    rows = [(one.name, one.rows, one.measured, one.rejected, one.share, one.epochs) for one in stats.data_sets]
+    rows = [
+        (one.name, "stream" if one.rows is None else one.rows, one.measured, one.rejected, one.share, one.epochs)
+        for one in stats.data_sets
+    ]
     words = (
         f"Epochs of a run of {stats.steps:,} steps with {stats.packs_per_step} packs of {stats.pack_tokens:,} tokens. "
         "Measured: rows that were prepared as in training. Share: of all rows that a run reads."

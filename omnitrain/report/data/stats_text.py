@@ -34,7 +34,7 @@ def _data_sets(stats: DataNumbers) -> Table:
     table = Table("data set", "rows", "measured", "rejected", "share", f"epochs in {stats.steps:,} steps")
     for one in stats.data_sets:
         epochs = "none" if one.epochs is None else f"{one.epochs:.3g}"
-        counts = [f"{count:,}" for count in (one.rows, one.measured, one.rejected)]
+        counts = ["stream" if n is None else f"{n:,}" for n in (one.rows, one.measured, one.rejected)]
         table.add_row(one.name, *counts, f"{one.share:.1%}", epochs)
     return table
 

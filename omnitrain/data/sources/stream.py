@@ -1,0 +1,138 @@
+"""Read a data set of HF ``datasets`` that can only be iterated, such as one of the Hub that is not downloaded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import pyarrow as pa
+
+from omnitrain.data.sources.arrow_table import record_of
+from omnitrain.data.sources.examples import EXAMPLES
+from omnitrain.data.sources.files import ReadError
+from omnitrain.recipe import Columns
+
+ENDLESS = 1 << 52  # rows; a float has no larger integers without gaps
+_ROWS_AT_A_TIME = 16
+_MOST_WAITING = 1024  # rows that were read before those that others ask for
+
+
+class _Cursor:
+    """Reads on from one position of the stream.
+
+    Attributes:
+        position: of the next row, counted over all passes.
+    """
+
+    def __init__(self, position: int, rows: Iterator[dict[str, Any]]) -> None:
+        self.position, self.rows, self.has_read = position, rows, False
+
+
+class Stream:
+    """The rows of a stream by their position; see :class:`omnitrain.data.sources.formats.Table`.
+
+    A row after the last one is a row of the next pass. Slots of a run ask for rows in about the order of the stream, so
+    rows that are passed wait for a while. If a row was passed long ago, another cursor skips to it, and stays with the
+    slot that is behind.
+
+    Attributes:
+        column_names: columns of the first rows.
+    """
+
+    def __init__(self, data: datasets.IterableDataset, columns: Columns) -> None:
+        """Read the first rows.
+
+        Args:
+            data: the stream.
+            columns: names of the columns of messages and media.
+        """
+        self._data, self._columns = data.with_format("arrow"), columns
+        self._length: int | None = None
+        self._skipped = 0
+        self._cursors: list[_Cursor] = []
+        self._waiting: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._first: list[dict[str, Any]] = []
+        for row in self._rows_from(0):
+            self._first.append(row)
+            if len(self._first) == EXAMPLES:
+                break
+        else:
+            self._length = len(self._first)
+        self.column_names = list(dict.fromkeys(name for row in self._first for name in row))
+
+    def skip(self, rows: int) -> None:
+        """Begin to read at a position: earlier rows will not be asked for."""
+        self._skipped = rows
+
+    @property
+    def kinds(self) -> None:
+        """None: kinds are found in the first rows."""
+        return
+
+    def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """See :class:`omnitrain.data.sources.formats.Table`."""
+        yield from ((position, dict(row)) for position, row in enumerate(self._first[:length]))
+
+    def __len__(self) -> int:
+        """Return 0 if the stream is empty, else more rows than any run draws."""
+        return ENDLESS if self._first else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_cursors": [], "_waiting": OrderedDict()}
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        """Return a row.
+
+        Raises:
+            ReadError: the stream cannot be read here.
+        """
+        if position < len(self._first):
+            return dict(self._first[position])
+        if position in self._waiting:
+            return self._waiting.pop(position)
+        behind = [cursor for cursor in self._cursors if cursor.position <= position]
+        cursor = max(behind, key=lambda one: one.position) if behind else self._begun_at(position)
+        try:
+            while cursor.position < position:
+                passed = cursor.position
+                self._waiting[passed] = self._read(cursor)
+                if len(self._waiting) > _MOST_WAITING:
+                    self._waiting.popitem(last=False)
+            return self._read(cursor)
+        except (OSError, ValueError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+            self._cursors.remove(cursor)  # its iterator has ended
+            raise ReadError(f"row {position} of the stream: {type(error).__name__}: {error}") from error
+
+    def _begun_at(self, position: int) -> _Cursor:
+        if not self._cursors and self._skipped <= position:
+            position = self._skipped  # a slot may be behind the one that asks first
+        cursor = _Cursor(position, self._rows_from(position))
+        self._cursors.append(cursor)
+        return cursor
+
+    def _read(self, cursor: _Cursor) -> dict[str, Any]:
+        row = next(cursor.rows, None)
+        if row is None:
+            if self._length is None:
+                # A cursor that begins after the end reads nothing: the run resumes in a later pass.
+                self._length = cursor.position if cursor.has_read else sum(1 for _ in self._rows_from(0))
+            cursor.rows = self._rows_from(cursor.position)
+            row = next(cursor.rows)
+        cursor.position, cursor.has_read = cursor.position + 1, True
+        return row
+
+    def _rows_from(self, position: int) -> Iterator[dict[str, Any]]:
+        skipped = position if self._length is None else position % self._length
+        # Not the iterator of `datasets`: it would divide the rows among the processes of a DataLoader.
+        for table in self._data.skip(skipped).iter(batch_size=_ROWS_AT_A_TIME):
+            yield from (record_of(row, self._columns) for row in table.to_pylist())
+
+    def sources(self) -> None:
+        """Return None: sources are known when a row is read."""
+        return
+
+    def problems(self) -> list[str]:
+        """Return no problems: types are checked row by row."""
+        return []
