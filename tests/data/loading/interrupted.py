@@ -61,10 +61,15 @@ def pairs() -> list[Node]:
 
 
 def chats() -> list[Node]:
+    """Conversations, of which some have too many turns for a pack."""
     return [
-        {"messages": [{"role": "user", "content": asked(i)}, {"role": "assistant", "content": said(i)}]}
+        {"messages": [{"role": "user", "content": asked(i)}, {"role": "assistant", "content": said(i)}] * turns(i)}
         for i in range(ROWS)
     ]
+
+
+def turns(i: int) -> int:
+    return 5 if i % 12 == 7 else 1
 
 
 def sharegpt() -> list[Node]:
@@ -143,7 +148,7 @@ def message_files(folder: Path) -> Node:
     rows = chats()
     for i, row in enumerate(rows):
         shown = {"type": "image_url", "image_url": {"url": "a.png"}}
-        row["messages"][0]["content"] = [shown, {"type": "text", "text": asked(i)}]
+        row["messages"][0] = {"role": "user", "content": [shown, {"type": "text", "text": asked(i)}]}
     (folder / "rows.jsonl").write_bytes(json_lines(rows))
     return {"path": str(folder / "rows.jsonl"), "media_folder": str(folder)}
 
@@ -248,6 +253,7 @@ KINDS: dict[str, Callable[[Path], Node]] = {
     "url of parquet": url_of_parquet,
     "url of tar shards": url_of_shards,
 }
+LONG = ("parquet", "copied parquet", "message files", "json", "saved data set", "url of parquet")  # have `chats`
 
 
 def alone(node: Node, other: Node) -> Node:
@@ -272,6 +278,11 @@ def staged(node: Node, other: Node) -> Node:
     return weighted(node, other) | {"stages": stages}
 
 
+def split(node: Node, other: Node) -> Node:
+    """Conversations that are too long become several samples; in the other mixtures they are rejected."""
+    return weighted(node | {"overlong": "split"}, other)
+
+
 def in_epochs(node: Node, other: Node) -> Node:
     """The first source ends after two and a half epochs of its first rows."""
     return {"train": [node | {"limit": 16, "epochs": 2.5}, other]}
@@ -282,6 +293,7 @@ MIXTURES: dict[str, Callable[[Node, Node], Node]] = {
     "tokens": by_tokens,
     "stages": staged,
     "epochs": in_epochs,
+    "split": split,
     "first order": weighted,  # of a run that began with it
 }
 RANKS, WORKERS, SLOTS = ("1", "2", "3", "4"), ("0", "1", "3"), ("2", "3")
@@ -294,10 +306,14 @@ def data_of(node: Node, mixture: str, folder: Path) -> Node:
     return MIXTURES[mixture](node | {"name": "first"}, other)
 
 
+def is_possible(case: Case) -> bool:
+    """Whether the source has conversations to split, and whether the first order had it: it had no streams."""
+    return case.kind in LONG if case.mixture == "split" else (case.kind, case.mixture) != ("stream", "first order")
+
+
 def possible() -> list[Case]:
-    """All cases but streams in the first order, which had none."""
     cases = (Case(*values) for values in product(KINDS, MIXTURES, SLOTS, RANKS, RANKS, WORKERS, WORKERS))
-    return [case for case in cases if (case.kind, case.mixture) != ("stream", "first order")]
+    return [case for case in cases if is_possible(case)]
 
 
 def table() -> list[Case]:

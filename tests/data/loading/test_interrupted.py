@@ -16,7 +16,7 @@ from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.loading.order_v1 import FirstOrder
 from omnitrain.data.loading.slots import LoaderState, merge_states
 from omnitrain.data.packing.pack import Pack
-from omnitrain.data.packing.sample import Sample
+from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources import documents
 from omnitrain.recipe import Data
@@ -76,14 +76,19 @@ class Runs:
 
 
 def require_each_once(loader: StepLoader, trained: Counter[Seen]) -> None:
-    """Each piece of each drawn row is trained once or waits for a pack, and a row is drawn once in an epoch."""
+    """Each piece of each drawn row is trained once or waits for a pack, or the row is rejected.
+
+    And a row is drawn once in an epoch.
+    """
     slots, drawn, expected = loader.state().slots, Counter[tuple[int, int]](), Counter[Seen]()
     for slot, state in slots.items():
         for index in range(slot, state.next_index, len(slots)):
             draw = loader.order.draw(index, state.begun)
             drawn[draw[1:]] += 1
             sample = loader.rows[draw]
-            assert isinstance(sample, Sample)
+            if isinstance(sample, Rejected):
+                assert sample.id in loader.rejected
+                continue
             waiting = state.held_pieces.get(index, range(sample.num_pieces) if index in state.held else ())
             for piece in sample.pieces:
                 expected[Seen(index, piece.id, tuple(piece.input_ids.tolist()))] += piece.piece not in waiting
@@ -132,7 +137,8 @@ def require_the_same_samples(runs: Runs, case: Case) -> None:
     after = runs.loaders(case, case.ranks_after, case.workers_after, state)
     uncut, end = runs.uncut(case.kind, case.mixture, case.slots)
     assert begun + steps(after, STEPS - STOP) == uncut
-    assert merge_states([loader.state() for loader in after]).slots == end.slots
+    ended = merge_states([loader.state() for loader in after])
+    assert ended.slots == end.slots and {row.id for row in ended.rejected} == {row.id for row in end.rejected}
     assert isinstance(after[0].order, FirstOrder) == (case.mixture == "first order")
 
 
