@@ -19,6 +19,7 @@ from omnitrain.data.loading.slots import share_of_rank
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.part_files import take_files
 from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.data.sources.turns import as_messages
 from omnitrain.errors import DataError, UserError
@@ -274,14 +275,19 @@ def _row_of(record: Any, index: int) -> Row:
     files = {modality: record.get(getattr(columns, f"{modality}s")) for modality in MODALITIES}
     media = {m: list(f) if isinstance(f, (list, tuple)) else [f] * (f is not None) for m, f in files.items()}
     used = {columns.id, columns.source, columns.messages, columns.tools, *columns.of_media().values()}
-    return Row(
+    row = Row(
         id=str(record.get(columns.id, name)),
         source=str(record.get(columns.source, "dataset")),
-        messages=as_messages(record[columns.messages], marked=frozenset()),
+        messages=[],
         media=media,
         extra={key: value for key, value in record.items() if key not in used},
         tools=record.get(columns.tools),
     )
+    try:
+        messages, media = take_files(as_messages(record[columns.messages], marked=frozenset()), media)
+    except ValueError as error:
+        return replace(row, problem=str(error))
+    return replace(row, messages=messages, media=media)
 
 
 def _start_worker(_: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
+from urllib.parse import quote_from_bytes
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import omnitrain as ot
 from omnitrain.data.loading.dataset_loader import DatasetLoader
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Data
-from tests.tiny import TASKS, tiny_model, tiny_processor, tiny_row, tiny_samples
+from tests.tiny import TASKS, png, tiny_model, tiny_processor, tiny_row, tiny_samples
 
 ROWS = [f"row {number}" for number in range(22)]
 
@@ -119,6 +120,18 @@ def test_rows_become_samples_with_a_processor_and_bad_ones_are_skipped() -> None
     packed = [name for packs in loader for pack in packs for name in pack.info.ids]
     assert sorted(packed) == sorted({row.id for row in rows} - loader.rejected.keys()) and len(loader.rejected) > 1
     assert "unreadable image of 8 bytes" in loader.rejected[records[1]["id"]].reason
+
+
+def test_messages_may_have_their_files() -> None:
+    shown = ({"type": "image_url", "image_url": {"url": f"data:,{quote_from_bytes(png(1))}"}}, {"type": "image_url"})
+    asked = [[part, {"type": "text", "text": "what?"}] for part in shown]
+    answer = {"role": "assistant", "content": "7"}
+    rows = [{"messages": [{"role": "user", "content": content}, answer]} for content in asked]
+    processor = tiny_processor(tiny_model())
+    loader = loader_of(rows, collate_fn=None, processor=processor, global_batch_size=2, shuffle=False)
+    (((pack,),),) = [list(loader)]
+    assert len(pack.info.ids) == 1 and list(pack.inputs) == ["image_encoder"]
+    assert "part 1 of message 1 (image_url) has no file" in loader.rejected["dataset[1]"].reason
 
 
 def test_dicts_of_features_are_packed_with_their_places_in_the_order() -> None:
