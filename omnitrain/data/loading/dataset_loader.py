@@ -154,7 +154,8 @@ class DatasetLoader:
                 f"{micro_batch_size}, but {ranks} ranks need at least one each; raise it to {ranks * micro_batch_size}"
             )
         self._dataset = cast(Any, dataset)
-        self._is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        has_rows = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        self._is_map = has_rows and not isinstance(dataset, IterableDataset)  # which inherits a __getitem__ that raises
         if not self._is_map and not hasattr(dataset, "__iter__"):
             raise UserError(
                 f"dataset: found a {type(dataset).__name__}; expected the `data` of a recipe, a map-style dataset "

@@ -455,7 +455,14 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
         UserError: the sizes do not fit the ranks, or ``data`` is no dataset.
     """
     if not isinstance(data, Data):
+        if "micro_batch_size" not in options:
+            raise UserError("micro_batch_size: missing; with a dataset it is the number of rows of a micro-batch")
         return DatasetLoader(data, processor, **options)
     if processor is None:
         raise UserError("processor: the `data` of a recipe needs an OmniProcessor, which turns its rows into samples")
+    if given := sorted({"micro_batch_size", "global_batch_size", "collate_fn"} & options.keys()):
+        raise UserError(
+            f"{given[0]}: the `data` of a recipe fills packs up to data.pack_tokens, `slots` packs in a step; for a "
+            "fixed number of rows pass one data set, as ot.open_sources(recipe.data.train)[0]"
+        )
     return _recipe_loader(data, processor, **options)

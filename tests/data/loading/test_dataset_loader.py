@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import omnitrain as ot
 from omnitrain.data.loading.dataset_loader import DatasetLoader
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Data
-from tests.tiny import TASKS, tiny_model, tiny_processor, tiny_row, tiny_samples
+from tests.tiny import TASKS, tiny_model, tiny_processor, tiny_row, tiny_samples, write_parquet
 
 ROWS = [f"row {number}" for number in range(22)]
 
@@ -48,7 +49,17 @@ def steps_of(rows: Any, ranks: int = 1, epochs: int = 1, **options: Any) -> list
     return [[row for packs in step for pack in packs for row in pack] for step in zip(*of_ranks, strict=True)]
 
 
-@pytest.mark.parametrize("make", [lambda: ROWS, Stream, lambda: Dataset.from_dict({"row": ROWS})])
+class Counted(Stream):
+    """A stream that knows its length, as HF `Trainer` wants."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+
+HF = Dataset.from_dict({"row": ROWS})
+
+
+@pytest.mark.parametrize("make", [lambda: ROWS, Stream, Counted, lambda: HF])
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (3, 0), (4, 1)])
 def test_a_step_has_the_same_rows_on_any_ranks_and_workers(make: Any, ranks: int, workers: int) -> None:
     whole = steps_of(make(), epochs=2)
@@ -89,6 +100,13 @@ def test_a_stream_is_read_no_further_than_its_steps() -> None:
     assert stream.read == 8
 
 
+def test_a_stream_of_hf_datasets_is_shuffled_by_itself() -> None:
+    stream = HF.to_iterable_dataset().shuffle(seed=1, buffer_size=10)
+    whole = [[row["row"] for row in step] for step in steps_of(stream, epochs=2)]
+    assert [{row["row"] for row in step} for step in steps_of(stream, 2, epochs=2)] == [set(step) for step in whole]
+    assert sorted(row for step in whole[:3] for row in step) == sorted(ROWS) and whole[:3] != whole[3:]
+
+
 def test_order_and_length_are_as_asked() -> None:
     assert len(loader_of(ROWS)) == 3
     assert [row for step in steps_of(ROWS, shuffle=False) for row in step] == ROWS
@@ -97,7 +115,7 @@ def test_order_and_length_are_as_asked() -> None:
         len(loader_of(Stream()))
 
 
-def test_rows_become_samples_with_a_processor_and_bad_ones_are_skipped() -> None:
+def test_rows_become_samples_with_a_processor_and_bad_ones_are_skipped(tmp_path: Path) -> None:
     processor = tiny_processor(tiny_model())
     rows = [tiny_row(TASKS[i % len(TASKS)], i) for i in range(14)]
     records = [
@@ -106,7 +124,11 @@ def test_rows_become_samples_with_a_processor_and_bad_ones_are_skipped() -> None
         for row in rows
     ]
     expected = tiny_samples(processor)
-    for dataset in (rows, records):
+    for dataset in (
+        rows,
+        records,
+        ot.open_sources([ot.DataSource(path=str(write_parquet(tmp_path / "r.parquet", rows)))])[0],
+    ):
         loader = loader_of(dataset, collate_fn=None, processor=processor, shuffle=False)
         packs = [pack for packs in loader for pack in packs]
         assert [pack.info.indices for pack in packs] == [
@@ -163,6 +185,13 @@ def test_what_does_not_fit_is_refused_in_words(rows: Any, options: dict[str, Any
 def test_a_state_of_other_steps_and_data_without_a_processor_are_refused() -> None:
     with pytest.raises(UserError, match="found 4, but the state has 3 steps of 24 rows; pass the one that the run"):
         loader_of(ROWS, global_batch_size=4).load_state_dict({"epoch": 0, "steps": 3, "rows": 24})
+    data, processor = Data.model_validate({"train": [{"path": "rows.jsonl"}]}), tiny_processor(tiny_model())
     with pytest.raises(UserError, match="processor: the `data` of a recipe needs an OmniProcessor"):
-        ot.build_dataloader(Data.model_validate({"train": [{"path": "rows.jsonl"}]}))
+        ot.build_dataloader(data)
+    with pytest.raises(
+        UserError, match=r"micro_batch_size: the `data` of a recipe fills packs up to data\.pack_tokens"
+    ):
+        ot.build_dataloader(data, processor, micro_batch_size=2)
+    with pytest.raises(UserError, match="micro_batch_size: missing; with a dataset it is the number of rows of a"):
+        ot.build_dataloader(ROWS)
     assert loader_of(ROWS, 1, 2, global_batch_size=None).global_batch_size == 4
