@@ -170,6 +170,8 @@ def test_rows_that_cannot_be_used_end_the_loop_in_words(workers: int) -> None:
     [
         (ROWS, {"global_batch_size": 7}, "global_batch_size: found 7; expected a multiple of micro_batch_size 2"),
         (ROWS, {"micro_batch_size": 0}, "expected a multiple of micro_batch_size 0"),
+        (ROWS, {"rank": None, "ranks": 2}, "rank, ranks: found None and 2; expected a rank from 0 to below the number"),
+        (ROWS, {"rank": 2, "ranks": 2}, "rank, ranks: found 2 and 2; expected"),
         (ROWS, {"ranks": 5}, "8 samples are 4 micro-batches of 2, but 5 ranks need at least one each; raise it to 10"),
         (Stream(), {"shuffle": True}, "shuffle: an iterable dataset is read in its own order"),
         (Stream(), {"num_workers": 2}, "num_workers: an iterable dataset .* by at most one worker"),
