@@ -66,7 +66,12 @@ class _MakeBatch:
             prepared = [self._prepared(index, row) for index, row in rows]
         except UserError as error:
             return _MicroBatch(None, len(rows), error=error)
-        kept = [(index, one) for (index, _), one in zip(rows, prepared, strict=True) if not isinstance(one, Rejected)]
+        kept = [
+            (index, piece)
+            for (index, _), one in zip(rows, prepared, strict=True)
+            if not isinstance(one, Rejected)
+            for piece in (one.pieces if isinstance(one, Sample) else [one])  # a long document has several
+        ]
         rejected = tuple(one for one in prepared if isinstance(one, Rejected))
         if not kept:
             return _MicroBatch(None, len(rows), rejected)

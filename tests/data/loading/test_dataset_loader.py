@@ -143,6 +143,14 @@ def test_rows_become_samples_with_a_processor_and_bad_ones_are_skipped(tmp_path:
     assert "unreadable image of 8 bytes" in loader.rejected[records[1]["id"]].reason
 
 
+def test_all_pieces_of_a_long_document_are_trained(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("word " * 20)
+    (rows,) = ot.open_sources([ot.DataSource(path=str(tmp_path / "book.txt"))])
+    loader = loader_of(rows, collate_fn=None, processor=tiny_processor(tiny_model()), max_tokens=30)
+    ((pack,),) = list(loader)
+    assert pack.info.lengths == (11, 30, 30, 30) and pack.num_tokens == len("word " * 20) + 1
+
+
 def test_dicts_of_features_are_packed_with_their_places_in_the_order() -> None:
     rows = [{"input_ids": [number, 1, 2]} for number in range(4)]
     loader = loader_of(rows, collate_fn=ot.OmniDataCollatorWithPacking(), global_batch_size=4)
