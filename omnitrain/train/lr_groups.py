@@ -35,12 +35,12 @@ def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]
 
 
 def decays_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
-    """Return the weight decay of each trained parameter that ``weight_decays`` names; arguments as above.
+    """Return the weight decay of each trained matrix that ``weight_decays`` names; arguments as above.
 
     Raises:
-        UserError: a name matches no trained parameter.
+        UserError: a name matches no trained parameter, or only norms and biases, which have no weight decay.
     """
-    return _of_parameters(model, settings.weight_decays, "weight_decays")
+    return _of_parameters(model, settings.weight_decays, "weight_decays", least_dims=2)
 
 
 def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:
@@ -60,8 +60,13 @@ def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:
     return matrices
 
 
-def _of_parameters(model: OmniModel, values: Mapping[str, float], key: str) -> dict[nn.Parameter, float]:
-    """Return trained parameter -> its value, that of the longest path among ``values``."""
+def _of_parameters(
+    model: OmniModel, values: Mapping[str, float], key: str, *, least_dims: int = 0
+) -> dict[nn.Parameter, float]:
+    """Return trained parameter -> its value, that of the longest path among ``values``.
+
+    Parameters with fewer than ``least_dims`` dimensions have none.
+    """
     key = f"{_NODE}.{key}"
     found: dict[nn.Parameter, float] = {}
     names: dict[nn.Parameter, str] = {}
@@ -69,10 +74,15 @@ def _of_parameters(model: OmniModel, values: Mapping[str, float], key: str) -> d
         trained = [parameter for parameter in parameters_named(model, name, key) if parameter.requires_grad]
         if not trained:
             raise UserError(f"{key}: {name!r} has no trained parameter; remove it here, or do not freeze it")
-        found |= dict.fromkeys(trained, values[name])
-        names |= dict.fromkeys(trained, name)
+        matching = [parameter for parameter in trained if parameter.ndim >= least_dims]
+        if not matching:
+            raise UserError(
+                f"{key}: {name!r} has only norms and biases, to which weight decay does not apply; remove it here"
+            )
+        found |= dict.fromkeys(matching, values[name])
+        names |= dict.fromkeys(matching, name)
     if unused := sorted(values.keys() - set(names.values())):
-        raise UserError(
-            f"{key}: longer names cover all trained parameters of {', '.join(map(repr, unused))}; remove it"
-        )
+        what = "matrices" if least_dims else "parameters"
+        names_shown = ", ".join(map(repr, unused))
+        raise UserError(f"{key}: longer names cover all trained {what} of {names_shown}; remove it")
     return found

@@ -63,6 +63,14 @@ class Ranks:
         return self.state_of_main.dp_size if self.state_of_main is not None else 1
 
     @property
+    def is_first_with_its_samples(self) -> bool:
+        """Whether this rank draws samples, and no rank before it in a pipeline or a data group has the same ones."""
+        state = self.state
+        if state is None:
+            return True
+        return state.section == MAIN and state.pp_rank == 0 and state.ranks_along("data")[0] == state.rank
+
+    @property
     def holds_source(self) -> bool:
         """Whether this rank loads whole weights, for itself and the others of its section."""
         return self.state is None or self.state.rank == self.state.first_rank

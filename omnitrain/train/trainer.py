@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import record_function
 
-from omnitrain.data.loading.slots import merge_states, rejected_by_source
+from omnitrain.data.loading.slots import merge_states, reasons_by_source, rejected_by_source
 from omnitrain.errors import LostRankError, TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.device import mixed_seed, seed_device
@@ -519,6 +519,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         for losses in packs:
             self.meter.add_losses(losses)
+        if self.ranks.is_first_with_its_samples:
+            self.meter.add_samples(batch.packs)
         self.mean_loss.add(loss, num_targets)
         self.samples += int(batch.plan.num_samples.sum())
         self.step += 1
@@ -557,7 +559,13 @@ class Trainer:
         settings = self.recipe.train.optimizer
         rate = partial(learning_rate, self.step - 1, self.recipe.train.steps, settings)
         own = {name: rate(peak) for name, peak in settings.learning_rates.items()}
-        rejected = rejected_by_source(self.ranks.peers.gather(self.loader.num_rejected))
+        of_rank = (
+            self.loader.num_rejected,
+            (tuple(self.data_state.slots), self.loader.reasons),
+            self.stopwatch.data_wait,
+        )
+        num_rejected, reasons, waits = zip(*self.ranks.peers.gather(of_rank), strict=True)
+        rejected = rejected_by_source(num_rejected)
         return {
             "step": self.step,
             "samples": self.samples,
@@ -571,7 +579,9 @@ class Trainer:
             **self.flops.read(self.ranks.peers, self.stopwatch.seconds),
             **self.stopwatch.read(self.recipe.train.micro_batches * self.recipe.data.pack_tokens),
             **memory_metrics(self.device, self.ranks.peers),
+            "data_wait": max(waits),
             "rejected": rejected,
+            "rejected_reasons": reasons_by_source(reasons),
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
             **self.experts.metrics(),

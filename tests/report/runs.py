@@ -38,7 +38,9 @@ def line(step: int, **others: Any) -> dict[str, Any]:
         "imbalance": 1.125,
         "data_wait": 0.125,
         "memory_mb": 512.5,
+        "data": {"web": {"samples": 17, "tokens": 340, "media": {"image_encoder": {"items": 11, "tokens": 44}}}},
         "rejected": {"web": 0},
+        "rejected_reasons": {"web": {"unreadable image": 13}},
         **others,
     }
 

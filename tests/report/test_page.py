@@ -44,6 +44,7 @@ def test_every_chapter_shows_the_numbers_that_the_run_wrote(tmp_path: Path) -> N
     assert found.numbers["loss"] == [12.5, 12.5 / 3, 12.5 / 3, 12.5, *2 * [6.0, 2.0, 2.0, 6.0]]
     assert found.numbers["heldout"] == [*[4.125] * 8, 0.25, 0.625, 0.25, 0.625]
     assert {0.125, 512.5, 0.375} <= set(found.numbers["speed"])
+    assert {17, 340, 11, 44, 13} <= set(found.numbers["packing"]) and "unreadable image" in found.words["packing"]
     assert {0.75, 1.125, 7, 0, 1.25, 1.75, 0.5, 2.5, 64, 32.0, 0.0625, 3, 5} <= set(found.numbers["packing"])
     assert found.numbers["others"] == [41.5] * 4
     assert (

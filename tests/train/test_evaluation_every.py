@@ -71,7 +71,8 @@ def test_a_session_shows_answers_beside_their_references_and_goes_on_if_it_canno
     Trainer(Recipe.load(str(path), [EVERY, "train.track.to=[wandb]"])).fit()
     (step, samples), (_, scores) = logged[-2:]  # behind two lines of metrics
     assert step == 2 and scores.keys() >= {"scores/seconds"}
-    kind, settings = samples["samples"]
+    assert not samples.keys() & logged[0][1].keys()  # a name is a number in all steps, or in none
+    kind, settings = samples["samples/texts"]
     assert kind == "Table" and settings["columns"] == ["sample", "prompt", "answer", "reference"]
     texts = {name: (prompt, reference) for name, prompt, _, reference in settings["data"]}
     assert len(texts) == 7 and texts["text 1"] == ("what is it", "0") and texts["text_to_image 1"][1] == ""

@@ -67,6 +67,10 @@ def test_ranks_give_the_same_rates_to_the_same_parameters(ranks: RankPool, tmp_p
             [RATES, "parallel.components={image_encoder: {freeze: true}}"],
             "'image_encoder' has no trained parameter",
         ),
+        (
+            ["train.optimizer.weight_decays={foundation.model.norm: 0.1}"],
+            "'foundation.model.norm' has only norms and biases, to which weight decay does not apply",
+        ),
     ],
 )
 def test_a_name_of_nothing_that_trains_is_refused(tmp_path: Path, overrides: list[str], problem: str) -> None:

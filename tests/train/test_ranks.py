@@ -59,7 +59,8 @@ def assert_same_run(run: Path, reference: Path) -> None:
     for line, other in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-        assert line["sources"].keys() == other["sources"].keys()
+        assert line["sources"].keys() == other["sources"].keys() and line["data"] == other["data"]
+        assert 0 <= line["data_wait"] <= 1
         assert "flops" not in line or line["flops"]["components"] == other["flops"]["components"]
         for name, head in other["heads"].items():
             assert line["heads"][name] == pytest.approx(head, rel=1e-5)
@@ -486,6 +487,10 @@ def test_ranks_count_and_list_the_rows_that_they_reject_as_one_process_does(rank
     ranks.run(fit, recipe, [f"output_dir={run}", *TWO_SLOTS], True, timeout_s=60, world=3)
     counts = [line["rejected"] for line in metrics(whole)]
     assert [line["rejected"] for line in metrics(run)] == counts
+    reasons = [line["rejected_reasons"] for line in metrics(whole)]
+    assert [line["rejected_reasons"] for line in metrics(run)] == reasons
+    overlong = "... tokens, but a pack holds at most ..."
+    assert reasons[-1] == {"books": {overlong: 1}, "text": {overlong: 4}}
     assert sum(counts[1].values()) < 5 and counts[-1] == {"books": 1, "text": 4}
     listed = [[json.loads(line) for line in (of / "rejected.jsonl").read_text().splitlines()] for of in (whole, run)]
     assert [sorted(row["id"] for row in of_run) for of_run in listed] == [sorted(rows[i].id for i in bad)] * 2

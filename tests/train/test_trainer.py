@@ -375,6 +375,8 @@ def test_a_run_says_how_many_rows_it_skips_and_where_it_is_saved(tmp_path: Path)
     assert skipped["id"] == damaged.id and "unreadable image" in skipped["reason"]
     last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["rejected"] == {"image_to_text": 1}
+    reason = "image ...: unreadable image of ... bytes: UnidentifiedImageError: cannot identify image file these bytes"
+    assert json.loads(last)["rejected_reasons"] == {"image_to_text": {reason: 1}}
 
 
 def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -67,7 +67,12 @@ class _MakeBatch:
             prepared = [self._prepared(index, row) for index, row in rows]
         except UserError as error:
             return _MicroBatch(None, len(rows), error=error)
-        kept = [(index, one) for (index, _), one in zip(rows, prepared, strict=True) if not isinstance(one, Rejected)]
+        kept = [
+            (index, piece)
+            for (index, _), one in zip(rows, prepared, strict=True)
+            if not isinstance(one, Rejected)
+            for piece in (one.pieces if isinstance(one, Sample) else [one])  # a long document has several
+        ]
         rejected = tuple(one for one in prepared if isinstance(one, Rejected))
         if not kept:
             return _MicroBatch(None, len(rows), rejected)
@@ -98,12 +103,17 @@ class _Stream(IterableDataset[Any]):
 
     def __init__(self, dataset: Iterable[Any], make: _MakeBatch, first: int, size: int, parts: Sequence[slice]) -> None:
         """Drop ``first`` rows. Of every ``size`` rows that follow, make a micro-batch of each of ``parts``."""
-        self.dataset, self.make, self.first, self.size, self.parts = dataset, make, first, size, parts
+        self.dataset, self.make, self.first, self.size = dataset, make, first, size
+        self.part_of = {position: number for number, part in enumerate(parts) for position in range(size)[part]}
 
     def __iter__(self) -> Iterator[list[_MicroBatch]]:
         rows = islice(enumerate(self.dataset), self.first, None)
-        while step := list(islice(rows, self.size)):
-            yield [self.make(step[part]) for part in self.parts if step[part]]
+        for row in rows:
+            parts: dict[int, list[tuple[int, Any]]] = {}  # only the rows of this rank stay in memory
+            for position, one in enumerate(chain([row], islice(rows, self.size - 1))):
+                if position in self.part_of:
+                    parts.setdefault(self.part_of[position], []).append(one)
+            yield [self.make(parts[number]) for number in sorted(parts)]
 
 
 class DatasetLoader:
@@ -135,32 +145,12 @@ class DatasetLoader:
         ranks: int | None = None,
     ) -> None:
         """See :func:`~omnitrain.data.loading.loader.build_dataloader`."""
-        if ranks is None and dist.is_initialized() and dist.get_world_size() > 1:
-            raise UserError(
-                f"ranks: this run has {dist.get_world_size()} ranks; pass rank=state.dp_rank, ranks=state.dp_size of "
-                "ot.get_parallel_state(), so that each rank has its rows"
-            )
-        rank, ranks = rank or 0, ranks or 1
+        rank, ranks = _rank_and_ranks(rank, ranks)
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = micro_batch_size * ranks if global_batch_size is None else global_batch_size
-        if micro_batch_size < 1 or self.global_batch_size % micro_batch_size:
-            raise UserError(
-                f"global_batch_size: found {self.global_batch_size}; expected a multiple of micro_batch_size "
-                f"{micro_batch_size}"
-            )
-        num_slots = self.global_batch_size // micro_batch_size
-        if num_slots < ranks:
-            raise UserError(
-                f"global_batch_size: {self.global_batch_size} samples are {num_slots} micro-batches of "
-                f"{micro_batch_size}, but {ranks} ranks need at least one each; raise it to {ranks * micro_batch_size}"
-            )
+        _require_sizes(self.micro_batch_size, self.global_batch_size, ranks)
         self._dataset = cast(Any, dataset)
-        self._is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-        if not self._is_map and not hasattr(dataset, "__iter__"):
-            raise UserError(
-                f"dataset: found a {type(dataset).__name__}; expected the `data` of a recipe, a map-style dataset "
-                "(__len__ and __getitem__), or an iterable one (__iter__)"
-            )
+        self._is_map = _is_map(dataset)
         if not self._is_map and (shuffle or num_workers > 1):
             raise UserError(
                 f"{'shuffle' if shuffle else 'num_workers'}: an iterable dataset is read in its own order, by at most "
@@ -170,7 +160,7 @@ class DatasetLoader:
             raise DataError("dataset: it has no rows")
         self._order = SourceShare("dataset", len(self._dataset) if self._is_map else 0)
         self._most_failures = min(_MAX_FAILURES, len(self._dataset)) if self._is_map else _MAX_FAILURES
-        slots = share_of_rank(rank, ranks, num_slots).slots
+        slots = share_of_rank(rank, ranks, self.global_batch_size // micro_batch_size).slots
         self._parts = [slice(slot * micro_batch_size, (slot + 1) * micro_batch_size) for slot in slots]
         self._num_workers, self._seed = num_workers, seed
         self._shuffles = self._is_map if shuffle is None else shuffle
@@ -260,6 +250,42 @@ class DatasetLoader:
             last = made.rejected[-1]
             raise DataError(f"all of {self._failures} rows were rejected; the last, {last.id!r}: {last.reason}")
         return made
+
+
+def _rank_and_ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:
+    if ranks is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UserError(
+            f"ranks: this run has {dist.get_world_size()} ranks; pass rank=state.dp_rank, ranks=state.dp_size of "
+            "ot.get_parallel_state(), so that each rank has its rows"
+        )
+    rank, ranks = (0, 1) if rank is None and ranks is None else (rank, ranks)
+    if rank is None or ranks is None or not 0 <= rank < ranks:
+        raise UserError(f"rank, ranks: found {rank} and {ranks}; expected a rank from 0 to below the number of ranks")
+    return rank, ranks
+
+
+def _require_sizes(micro_batch_size: int, global_batch_size: int, ranks: int) -> None:
+    if micro_batch_size < 1 or global_batch_size % micro_batch_size:
+        raise UserError(
+            f"global_batch_size: found {global_batch_size}; expected a multiple of micro_batch_size {micro_batch_size}"
+        )
+    if (number := global_batch_size // micro_batch_size) < ranks:
+        raise UserError(
+            f"global_batch_size: {global_batch_size} samples are {number} micro-batches of {micro_batch_size}, but "
+            f"{ranks} ranks need at least one each; raise it to {ranks * micro_batch_size}"
+        )
+
+
+def _is_map(dataset: Any) -> bool:
+    """Whether a dataset is map-style; torch's ``IterableDataset`` inherits a ``__getitem__`` that raises."""
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
+        return True
+    if not hasattr(dataset, "__iter__"):
+        raise UserError(
+            f"dataset: found a {type(dataset).__name__}; expected the `data` of a recipe, a map-style dataset (__len__ "
+            "and __getitem__), or an iterable one (__iter__)"
+        )
+    return False
 
 
 def _row_of(record: Any, index: int) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -137,6 +138,7 @@ class StepLoader:
         rows: prepares the rows.
         rejected: id -> row that this rank has skipped so far, after those of the state from which it continues. Of
             ranks that hold the same samples, the one that prepares them has these rows.
+        reasons: source -> kind of reason -> number of these rows, each counted in its first epoch.
     """
 
     def __init__(
@@ -179,6 +181,8 @@ class StepLoader:
             if isinstance(source, RowSource):  # in tests, rows are samples already
                 source.skip(skipped)
         self.rejected = {row.id: row for row in start.rejected}
+        self.reasons: dict[str, Counter[str]] = {}
+        self._count(start.rejected)
         self._listed = tuple(self.rejected.values())
         same = None if swap is None else SameSamples.of(peers.gather(rank), ranks, slots, peers.rank, swap)
         slot_states = {slot: start.of_slot(slot) for slot in share.slots}
@@ -212,9 +216,18 @@ class StepLoader:
             for loaded in stream:
                 self._steps = replace(self._steps, slots=loaded.slots)
                 if loaded.rejected:
+                    self._count([row for row in loaded.rejected if self._is_new(row, loaded.slots)])
                     self.rejected.update({row.id: row for row in loaded.rejected})
                     self._listed = tuple(self.rejected.values())
                 yield loaded.step
+
+    def _is_new(self, row: Rejected, slots: Mapping[int, SlotState]) -> bool:
+        begun = slots[row.index % self.order.slots].begun
+        return row.id not in self.rejected and self.order.is_first(row.index, begun)
+
+    def _count(self, rejected: Sequence[Rejected]) -> None:
+        for row in rejected:
+            self.reasons.setdefault(row.source, Counter())[row.kind_of_reason] += 1
 
 
 def order_of(sources: Sequence[Sized], data: Data, seed: int, slots: int, state: LoaderState) -> Order:
@@ -458,7 +471,14 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
         UserError: the sizes do not fit the ranks, or ``data`` is no dataset.
     """
     if not isinstance(data, Data):
+        if "micro_batch_size" not in options:
+            raise UserError("micro_batch_size: missing; with a dataset it is the number of rows of a micro-batch")
         return DatasetLoader(data, processor, **options)
     if processor is None:
         raise UserError("processor: the `data` of a recipe needs an OmniProcessor, which turns its rows into samples")
+    if given := sorted({"micro_batch_size", "global_batch_size", "collate_fn"} & options.keys()):
+        raise UserError(
+            f"{given[0]}: the `data` of a recipe fills packs up to data.pack_tokens, `slots` packs in a step; for a "
+            "fixed number of rows pass one data set, as ot.open_sources(recipe.data.train)[0]"
+        )
     return _recipe_loader(data, processor, **options)

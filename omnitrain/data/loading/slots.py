@@ -138,6 +138,25 @@ def merge_states(states: Sequence[LoaderState]) -> LoaderState:
     return replace(first, slots=dict(sorted(slots.items())), rejected=tuple(rejected.values()), skipped=skipped)
 
 
+def reasons_by_source(
+    of_ranks: Iterable[tuple[Iterable[int], Mapping[str, Mapping[str, int]]]],
+) -> dict[str, dict[str, int]]:
+    """Add up how many rows all ranks have skipped, by source and kind of reason.
+
+    Args:
+        of_ranks: of each rank: its slots, and :attr:`StepLoader.reasons`. Ranks with the same slots skip the same rows,
+            so the first of them counts.
+    """
+    firsts: dict[tuple[int, ...], Mapping[str, Mapping[str, int]]] = {}
+    for slots, reasons in of_ranks:
+        firsts.setdefault(tuple(slots), reasons)
+    total: dict[str, Counter[str]] = {}
+    for of_slots in firsts.values():
+        for source, counts in of_slots.items():
+            total.setdefault(source, Counter()).update(counts)
+    return {source: dict(sorted(counts.items())) for source, counts in sorted(total.items())}
+
+
 def rejected_by_source(of_ranks: Iterable[Mapping[int, Mapping[str, int]]]) -> dict[str, int]:
     """Add up how many rows all ranks have skipped, by source.
 

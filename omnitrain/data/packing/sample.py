@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,8 @@ Features = dict[str, np.ndarray]
 
 # Prefix of the component names of native modalities: ``foundation.image``, ...
 NATIVE_PREFIX = "foundation."
+
+_VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\S*/\S*|\d+(?:\.\d+)?")  # parts of a reason that differ from row to row
 
 
 @dataclass(frozen=True)
@@ -152,3 +155,8 @@ class Rejected:
     index: int = 0
     is_overlong: bool = False
     is_fatal: bool = False
+
+    @property
+    def kind_of_reason(self) -> str:
+        """The reason with ``...`` for numbers, paths and quoted words, so that equal problems have equal texts."""
+        return _VARIABLE.sub("...", self.reason)

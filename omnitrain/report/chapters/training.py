@@ -10,6 +10,7 @@ from omnitrain.report.curves import Curve, Metrics
 from omnitrain.report.run_record import Line, RunRecord
 
 _MOST_LAYERS = 64  # rows of a table
+_MOST_REASONS = 32
 
 
 def overview(runs: Sequence[RunRecord]) -> str:
@@ -65,7 +66,9 @@ def speed(metrics: Metrics, plots: Plots) -> str:
         plots.curves(
             "Throughput by part", metrics.take({path: path for path in metrics.others() if "_per_second" in path})
         ),
-        plots.curves("Share of the time spent waiting for data", metrics.take({"data_wait": "data_wait"})),
+        plots.curves(
+            "Share of the time that the slowest rank waited for data", metrics.take({"data_wait": "data_wait"})
+        ),
         plots.curves("Peak memory (MiB)", metrics.take(memory)),
         plots.curves("Share of the peak FLOPs", metrics.take({name: name for name in ("mfu", "hfu")})),
         plots.curves(
@@ -99,6 +102,9 @@ def packing(runs: Sequence[RunRecord], metrics: Metrics, plots: Plots) -> str:
     figures = [
         plots.curves("Fill of packs", metrics.take({"fill": "fill"})),
         plots.curves("Tokens of the busiest rank / mean", metrics.take({"imbalance": "imbalance"})),
+        plots.curves("Samples by source since the previous line", metrics.take(metrics.matching("data/", "/samples"))),
+        plots.curves("Tokens of sources and of their media", metrics.take(metrics.matching("data/", "/tokens"))),
+        plots.curves("Media items of sources", metrics.take(metrics.matching("data/", "/items"))),
         plots.curves("Rows skipped", metrics.take(metrics.matching("rejected/"))),
         plots.curves("Predicted tokens since the previous line", metrics.take(metrics.matching("heads/", "/tokens"))),
         plots.curves(
@@ -109,10 +115,12 @@ def packing(runs: Sequence[RunRecord], metrics: Metrics, plots: Plots) -> str:
         ),
         plots.curves("Tokens of the busiest expert / mean, in the worst layer", _worst_load(runs)),
     ]
-    for start in ("sources/", "encoders/", "experts/"):
+    for start in ("sources/", "rejected_reasons/", "encoders/", "experts/"):
         metrics.drop(start)
     words = "Fill: tokens of a step / (micro_batches x pack_tokens). Imbalance: 1 is even."
-    return chapter("packing", "Packing and balance", [note(words), grid(figures), *map(_encoders, runs)])
+    return chapter(
+        "packing", "Packing and balance", [note(words), grid(figures), *map(_skipped, runs), *map(_encoders, runs)]
+    )
 
 
 def others(metrics: Metrics, plots: Plots) -> str:
@@ -165,6 +173,17 @@ def _worst_load(runs: Sequence[RunRecord]) -> list[Curve]:
         if any(of_layers for _, of_layers in loads):
             curves.append(Curve(index, "load", [(step, max(known, default=None)) for step, known in loads]))
     return curves
+
+
+def _skipped(run: RunRecord) -> str:
+    """A table of the rows skipped up to the last line, by source and reason."""
+    reasons = run.last.get("rejected_reasons") or {}
+    rows = [(source, reason, count) for source, counts in reasons.items() for reason, count in counts.items()]
+    if not rows:
+        return ""
+    shown = sorted(rows, key=lambda row: -row[2])[:_MOST_REASONS]
+    more = [note(f"{len(rows) - len(shown)} more reasons")] if len(rows) > len(shown) else []
+    return "".join([heading(f"{run.label}: rows skipped"), table(("source", "reason", "rows"), shown), *more])
 
 
 def _encoders(run: RunRecord) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from omnitrain.data.sources.stream import ENDLESS
 from omnitrain.recipe import Recipe
 
 _BINS = 20
-_VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\S*/\S*|\d+(?:\.\d+)?")  # parts of a reason that differ from row to row
 
 
 @dataclass(frozen=True)
@@ -229,7 +227,7 @@ def _source(name: str, rows: Sequence[Measured]) -> SourceStats:
 def _rejected(rows: Sequence[Rejected]) -> list[RejectedStats]:
     groups: dict[tuple[str, str], list[Rejected]] = {}
     for row in rows:
-        groups.setdefault((row.source, _VARIABLE.sub("...", row.reason)), []).append(row)
+        groups.setdefault((row.source, row.kind_of_reason), []).append(row)
     found = [
         RejectedStats(source, reason, len(of_reason), of_reason[0].id, of_reason[0].reason)
         for (source, reason), of_reason in groups.items()

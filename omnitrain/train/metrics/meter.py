@@ -24,8 +24,11 @@ from omnitrain.train.metrics.early_stopping import read_lines
 from omnitrain.train.metrics.shown_sample import ShownSample
 from omnitrain.train.metrics.trackers import Tracker, numbers_in, tell
 
-# Head -> source -> sum of its losses, tokens. The values of a metric are those of METRIC/HEAD.
+# Head -> source -> sum of its losses, tokens. The values of a metric are those of METRIC/HEAD. `data:` -> source ->
+# samples, their tokens; `data:COMPONENT` -> source -> media items that the component reads or writes, their tokens.
 Totals = dict[str, dict[str, list[float]]]
+
+_DATA = "data:"
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,29 @@ class MeanLoss:
 
 
 class LossMeter:
-    """Sums of losses and tokens per (head, source) since the last reading, without waiting for the device."""
+    """Losses, tokens and samples by source since the last reading, without waiting for the device."""
 
     def __init__(self) -> None:
         self._sources: dict[str, int] = {}
         self._totals: dict[str, torch.Tensor] = {}  # head -> [sources, 2]: loss sum, tokens
+        self._data: Totals = {}
+
+    def add_samples(self, packs: Sequence[Pack]) -> None:
+        """Count the samples of packs and their media, by source. Of ranks that hold the same packs, one calls this."""
+        for pack in packs:
+            sources = pack.info.sources
+            for source, length, index in zip(sources, pack.info.lengths, pack.info.indices, strict=True):
+                if index >= 0:  # no stand-in
+                    self._count(_DATA, source, length)
+            for component, batch in (*pack.inputs.items(), *pack.targets.items()):
+                for sample, tokens in zip(batch.samples, batch.num_tokens, strict=True):
+                    if pack.info.indices[sample] >= 0:
+                        self._count(f"{_DATA}{component}", sources[sample], tokens)
+
+    def _count(self, name: str, source: str, tokens: int) -> None:
+        counts = self._data.setdefault(name, {}).setdefault(source, [0.0, 0.0])
+        counts[0] += 1
+        counts[1] += tokens
 
     def add(self, pack: Pack, output: OmniOutput) -> None:
         """Add the losses of one pack."""
@@ -110,18 +131,27 @@ class LossMeter:
         return self._totals[name]
 
     def read(self, peers: Peers = SINGLE_PROCESS) -> dict[str, Any]:
-        """Return mean loss and tokens, per head and per source and head, and the means of metrics; and reset.
+        """Return mean loss and tokens, per head and per source and head, means of metrics, and samples; and reset.
 
         Args:
             peers: ranks whose sums and counts are added. All of them must call this; all get the same result.
         """
         everywhere = peers.gather(self._own())
-        self._totals = {}
+        self._totals, self._data = {}, {}
         heads: dict[str, Any] = {}
         sources: dict[str, Any] = {}
         metrics: dict[str, Any] = {}
+        data: dict[str, Any] = {}
         for name in sorted({name for totals in everywhere for name in totals}):
             rows = [row for totals in everywhere for row in totals.get(name, {}).items()]
+            if name.startswith(_DATA):  # `data:` alone is the first of these names
+                for source, counts in _sums(rows).items():
+                    if name == _DATA:
+                        data[source] = {"samples": int(counts[0]), "tokens": int(counts[1])}
+                    else:
+                        items = {"items": int(counts[0]), "tokens": int(counts[1])}
+                        data[source].setdefault("media", {})[name.removeprefix(_DATA)] = items
+                continue
             metric, is_metric, head = name.partition("/")
             if is_metric:
                 metrics.setdefault(metric, {})[head] = _mean([values for _, values in rows])["loss"]
@@ -129,7 +159,8 @@ class LossMeter:
             heads[name] = _mean([values for _, values in rows])
             for source in sorted({source for source, (_, count) in rows if count}):
                 sources.setdefault(source, {})[name] = _mean([values for found, values in rows if found == source])
-        return {"heads": heads, "sources": sources, **({"metrics": metrics} if metrics else {})}
+        more = {"metrics": metrics, "data": data}
+        return {"heads": heads, "sources": sources, **{name: values for name, values in more.items() if values}}
 
     def totals(self, peers: Peers = SINGLE_PROCESS) -> Totals:
         """Return the sums since the last reading over all peers, for a checkpoint. All peers must call it."""
@@ -144,18 +175,30 @@ class LossMeter:
     def continue_from(self, totals: Totals) -> None:
         """Start from the totals of an earlier run; call it on one of the peers."""
         for name, rows in totals.items():
+            if name.startswith(_DATA):
+                self._data[name] = rows
+                continue
             for source, row in rows.items():
                 index = self._sources.setdefault(source, len(self._sources))
                 self._total(name, torch.empty(0, dtype=torch.float64))[index] = torch.tensor(row, dtype=torch.float64)
 
     def _own(self) -> Totals:
-        return {name: dict(zip(self._sources, totals.tolist(), strict=False)) for name, totals in self._totals.items()}
+        losses = {name: dict(zip(self._sources, total.tolist(), strict=False)) for name, total in self._totals.items()}
+        return losses | self._data
 
 
 def total_loss(heads: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float]) -> float | None:
     """Return the weighted sum of the heads' mean losses, with weight 1 by default. None: no head predicted a token."""
     means = {name: head["loss"] for name, head in heads.items() if head["tokens"]}
     return math.fsum(weights.get(name, 1.0) * mean for name, mean in means.items()) if means else None
+
+
+def _sums(rows: Sequence[tuple[str, list[float]]]) -> dict[str, list[float]]:
+    """Add up the values of each source."""
+    sums: dict[str, list[float]] = {}
+    for source, values in sorted(rows):
+        sums[source] = [a + b for a, b in zip(sums.get(source, [0.0] * len(values)), values, strict=True)]
+    return sums
 
 
 def _mean(rows: list[list[float]]) -> dict[str, float | int | None]:

@@ -44,8 +44,13 @@ class Stopwatch:
         """Time since the last reading."""
         return max(time.perf_counter() - self._start, 1e-9)
 
+    @property
+    def data_wait(self) -> float:
+        """Share of this time that this rank spent waiting for its packs."""
+        return self._waited / self.seconds
+
     def read(self, room: int) -> dict[str, Any]:
-        """Return the speed of all ranks, the share of time spent waiting for data, fill and imbalance; and reset.
+        """Return the speed of all ranks, fill and imbalance; and reset.
 
         ``fill`` is the share of the packs' room that has tokens: packs have no padding, so the rest is not computed.
         ``imbalance`` is the tokens of the rank that has most, micro-batch by micro-batch, divided by the mean.
@@ -57,7 +62,6 @@ class Stopwatch:
         reading: dict[str, Any] = {
             "tokens_per_second": self._tokens / seconds,
             "samples_per_second": self._samples / seconds,
-            "data_wait": self._waited / seconds,
             "fill": self._tokens / max(1, self._steps * room),
             "imbalance": self._most_tokens / self._mean_tokens if self._mean_tokens else 1.0,
         }

@@ -160,12 +160,14 @@ class _Session:
     def show(self, step: int, samples: Sequence[ShownSample]) -> None:
         program = self._program
         texts = [[sample.name, *map(_text, sample.by_role().values())] for sample in samples]
-        logged = {"samples": program.Table(columns=["sample", "prompt", "answer", "reference"], data=texts)}
+        columns = ["sample", "prompt", "answer", "reference"]
+        logged = {"samples/texts": program.Table(columns=columns, data=texts)}  # `samples` is a number of the metrics
         for name, role, file in _media(samples, "image"):
             logged[name] = program.Image(_picture(file), caption=role)
         for name, role, file in _media(samples, "audio"):
             heard, rate = _sound(file)
-            logged[name] = program.Audio(heard, caption=role, sample_rate=rate)
+            pcm = (heard.clip(-1, 1) * np.iinfo(np.int16).max).astype(np.int16)  # Trackio warns about floats
+            logged[name] = program.Audio(pcm, caption=role, sample_rate=rate)
         program.log(logged, step=step)
 
     def close(self, *, failed: bool) -> None:

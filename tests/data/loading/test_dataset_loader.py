@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote_from_bytes
 
@@ -16,7 +17,7 @@ import omnitrain as ot
 from omnitrain.data.loading.dataset_loader import DatasetLoader
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Data
-from tests.tiny import TASKS, png, tiny_model, tiny_processor, tiny_row, tiny_samples
+from tests.tiny import TASKS, png, tiny_model, tiny_processor, tiny_row, tiny_samples, write_parquet
 
 ROWS = [f"row {number}" for number in range(22)]
 
@@ -49,7 +50,17 @@ def steps_of(rows: Any, ranks: int = 1, epochs: int = 1, **options: Any) -> list
     return [[row for packs in step for pack in packs for row in pack] for step in zip(*of_ranks, strict=True)]
 
 
-@pytest.mark.parametrize("make", [lambda: ROWS, Stream, lambda: Dataset.from_dict({"row": ROWS})])
+class Counted(Stream):
+    """A stream that knows its length, as HF `Trainer` wants."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+
+HF = Dataset.from_dict({"row": ROWS})
+
+
+@pytest.mark.parametrize("make", [lambda: ROWS, Stream, Counted, lambda: HF])
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (3, 0), (4, 1)])
 def test_a_step_has_the_same_rows_on_any_ranks_and_workers(make: Any, ranks: int, workers: int) -> None:
     whole = steps_of(make(), epochs=2)
@@ -90,6 +101,13 @@ def test_a_stream_is_read_no_further_than_its_steps() -> None:
     assert stream.read == 8
 
 
+def test_a_stream_of_hf_datasets_is_shuffled_by_itself() -> None:
+    stream = HF.to_iterable_dataset().shuffle(seed=1, buffer_size=10)
+    whole = [[row["row"] for row in step] for step in steps_of(stream, epochs=2)]
+    assert [{row["row"] for row in step} for step in steps_of(stream, 2, epochs=2)] == [set(step) for step in whole]
+    assert sorted(row for step in whole[:3] for row in step) == sorted(ROWS) and whole[:3] != whole[3:]
+
+
 def test_order_and_length_are_as_asked() -> None:
     assert len(loader_of(ROWS)) == 3
     assert [row for step in steps_of(ROWS, shuffle=False) for row in step] == ROWS
@@ -98,7 +116,7 @@ def test_order_and_length_are_as_asked() -> None:
         len(loader_of(Stream()))
 
 
-def test_rows_become_samples_with_a_processor_and_bad_ones_are_skipped() -> None:
+def test_rows_become_samples_with_a_processor_and_bad_ones_are_skipped(tmp_path: Path) -> None:
     processor = tiny_processor(tiny_model())
     rows = [tiny_row(TASKS[i % len(TASKS)], i) for i in range(14)]
     records = [
@@ -107,7 +125,11 @@ def test_rows_become_samples_with_a_processor_and_bad_ones_are_skipped() -> None
         for row in rows
     ]
     expected = tiny_samples(processor)
-    for dataset in (rows, records):
+    for dataset in (
+        rows,
+        records,
+        ot.open_sources([ot.DataSource(path=str(write_parquet(tmp_path / "r.parquet", rows)))])[0],
+    ):
         loader = loader_of(dataset, collate_fn=None, processor=processor, shuffle=False)
         packs = [pack for packs in loader for pack in packs]
         assert [pack.info.indices for pack in packs] == [
@@ -132,6 +154,14 @@ def test_messages_may_have_their_files() -> None:
     (((pack,),),) = [list(loader)]
     assert len(pack.info.ids) == 1 and list(pack.inputs) == ["image_encoder"]
     assert "part 1 of message 1 (image_url) has no file" in loader.rejected["dataset[1]"].reason
+
+
+def test_all_pieces_of_a_long_document_are_trained(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("word " * 20)
+    (rows,) = ot.open_sources([ot.DataSource(path=str(tmp_path / "book.txt"))])
+    loader = loader_of(rows, collate_fn=None, processor=tiny_processor(tiny_model()), max_tokens=30)
+    ((pack,),) = list(loader)
+    assert pack.info.lengths == (11, 30, 30, 30) and pack.num_tokens == len("word " * 20) + 1
 
 
 def test_dicts_of_features_are_packed_with_their_places_in_the_order() -> None:
@@ -161,6 +191,8 @@ def test_rows_that_cannot_be_used_end_the_loop_in_words(workers: int) -> None:
     [
         (ROWS, {"global_batch_size": 7}, "global_batch_size: found 7; expected a multiple of micro_batch_size 2"),
         (ROWS, {"micro_batch_size": 0}, "expected a multiple of micro_batch_size 0"),
+        (ROWS, {"rank": None, "ranks": 2}, "rank, ranks: found None and 2; expected a rank from 0 to below the number"),
+        (ROWS, {"rank": 2, "ranks": 2}, "rank, ranks: found 2 and 2; expected"),
         (ROWS, {"ranks": 5}, "8 samples are 4 micro-batches of 2, but 5 ranks need at least one each; raise it to 10"),
         (Stream(), {"shuffle": True}, "shuffle: an iterable dataset is read in its own order"),
         (Stream(), {"num_workers": 2}, "num_workers: an iterable dataset .* by at most one worker"),
@@ -176,6 +208,13 @@ def test_what_does_not_fit_is_refused_in_words(rows: Any, options: dict[str, Any
 def test_a_state_of_other_steps_and_data_without_a_processor_are_refused() -> None:
     with pytest.raises(UserError, match="found 4, but the state has 3 steps of 24 rows; pass the one that the run"):
         loader_of(ROWS, global_batch_size=4).load_state_dict({"epoch": 0, "steps": 3, "rows": 24})
+    data, processor = Data.model_validate({"train": [{"path": "rows.jsonl"}]}), tiny_processor(tiny_model())
     with pytest.raises(UserError, match="processor: the `data` of a recipe needs an OmniProcessor"):
-        ot.build_dataloader(Data.model_validate({"train": [{"path": "rows.jsonl"}]}))
+        ot.build_dataloader(data)
+    with pytest.raises(
+        UserError, match=r"micro_batch_size: the `data` of a recipe fills packs up to data\.pack_tokens"
+    ):
+        ot.build_dataloader(data, processor, micro_batch_size=2)
+    with pytest.raises(UserError, match="micro_batch_size: missing; with a dataset it is the number of rows of a"):
+        ot.build_dataloader(ROWS)
     assert loader_of(ROWS, 1, 2, global_batch_size=None).global_batch_size == 4

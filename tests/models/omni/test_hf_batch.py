@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 import omnitrain as ot
 from omnitrain.errors import UserError
+from tests.families import FAMILIES
 from tests.tiny import tiny_model, tiny_processor, tiny_row, tiny_samples
 from tests.tiny_processors import llava
 from tests.train.test_native_foundation import save_llava
@@ -73,6 +75,39 @@ def test_a_padded_batch_has_the_loss_and_the_gradients_of_a_pack(
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
         assert (gradient - found[name]).abs().max() <= 1e-5 * gradient.abs().max() + 1e-7, name
+
+
+def features_with_images(sides: Sequence[tuple[int, int]], seed: int) -> dict[str, torch.Tensor]:
+    """A conversation of Qwen2.5-VL with images of so many patches; two by two are a token."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = [
+        5 + seed,
+        6,
+        *(i for height, width in sides for i in (192, *[190] * (height * width // 4), 193)),
+        7,
+        8 + seed,
+    ]
+    input_ids = torch.tensor([ids])
+    features = {"input_ids": input_ids, "labels": input_ids.where(input_ids < 190, -100)}
+    features["mm_token_type_ids"] = (input_ids == 190).long()
+    if sides:
+        patches = sum(height * width for height, width in sides)
+        features["pixel_values"] = torch.rand(patches, 3 * 2 * 4 * 4, generator=draw)
+        features["image_grid_thw"] = torch.tensor([(1, *side) for side in sides])
+    return features
+
+
+def test_dicts_of_features_have_the_loss_of_the_models_own_forward_of_each() -> None:
+    """Several images of other sizes in a conversation, positions with three axes, and a conversation without images."""
+    torch.manual_seed(0)
+    model = ot.build_omni_model(foundation=FAMILIES["qwen2_5_vl"](), torch_dtype=torch.float32)
+    rows = [features_with_images(sides, seed) for seed, sides in enumerate(([(4, 4), (8, 4)], [], [(4, 8)]))]
+    pack = ot.OmniDataCollatorWithPacking(model.native_inputs)(rows)
+    assert pack.position_ids.shape == (3, 1, pack.num_tokens) and len(pack.inputs["foundation.image"].num_tokens) == 2
+    counts = [int((row["labels"][:, 1:] != -100).sum()) for row in rows]
+    losses = [model(**row).loss.item() for row in rows]
+    expected = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    assert model(pack).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_hf_trainer_trains_an_omni_model_as_the_loop_over_packs_does(

@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -5,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import TrainingError
 from omnitrain.models.components.outputs import LossTerm, OmniOutput
 from omnitrain.train.metrics.meter import LossMeter, MetricsFile
+from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
 
 def test_counts_and_sums_stay_exact_past_two_to_the_24() -> None:
@@ -20,6 +23,27 @@ def test_counts_and_sums_stay_exact_past_two_to_the_24() -> None:
         meter.add(pack, OmniOutput({"text": term}, {"text": rows}, None))
     expected = {"loss": 1.0, "tokens": 5 * tokens}
     assert meter.read() == {"heads": {"text": expected}, "sources": {"web": {"text": expected}}}
+
+
+def test_samples_and_media_are_counted_by_source_and_survive_a_checkpoint() -> None:
+    samples = tiny_samples(tiny_processor(tiny_model()), 7)
+    stand_in = dataclasses.replace(samples[1], index=-1)
+    packs = [Pack.from_samples(samples[:3]), Pack.from_samples([*samples[3:], samples[4], stand_in])]
+    meter, resumed, other = LossMeter(), LossMeter(), LossMeter()
+    meter.add_samples(packs[:1])
+    resumed.continue_from(meter.totals())
+    for one in (meter, resumed):
+        one.add_samples(packs[1:])
+    (images,) = [sample for sample in samples if sample.source == "images_to_text"]
+    found = meter.read()["data"]
+    assert found == resumed.read()["data"] and "data" not in meter.read() and "data" not in other.read()
+    assert {name: (one["samples"], one["tokens"]) for name, one in found.items()} == {
+        sample.source: (2 if sample is images else 1, len(sample) * (2 if sample is images else 1))
+        for sample in samples
+    }
+    assert found["images_to_text"]["media"] == {"image_encoder": {"items": 4, "tokens": 16}}
+    assert found["image_to_speech"]["media"].keys() == {"image_encoder", "audio_decoder"}
+    assert "media" not in found["text"] and found["image_to_text"]["media"]["image_encoder"]["items"] == 1
 
 
 def test_a_line_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:

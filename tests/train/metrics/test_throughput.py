@@ -37,10 +37,10 @@ def test_speed_fill_and_imbalance_follow_from_the_plans_of_the_steps(monkeypatch
     for _ in range(2):
         stopwatch.add(plan_of_two_ranks(), waited=0.5)
     now[0] = 104.0
+    assert stopwatch.data_wait == 1 / 4
     assert stopwatch.read(room=50) == {
         "tokens_per_second": 80 / 4,
         "samples_per_second": 6 / 4,
-        "data_wait": 1 / 4,
         "fill": 80 / 100,
         "imbalance": 30 / 20,
         "media": {"vision": {"items_per_second": 4 / 4, "tokens_per_second": 20 / 4}},
