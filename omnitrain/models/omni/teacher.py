@@ -52,8 +52,8 @@ class Teacher(PreTrainedModel, EncoderMixin):
     @property
     def width(self) -> int:
         """Width of its hidden states."""
-        embeddings: Any = self.model.get_input_embeddings()
-        return int(embeddings.weight.size(1))
+        head: Any = self.model.get_output_embeddings()
+        return int(head.weight.size(1))
 
     @cached_property
     def runner(self) -> FoundationRunner:

@@ -55,7 +55,7 @@ def _width(model: OmniModel, component: str) -> int:
         rows, _ = model.minimal_input(reader)
         return sum(tensor[0].numel() for tensor in rows.values())
     if component in model.teachers:
-        return int(model.get_submodule(component).model.config.get_text_config().hidden_size)
+        return int(model.get_submodule(component).width)
     native, names = model.runner.native.interfaces, model.media_names[component]
     layouts = [native[name.removeprefix(NATIVE_PREFIX)].layout for name in names if name.startswith(NATIVE_PREFIX)]
     num_tensors = max((len(layout.names) for layout in layouts), default=1)

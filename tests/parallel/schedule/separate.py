@@ -7,12 +7,12 @@ stands in it at least once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -30,6 +30,7 @@ from tests.models.staged import with_layers
 from tests.parallel.schedule.pipelines import build as build_pipeline
 from tests.tiny import FOUNDATION, tiny_model
 
+C = TypeVar("C", bound=tuple[str, ...])
 TABLE = Path(__file__).with_name("separate.tsv")
 MODELS = {
     "qwen3_vl": ("image_encoder",),
@@ -134,11 +135,11 @@ def table() -> list[Case]:
     return [Case(*line.split("\t")) for line in TABLE.read_text().splitlines()]
 
 
-def each_value(cases: Sequence[Case]) -> Iterator[Case]:
-    """Take the case with the most values that no earlier case has, until every value has one."""
+def each_value(cases: Sequence[C], cost: Callable[[C], float] = lambda _: 1.0) -> Iterator[C]:
+    """Take the case with the most values for its cost that no earlier case has, until every value has one."""
     missing = {value for case in cases for value in enumerate(case)}
     while missing:
-        best = max(cases, key=lambda case: len(missing.intersection(enumerate(case))))
+        best = max(cases, key=lambda case: len(missing.intersection(enumerate(case))) / cost(case))
         missing -= set(enumerate(best))
         yield best
 

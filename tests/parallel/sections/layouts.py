@@ -23,7 +23,8 @@ from tests.tiny import TASKS, tiny_processor, tiny_samples
 TABLE = Path(__file__).with_name("layouts.tsv")
 MODELS = ("any_to_any", "qwen3_vl", "qwen2_5_omni_thinker")
 # Where image and audio encoder are: on ranks of their own (with a `+`: of one section), or in `main` with this `place`.
-ENCODERS = ("own+own", "own own", "own world", "own local", "world own", "local own")
+# Of a divided encoder, the `tower` is on ranks of its own, and the projector in `main`.
+ENCODERS = ("own+own", "own own", "own world", "own local", "world own", "local own", "tower own", "tower local")
 ALONE = "own"  # the model has no audio encoder
 TRAINED = ("all", "frozen", "lora")
 FAN_OUT = ("1", "2", "4")
@@ -63,11 +64,17 @@ class Case(NamedTuple):
         data_ranks = fan_out * section_ranks // (2 if self.main in ("tp2", "sp2") else 1)
         axis = self.main if self.main != "dp2" else ""
         main = ".".join(filter(None, (axis, f"dp{data_ranks}", self.memory, f"accum{MICRO_BATCHES}")))
-        own = [name for name, place in zip(("vision", "audio"), self.encoders.split(), strict=False) if place == "own"]
-        names = own or ["encoders"]
+        words = {"own": "", "tower": "_tower"}
+        places = zip(("vision", "audio"), self.encoders.split(), strict=False)
+        names = [name + words[place] for name, place in places if place in words] or ["encoders"]
         settings = f".{self.settings}" if self.settings else ""
         sections = "".join(f"{name}{section_ranks}{settings}+" for name in names)
         return Sectioned(**vars(parse_layout(sections + main)), case=self)
+
+    @property
+    def cost(self) -> int:
+        """Of a test: ranks that build the model, which takes longer with adapters, or encoders in the foundation."""
+        return self.layout.num_ranks * (1 if self.model == "any_to_any" else 2) * (2 if self.trained == "lora" else 1)
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,8 @@ def why_impossible(case: Case) -> str:
     """Why no model trains so, or nothing."""
     if (case.encoders == ALONE) != (case.model == "qwen3_vl"):
         return "only this family has no audio encoder"
+    if case.encoders.startswith("tower") and case.model != "any_to_any":
+        return "its encoders lie inside the foundation"
     if case.main == "tp2" and case.model == "qwen3_vl":
         return "transformers has no tensor parallel plan for its layers"
     if case.main == "pp2" and case.fan_out == "4":

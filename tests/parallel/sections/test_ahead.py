@@ -61,6 +61,7 @@ def encoded_in_steps(recipe: Path, overrides: list[str], interrupted_at: int) ->
     return list(steps.values())
 
 
+@pytest.mark.slow  # a teacher does it by default (test_teachers.py)
 def test_a_run_that_encodes_ahead_is_that_of_one_process_after_ctrl_c(
     ranks: RankPool, recipe: Path, tmp_path: Path
 ) -> None:

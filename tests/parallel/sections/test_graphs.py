@@ -144,7 +144,7 @@ def test_the_random_graphs_have_sections_with_two_readers_and_with_two_feeders()
     assert any(max(Counter(reader for _, reader in graph.edges if reader != MAIN).values()) == 2 for graph in graphs)
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_random_graphs_of_sections_give_the_gradients_of_one_process(sections: RankPool, seed: int) -> None:
     rng = random.Random(seed)
     layout, frozen, _ = random_graph(rng)
@@ -155,7 +155,7 @@ def test_random_graphs_of_sections_give_the_gradients_of_one_process(sections: R
 @pytest.mark.parametrize(
     ("word", "frozen"),
     [
-        ("towers1.twice+projectors1+pp2.accum4", []),
+        pytest.param("towers1.twice+projectors1+pp2.accum4", [], marks=pytest.mark.slow),
         pytest.param("vision_tower1+dp2.accum2", [], marks=pytest.mark.slow),
         pytest.param("towers2.window2+vision_projector1.window2+sp2.recompute.accum4", [], marks=pytest.mark.slow),
         pytest.param("vision_tower1.ahead+dp2.accum3", ["image_encoder.tower"], marks=pytest.mark.slow),

@@ -10,7 +10,7 @@ from tests.parallel.schedule.separate import each_value, factory
 from tests.parallel.sections.layouts import Case, combinations_in, possible, samples, table
 
 pytestmark = pytest.mark.ranks
-DEFAULT = [*each_value(table())]
+DEFAULT = [*each_value(table(), lambda case: case.cost)]
 
 
 def require_equal(sections: RankPool, cases: list[Case]) -> None:

@@ -41,7 +41,7 @@ CARRIERS = [by_torch, by_nixl]
     [
         (by_torch, 3, 1500),
         (by_torch, 5, 3500),
-        (by_nixl, 3, 120),
+        (by_nixl, 3, 40),
         *(pytest.param(make, world, 5000, marks=pytest.mark.slow) for make in CARRIERS for world in (3, 5)),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -70,21 +71,30 @@ def slots(number: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(recipe: Path, sections: RankPool) -> dict[int, Path]:
-    """Number of slots -> an uninterrupted run on sections of two ranks and one."""
-    found = {}
-    for number in (2,):
-        found[number] = recipe.parent / f"whole{number}"
-        sections.run(fit, recipe, [f"output_dir={found[number]}", *slots(number), MEDIA], timeout_s=300, world=3)
-    return found
+def whole(recipe: Path, sections: RankPool) -> Path:
+    """An uninterrupted run on sections of two ranks and one."""
+    run = recipe.parent / "whole"
+    sections.run(fit, recipe, [f"output_dir={run}", *slots(2), MEDIA], timeout_s=300, world=3)
+    return run
+
+
+@pytest.fixture(scope="module")
+def half(recipe: Path, sections: RankPool) -> Path:
+    """The same run, after two of its four steps."""
+    return run_half(sections, recipe, recipe.parent / "half", slots(2))
+
+
+def run_half(sections: RankPool, recipe: Path, run: Path, arguments: list[str]) -> Path:
+    """Two steps on sections of two ranks and one."""
+    given = [f"output_dir={run}", *arguments, MEDIA]
+    summaries = sections.run(fit, recipe, given, False, 2, timeout_s=300, world=3)
+    assert [(s.interrupted, s.step) for s in summaries] == [(True, 2)] * 3
+    return run
 
 
 def go_on(sections: RankPool, recipe: Path, run: Path, arguments: list[str], world: int) -> None:
-    """Two steps on sections of two ranks and one, and the others on ``world`` ranks."""
-    given = [f"output_dir={run}", *arguments[:-1]]
-    summaries = sections.run(fit, recipe, [*given, MEDIA], False, 2, timeout_s=300, world=3)
-    assert [(s.interrupted, s.step) for s in summaries] == [(True, 2)] * 3
-    given.append(arguments[-1])
+    """The other steps, on ``world`` ranks."""
+    given = [f"output_dir={run}", *arguments]
     if world == 1:
         fit(recipe, given, resume=True)
         leave_process_groups()
@@ -93,21 +103,23 @@ def go_on(sections: RankPool, recipe: Path, run: Path, arguments: list[str], wor
 
 
 def test_a_run_with_a_section_is_the_run_of_one_process_and_goes_on_there(
-    sections: RankPool, recipe: Path, tmp_path: Path, whole: dict[int, Path]
+    sections: RankPool, recipe: Path, tmp_path: Path, whole: Path, half: Path
 ) -> None:
     fit(recipe, [f"output_dir={tmp_path / 'one'}", *slots(2)])
     leave_process_groups()
-    assert_same_run(whole[2], tmp_path / "one")
-    assert worst_error(whole[2], tmp_path / "one") < 1e-6
-    go_on(sections, recipe, tmp_path / "run", [*slots(2), "parallel.sections={}"], 1)
-    assert worst_error(tmp_path / "run", whole[2]) < 1e-6
+    assert_same_run(whole, tmp_path / "one")
+    assert worst_error(whole, tmp_path / "one") < 1e-6
+    run = Path(shutil.copytree(half, tmp_path / "run"))
+    go_on(sections, recipe, run, [*slots(2), "parallel.sections={}"], 1)
+    assert worst_error(run, whole) < 1e-6
 
 
 def test_a_run_that_goes_on_with_the_same_sections_has_the_same_bits(
-    sections: RankPool, recipe: Path, tmp_path: Path, whole: dict[int, Path]
+    sections: RankPool, recipe: Path, tmp_path: Path, whole: Path, half: Path
 ) -> None:
-    go_on(sections, recipe, tmp_path / "run", [*slots(2), MEDIA], 3)
-    assert worst_error(tmp_path / "run", whole[2]) == 0
+    run = Path(shutil.copytree(half, tmp_path / "run"))
+    go_on(sections, recipe, run, [*slots(2), MEDIA], 3)
+    assert worst_error(run, whole) == 0
 
 
 @pytest.mark.slow
@@ -116,8 +128,9 @@ def test_a_run_goes_on_with_other_sections(sections: RankPool, recipe: Path, tmp
     """On three ranks and one, four without sections, two and two, and with another component apart."""
     fit(recipe, [f"output_dir={tmp_path / 'one'}", *slots(12)])
     leave_process_groups()
-    go_on(sections, recipe, tmp_path / "run", [*slots(12), now], 4)
-    assert worst_error(tmp_path / "run", tmp_path / "one") < 1e-6
+    run = run_half(sections, recipe, tmp_path / "run", slots(12))
+    go_on(sections, recipe, run, [*slots(12), now], 4)
+    assert worst_error(run, tmp_path / "one") < 1e-6
 
 
 @pytest.mark.slow

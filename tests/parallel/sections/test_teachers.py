@@ -23,6 +23,7 @@ from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.train.build_from_recipe import build_from_recipe, use_own_functions
 from omnitrain.train.verbs.check import check_recipe
+from tests.parallel.sections.test_ahead import encoded_in_steps
 from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_recipe, tiny_samples, tiny_tokenizer
 from tests.train.test_ranks import assert_same_run, fit
 
@@ -112,13 +113,19 @@ def test_a_student_learns_as_in_one_process(sections: RankPool, layouts: list[st
     assert [row.status for row in report.rows] == ["equal"] * len(layouts), str(report)
 
 
-def test_a_run_with_a_teacher_ahead_goes_on_beside_it(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
-    """It is interrupted after two of four steps, and goes on without a section; its checkpoints have no teacher."""
+def test_a_run_with_a_teacher_ahead_is_that_of_one_process_after_ctrl_c(
+    ranks: RankPool, recipe: Path, tmp_path: Path
+) -> None:
+    """Both stop after the second of four steps. One process goes on from a checkpoint, which has no teacher; the
+    section encodes again what it had encoded ahead.
+    """
     functions = [*with_teacher(recipe, text="distilled", size="largest"), "data.workers=1", "data.pack_tokens=64"]
-    fit(recipe, [*functions, f"output_dir={tmp_path / 'one'}"])
-    functions.append(f"output_dir={tmp_path / 'run'}")
-    ranks.run(fit, recipe, [*functions, AHEAD], False, 2, timeout_s=120, world=3)
-    ranks.run(fit, recipe, functions, True, timeout_s=120, world=2)
+    for resume in (False, True):
+        fit(recipe, [*functions, f"output_dir={tmp_path / 'one'}"], resume, None if resume else 2)
+    ahead = [*functions, AHEAD, f"output_dir={tmp_path / 'run'}"]
+    *main, section = ranks.run(encoded_in_steps, recipe, ahead, 2, timeout_s=120, world=3)
+    assert main == [[], []]
+    assert section == [{False, True}, {True}, {False, True}]
     assert_same_run(tmp_path / "run", tmp_path / "one")
     stage = [*functions, f"model={{checkpoint: {tmp_path / 'one'}, teachers: {{big: {recipe.parent / 'big'}}}}}"]
     assert check_recipe(Recipe.load(str(recipe), stage)) == []
