@@ -71,6 +71,7 @@ class StepTables:
         counts: ``[M, losses, ranks]`` int64.
         num_samples: ``[M, ranks]`` int64.
         tokens: ``[M, ranks]`` int64, sum of the lengths of the samples.
+        squares: ``[M, ranks]`` int64, sum of the squares of these lengths.
         owner: ``[items]`` int64, ascending: the rank that listed the item.
         slot: ``[items]`` int64, ``micro-batch * media + medium``, ascending for each owner.
         item_tokens: ``[items]`` int64, tokens of each item.
@@ -82,6 +83,7 @@ class StepTables:
     counts: np.ndarray
     num_samples: np.ndarray
     tokens: np.ndarray
+    squares: np.ndarray
     owner: np.ndarray
     slot: np.ndarray
     item_tokens: np.ndarray
@@ -168,7 +170,9 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
     num_samples[cell] = per_batch
     counts = np.zeros((most * ranks, num_losses), dtype=np.int64)
     counts[cell] = per_loss.reshape(len(cell), num_losses)
-    tokens = np.bincount(np.repeat(cell, per_batch), lengths, most * ranks).astype(np.int64)
+    of_samples = np.repeat(cell, per_batch)
+    tokens = np.bincount(of_samples, lengths, most * ranks).astype(np.int64)
+    squares = np.bincount(of_samples, lengths.astype(np.float64) ** 2, most * ranks).astype(np.int64)
     slot, item_tokens, cost, shape = np.ascontiguousarray(items.reshape(-1, _ITEM).T)
     owner = np.repeat(np.arange(ranks), num_items)
     shape_index = np.unique(shapes, return_inverse=True)[1]
@@ -179,6 +183,7 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
         counts=np.ascontiguousarray(counts.reshape(most, ranks, num_losses).transpose(0, 2, 1)),
         num_samples=num_samples.reshape(most, ranks),
         tokens=tokens.reshape(most, ranks),
+        squares=squares.reshape(most, ranks),
         owner=owner,
         slot=slot,
         item_tokens=item_tokens,

@@ -88,7 +88,7 @@ def topology_of(model: OmniModel) -> Topology:
                 ranks[name] = tuple(np.searchsorted(planned, states[name].ranks).tolist())
             windows[name] = 1 if plan.window is None else None if isinstance(plan.window, str) else plan.window
         copies = {n: len(ranks[n]) // (layout.components[n].num_shards * (p.tp or 1)) for n, p in plans.items()}
-        places = {name: plan.place or "local" for name, plan in plans.items()}
+        places = {name: plan.place or "local" for name, plan in plans.items() if name != FOUNDATION}
         call_groups = {
             name: tuple(
                 group
@@ -236,7 +236,9 @@ class StepPlanner:
                 packs = [*packs, *[Pack.from_samples([self.idle])] * (most - len(packs))]
             tables = self._tables(rank, packs, costs)
 
-        rates = None if self.order is None else self.order.rates(self.topology, tables, measured.seconds)
+        rates = None
+        if self.order is not None:
+            rates = self.order.rates(self.topology, tables, measured.seconds, costs.get(FOUNDATION, 0.0))
         if self.order is not None and rates is not None and most > 1:
             drawn = self.order(self.topology, tables, rates)
             packs = self._rearranged(rank, packs, drawn)
@@ -274,7 +276,8 @@ class StepPlanner:
 
     def _tables(self, rank: int, packs: Sequence[Pack], costs: Mapping[str, float]) -> StepTables:
         drawn = packs if self.topology.is_owner(rank) else ()
-        quadratic = {name: costs.get(c.name, 0.0) for c in self.topology.components for name in c.media}
+        encoders = [component for component in self.topology.components if component.name != FOUNDATION]
+        quadratic = {name: costs.get(encoder.name, 0.0) for encoder in encoders for name in encoder.media}
         facts = RankFacts(tuple(facts_of(pack, self.apart, quadratic) for pack in drawn))
         tables = self.peers.tables(encode_table(self.topology, facts))
         return decode_tables(self.topology, tables[list(self.ranks)])
