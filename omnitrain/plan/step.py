@@ -11,7 +11,7 @@ import numpy as np
 
 from omnitrain.plan.balance import assign_by_cost
 from omnitrain.plan.radix_sort import stable_order
-from omnitrain.plan.ragged import ranges
+from omnitrain.plan.ragged import ranges, runs_within
 from omnitrain.plan.show import ComponentLine, component_table
 from omnitrain.plan.tables import StepTables
 from omnitrain.plan.topology import PlannedComponent, Topology
@@ -429,7 +429,7 @@ def _work(
     work = stable_order(cell, tables.shape)
     cell, shape = cell[work], tables.shape[work]
     opens_cell = np.diff(cell, prepend=-1) != 0
-    opens_call = opens_cell | (np.diff(shape, prepend=-1) != 0)
+    opens_call = opens_cell | (np.diff(shape, prepend=-1) != 0) | _over_limits(topology, tables, work, cell, shape)
     calls_so_far = np.cumsum(opens_call)
     call = calls_so_far - calls_so_far[np.maximum.accumulate(np.where(opens_cell, np.arange(len(cell)), 0))]
     encodes = np.bincount(cell[opens_call], minlength=len(tables.counts) * media * ranks)
@@ -438,6 +438,24 @@ def _work(
         of_component = topology.media_of(component.name)
         encodes[:, of_component] = encodes[:, of_component][:, :, topology.call_group_of(component.name)[:, 0]]
     return work, call, cell, encodes
+
+
+def _over_limits(
+    topology: Topology, tables: StepTables, work: np.ndarray, cell: np.ndarray, shape: np.ndarray
+) -> np.ndarray:
+    """Return ``[items]``, in the order of ``work``: whether an item opens a call because the one before it is full."""
+    opens = np.zeros(len(work), dtype=bool)
+    medium = tables.slot[work] % max(1, len(topology.media))
+    for component in topology.components:
+        media = topology.media_of(component.name)
+        found = np.flatnonzero((medium >= media.start) & (medium < media.stop))
+        if component.call_elements is None or not len(found):
+            continue
+        borders = np.flatnonzero((np.diff(cell[found]) != 0) | (np.diff(shape[found]) != 0)) + 1
+        for together in np.split(found, borders):
+            runs = runs_within(tables.elements[work[together]].tolist(), component.call_elements)
+            opens[together[np.cumsum([0, *runs[:-1]])]] = True
+    return opens
 
 
 def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:

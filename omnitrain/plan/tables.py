@@ -1,9 +1,9 @@
 """The small table of int64 words that the ranks exchange for each global batch: the samples and items of every rank.
 
 A rank's words are ``[num_words, micro-batches, samples, shapes, items]``, then samples per micro-batch, loss counts per
-micro-batch and loss, the length of every sample, the key of every shape, and four words per item:
-``micro-batch * media + medium``, tokens, cost, index of its shape. Samples and items are sorted by micro-batch, and
-items by medium within a micro-batch.
+micro-batch and loss, the length of every sample, the key of every shape, and five words per item:
+``micro-batch * media + medium``, tokens, cost, elements, index of its shape. Samples and items are sorted by
+micro-batch, and items by medium within a micro-batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from omnitrain.plan.ragged import ranges
 from omnitrain.plan.topology import Topology
 
 _HEADER = 5  # words
-_ITEM = 4  # words
+_ITEM = 5  # words
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,13 @@ class ItemFacts:
         num_tokens: its tokens in the sequence, one for each of its features.
         cost: cost of encoding it, in any unit that all items of the component share.
         shape: key from :func:`shape_key`; items with the same key may be encoded in one call.
+        elements: number of its input elements, which a call may limit.
     """
 
     num_tokens: int
     cost: int
     shape: int = 0
+    elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class StepTables:
         slot: ``[items]`` int64, ``micro-batch * media + medium``, ascending for each owner.
         item_tokens: ``[items]`` int64, tokens of each item.
         cost: ``[items]`` int64.
+        elements: ``[items]`` int64, input elements.
         shape: ``[items]`` int64, index of the shape key among all distinct keys.
     """
 
@@ -88,6 +91,7 @@ class StepTables:
     slot: np.ndarray
     item_tokens: np.ndarray
     cost: np.ndarray
+    elements: np.ndarray
     shape: np.ndarray
 
 
@@ -115,6 +119,7 @@ def encode_table(topology: Topology, facts: RankFacts) -> np.ndarray:
             batch_index * len(media) + medium_index,
             item.num_tokens,
             item.cost,
+            item.elements,
             shapes.setdefault(item.shape, len(shapes)),
         )
         for batch_index, batch in enumerate(batches)
@@ -173,7 +178,7 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
     of_samples = np.repeat(cell, per_batch)
     tokens = np.bincount(of_samples, lengths, most * ranks).astype(np.int64)
     squares = np.bincount(of_samples, lengths.astype(np.float64) ** 2, most * ranks).astype(np.int64)
-    slot, item_tokens, cost, shape = np.ascontiguousarray(items.reshape(-1, _ITEM).T)
+    slot, item_tokens, cost, elements, shape = np.ascontiguousarray(items.reshape(-1, _ITEM).T)
     owner = np.repeat(np.arange(ranks), num_items)
     shape_index = np.unique(shapes, return_inverse=True)[1]
     first_shape = np.cumsum(keys) - keys
@@ -188,6 +193,7 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
         slot=slot,
         item_tokens=item_tokens,
         cost=cost,
+        elements=elements,
         shape=shape,
     )
 

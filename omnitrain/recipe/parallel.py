@@ -208,6 +208,11 @@ class ComponentPlan(Strict):
         description="With `window`, the most bytes of features and their gradients that wait on a rank at a time. A "
         "step has smaller windows where that is necessary. Unset: no limit.",
     )
+    call_elements: Degree = Field(
+        None,
+        description="Encoders. Maximum number of input elements of one call, such as values of pixels; more items are "
+        "encoded in several calls. An item that is larger has a call of its own. Unset: no limit.",
+    )
     expert_rows: Degree = Field(
         None,
         description="Maximum number of tokens (counted once per expert) that a layer's experts compute at a time. If "
@@ -510,11 +515,12 @@ class ParallelPlan(Strict):
                 yield f"{path}.freeze: found false, but the component is frozen elsewhere; remove one of the two"
             elif name in frozen and plan.optimizer_offload and plan.lora is None:
                 yield f"{path}.optimizer_offload: found true, but a frozen component has no optimizer state"
-        for field in ("window", "features_on", "feature_bytes") if FOUNDATION in self.components else ():
-            if getattr(self.components[FOUNDATION], field) is not None:
+        foundation = self.components.get(FOUNDATION, ComponentPlan())
+        for field in ("window", "call_elements", "features_on", "feature_bytes"):
+            if getattr(foundation, field) is not None:
                 path = f"components.{FOUNDATION}.{field}"
                 yield f"{path}: the foundation encodes no media; set it on an encoder, or remove it"
-        if FOUNDATION in self.components and self.components[FOUNDATION].place == "group":
+        if foundation.place == "group":
             path = f"components.{FOUNDATION}.place"
             yield f"{path}: found group; expected `local` (a rank runs the packs that it drew) or `world` (by cost)"
 

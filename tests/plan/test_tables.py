@@ -67,13 +67,13 @@ def decoded_rank_by_rank(topology: Topology, gathered: Sequence[np.ndarray]) -> 
             lengths = list(islice(rest, int(num_samples[batch, rank])))
             tokens[batch, rank], squares[batch, rank] = sum(lengths), sum(length**2 for length in lengths)
         shapes = list(islice(rest, num_shapes))
-        items = (list(islice(rest, 4)) for _ in range(num_items))
-        media += [(rank, slot, num_tokens, cost, shapes[shape]) for slot, num_tokens, cost, shape in items]
-    owner, slot, item_tokens, cost, key = np.array(media, dtype=np.int64).reshape(-1, 5).T
+        items = (list(islice(rest, 5)) for _ in range(num_items))
+        media += [(rank, *sizes, shapes[shape]) for *sizes, shape in items]
+    owner, slot, item_tokens, cost, elements, key = np.array(media, dtype=np.int64).reshape(-1, 6).T
     keys = {found: index for index, found in enumerate(sorted({key for *_, key in media}))}
     shape = np.array([keys[found] for found in key.tolist()], dtype=np.int64)
     drawn = np.array([words[1] for words in gathered])
-    return StepTables(drawn, counts, num_samples, tokens, squares, owner, slot, item_tokens, cost, shape)
+    return StepTables(drawn, counts, num_samples, tokens, squares, owner, slot, item_tokens, cost, elements, shape)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -111,9 +111,9 @@ def test_a_table_that_does_not_fit_is_known_by_all_and_refused() -> None:
         decode_tables(TINY, [cut])
 
 
-def test_an_item_takes_four_words() -> None:
+def test_an_item_takes_five_words() -> None:
     images = tuple(ItemFacts(num_tokens=3, cost=5, shape=1) for _ in range(1000))
-    assert len(encode_table(TINY, RankFacts((MicroBatchFacts(items={"image": images}),)))) == 4000 + 5 + 1 + 1 + 1
+    assert len(encode_table(TINY, RankFacts((MicroBatchFacts(items={"image": images}),)))) == 5000 + 5 + 1 + 1 + 1
 
 
 def test_unknown_losses_and_ports_and_negative_numbers_are_refused() -> None:

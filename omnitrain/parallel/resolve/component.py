@@ -58,7 +58,7 @@ def _media_fields(request: Request) -> dict[str, Any]:
     place = request.merged.place or ("group" if request.state.size("data") > 1 else "local")
     window, stages = request.merged.window, request.state.size("pp")
     if request.is_decoder:
-        for field in ("window", *_OF_WINDOWS):
+        for field in ("window", "call_elements", *_OF_WINDOWS):
             if getattr(request.explicit, field) is not None:
                 request.problem(field, f"found {getattr(request.explicit, field)}, but it is for encoders; remove it")
         if request.explicit.place == "world" and stages > 1:
@@ -75,10 +75,10 @@ def _media_fields(request: Request) -> dict[str, Any]:
                     field, f"found {found}, but the ranks of sections.{section} encode for all others; remove it"
                 )
         window, merged = request.plans.sections[section].micro_batch, request.merged
-        fields = {"quadratic_cost": merged.quadratic_cost, "features_on": merged.features_on}
+        fields = {name: getattr(merged, name) for name in ("quadratic_cost", "features_on", "call_elements")}
         return {"place": "world", "window": window, **fields}
     if request.name in request.plans.reads():  # a projector: the forward of a micro-batch projects what it has received
-        for field in ("window", "quadratic_cost", *_OF_WINDOWS):
+        for field in ("window", "quadratic_cost", "call_elements", *_OF_WINDOWS):
             if (found := getattr(request.explicit, field)) is not None:
                 request.problem(field, f"found {found}, but a projector in `main` runs in the forwards; remove it")
         if request.explicit.place == "world":
@@ -110,7 +110,8 @@ def _media_fields(request: Request) -> dict[str, Any]:
             f"found {request.explicit.quadratic_cost} with `place: local`, which divides no items; set `place: world`, "
             "or remove it",
         )
-    return {"place": place, "window": window, "quadratic_cost": request.merged.quadratic_cost, **waiting}
+    costs = {name: getattr(request.merged, name) for name in ("quadratic_cost", "call_elements")}
+    return {"place": place, "window": window, **costs, **waiting}
 
 
 def _fields_of_foundation(request: Request) -> dict[str, Any]:

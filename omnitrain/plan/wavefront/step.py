@@ -138,5 +138,6 @@ def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -
         slot=slot[order],
         item_tokens=tables.item_tokens[order],
         cost=tables.cost[order],
+        elements=tables.elements[order],
         shape=tables.shape[order],
     )
