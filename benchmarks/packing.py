@@ -104,7 +104,7 @@ def packed(sizes: Sequence[Size], budget: PackBudget) -> tuple[list[list[Size]],
 
 def figures_of(packs: Sequence[Sequence[Size]], budget: PackBudget, buffer: int) -> dict[str, float]:
     """Return the figures of these packs."""
-    sizes = np.array([np.sum([budget.sizes(one) for one in pack], axis=0) for pack in packs])
+    sizes = np.array([np.sum(budget.sizes(pack), axis=1) for pack in packs])
     assert (sizes <= budget.limits).all()
     samples_after = np.cumsum([len(pack) for pack in packs][::-1])[::-1]
     full = sizes[samples_after > buffer, 0] / budget.tokens

@@ -246,6 +246,13 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     loader = WeightLoader(omni, device, state.section_group, elsewhere) if loads else None
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
 
+    omni.call_elements = {
+        media: plan.call_elements
+        for name, plan in prepared.plans.items()
+        for media in omni.media_names.get(name, ())
+        if plan.call_elements is not None
+    }
+
     # Sections and pipeline: which parameters this rank has
     if elsewhere:
         ignore_absent_in_device()

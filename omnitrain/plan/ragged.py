@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
+
+
+def runs_within(sizes: Iterable[int], most: int | None) -> list[int]:
+    """Cut items into as few runs as possible, from the first on, and return the number of items of each run.
+
+    Args:
+        sizes: of each item, in order.
+        most: the largest sum of the sizes in a run; a larger item is a run of its own. None: one run.
+    """
+    runs: list[int] = []
+    room = 0
+    for size in sizes:
+        if not runs or (most is not None and size > room):
+            runs.append(0)
+            room = most or 0
+        runs[-1] += 1
+        room -= size
+    return runs
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

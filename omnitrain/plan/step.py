@@ -11,7 +11,7 @@ import numpy as np
 
 from omnitrain.plan.balance import assign_by_cost
 from omnitrain.plan.radix_sort import stable_order
-from omnitrain.plan.ragged import ranges
+from omnitrain.plan.ragged import ranges, runs_within
 from omnitrain.plan.show import ComponentLine, component_table
 from omnitrain.plan.tables import StepTables
 from omnitrain.plan.topology import PlannedComponent, Topology
@@ -39,11 +39,23 @@ class Rates:
 
     Attributes:
         per_token: forward and backward of a token in the ranks that read packs; of a pipeline, on its first stage.
-        per_cost: component of a section -> forward of an item on one rank, per unit of its cost.
+        per_cost: component -> forward of an item on one rank, per unit of its cost.
+        quadratic: the part of attention in a sample's time, relative to the linear part: a sample of n tokens takes
+            ``per_token * (n + quadratic * n ** 2)``.
     """
 
     per_token: float
     per_cost: Mapping[str, float]
+    quadratic: float = 0.0
+
+    def of_packs(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
+        """Return how long packs take.
+
+        Args:
+            tokens: sum of the lengths of each pack's samples.
+            squares: sum of the squares of these lengths; same shape.
+        """
+        return self.per_token * (tokens + self.quadratic * squares)
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,7 @@ class StepPlan:
         loss_counts: loss name -> predicted tokens of the whole step, by which that loss is divided.
         num_samples: ``[M, ranks]`` int64, samples drawn by each rank.
         tokens: ``[M, ranks]`` int64, tokens drawn by each rank.
+        squares: ``[M, ranks]`` int64, sum of the squares of the lengths of these samples.
         calls: ``[M, E]`` int64, calls at each call site; the same on all ranks of its component.
         calls_with_data: ``[M, E, ranks]`` int64, calls for which a rank has data. Its other calls get minimal input.
         owner: ``[items]`` int64, rank that drew the item.
@@ -114,6 +127,7 @@ class StepPlan:
     loss_counts: dict[str, int]
     num_samples: np.ndarray
     tokens: np.ndarray
+    squares: np.ndarray
     calls: np.ndarray
     calls_with_data: np.ndarray
     owner: np.ndarray
@@ -318,6 +332,7 @@ def plan_step(topology: Topology, tables: StepTables, rates: Rates | None = None
         loss_counts=dict(zip(topology.losses, counts, strict=True)),
         num_samples=tables.num_samples,
         tokens=tables.tokens,
+        squares=tables.squares,
         calls=calls_with_data.max(axis=2),
         calls_with_data=calls_with_data,
         owner=tables.owner,
@@ -414,7 +429,7 @@ def _work(
     work = stable_order(cell, tables.shape)
     cell, shape = cell[work], tables.shape[work]
     opens_cell = np.diff(cell, prepend=-1) != 0
-    opens_call = opens_cell | (np.diff(shape, prepend=-1) != 0)
+    opens_call = opens_cell | (np.diff(shape, prepend=-1) != 0) | _over_limits(topology, tables, work, cell, shape)
     calls_so_far = np.cumsum(opens_call)
     call = calls_so_far - calls_so_far[np.maximum.accumulate(np.where(opens_cell, np.arange(len(cell)), 0))]
     encodes = np.bincount(cell[opens_call], minlength=len(tables.counts) * media * ranks)
@@ -423,6 +438,24 @@ def _work(
         of_component = topology.media_of(component.name)
         encodes[:, of_component] = encodes[:, of_component][:, :, topology.call_group_of(component.name)[:, 0]]
     return work, call, cell, encodes
+
+
+def _over_limits(
+    topology: Topology, tables: StepTables, work: np.ndarray, cell: np.ndarray, shape: np.ndarray
+) -> np.ndarray:
+    """Return ``[items]``, in the order of ``work``: whether an item opens a call because the one before it is full."""
+    opens = np.zeros(len(work), dtype=bool)
+    medium = tables.slot[work] % max(1, len(topology.media))
+    for component in topology.components:
+        media = topology.media_of(component.name)
+        found = np.flatnonzero((medium >= media.start) & (medium < media.stop))
+        if component.call_elements is None or not len(found):
+            continue
+        borders = np.flatnonzero((np.diff(cell[found]) != 0) | (np.diff(shape[found]) != 0)) + 1
+        for together in np.split(found, borders):
+            runs = runs_within(tables.elements[work[together]].tolist(), component.call_elements)
+            opens[together[np.cumsum([0, *runs[:-1]])]] = True
+    return opens
 
 
 def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:

@@ -1,9 +1,9 @@
 """The small table of int64 words that the ranks exchange for each global batch: the samples and items of every rank.
 
 A rank's words are ``[num_words, micro-batches, samples, shapes, items]``, then samples per micro-batch, loss counts per
-micro-batch and loss, the length of every sample, the key of every shape, and four words per item:
-``micro-batch * media + medium``, tokens, cost, index of its shape. Samples and items are sorted by micro-batch, and
-items by medium within a micro-batch.
+micro-batch and loss, the length of every sample, the key of every shape, and five words per item:
+``micro-batch * media + medium``, tokens, cost, elements, index of its shape. Samples and items are sorted by
+micro-batch, and items by medium within a micro-batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from omnitrain.plan.ragged import ranges
 from omnitrain.plan.topology import Topology
 
 _HEADER = 5  # words
-_ITEM = 4  # words
+_ITEM = 5  # words
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,13 @@ class ItemFacts:
         num_tokens: its tokens in the sequence, one for each of its features.
         cost: cost of encoding it, in any unit that all items of the component share.
         shape: key from :func:`shape_key`; items with the same key may be encoded in one call.
+        elements: number of its input elements, which a call may limit.
     """
 
     num_tokens: int
     cost: int
     shape: int = 0
+    elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,12 @@ class StepTables:
         counts: ``[M, losses, ranks]`` int64.
         num_samples: ``[M, ranks]`` int64.
         tokens: ``[M, ranks]`` int64, sum of the lengths of the samples.
+        squares: ``[M, ranks]`` int64, sum of the squares of these lengths.
         owner: ``[items]`` int64, ascending: the rank that listed the item.
         slot: ``[items]`` int64, ``micro-batch * media + medium``, ascending for each owner.
         item_tokens: ``[items]`` int64, tokens of each item.
         cost: ``[items]`` int64.
+        elements: ``[items]`` int64, input elements.
         shape: ``[items]`` int64, index of the shape key among all distinct keys.
     """
 
@@ -82,10 +86,12 @@ class StepTables:
     counts: np.ndarray
     num_samples: np.ndarray
     tokens: np.ndarray
+    squares: np.ndarray
     owner: np.ndarray
     slot: np.ndarray
     item_tokens: np.ndarray
     cost: np.ndarray
+    elements: np.ndarray
     shape: np.ndarray
 
 
@@ -113,6 +119,7 @@ def encode_table(topology: Topology, facts: RankFacts) -> np.ndarray:
             batch_index * len(media) + medium_index,
             item.num_tokens,
             item.cost,
+            item.elements,
             shapes.setdefault(item.shape, len(shapes)),
         )
         for batch_index, batch in enumerate(batches)
@@ -168,8 +175,10 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
     num_samples[cell] = per_batch
     counts = np.zeros((most * ranks, num_losses), dtype=np.int64)
     counts[cell] = per_loss.reshape(len(cell), num_losses)
-    tokens = np.bincount(np.repeat(cell, per_batch), lengths, most * ranks).astype(np.int64)
-    slot, item_tokens, cost, shape = np.ascontiguousarray(items.reshape(-1, _ITEM).T)
+    of_samples = np.repeat(cell, per_batch)
+    tokens = np.bincount(of_samples, lengths, most * ranks).astype(np.int64)
+    squares = np.bincount(of_samples, lengths.astype(np.float64) ** 2, most * ranks).astype(np.int64)
+    slot, item_tokens, cost, elements, shape = np.ascontiguousarray(items.reshape(-1, _ITEM).T)
     owner = np.repeat(np.arange(ranks), num_items)
     shape_index = np.unique(shapes, return_inverse=True)[1]
     first_shape = np.cumsum(keys) - keys
@@ -179,10 +188,12 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
         counts=np.ascontiguousarray(counts.reshape(most, ranks, num_losses).transpose(0, 2, 1)),
         num_samples=num_samples.reshape(most, ranks),
         tokens=tokens.reshape(most, ranks),
+        squares=squares.reshape(most, ranks),
         owner=owner,
         slot=slot,
         item_tokens=item_tokens,
         cost=cost,
+        elements=elements,
         shape=shape,
     )
 

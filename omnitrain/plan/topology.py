@@ -33,6 +33,7 @@ class PlannedComponent:
             component is in one group, each group within a data group. Empty: each rank makes its calls alone.
         is_shared: whether the ranks of a call group divide the work of a call. Otherwise each of them does all of it.
         window: number of micro-batches whose items are encoded together; None: those of the whole step.
+        call_elements: most input elements of a call; a larger item has a call of its own. None: no limit.
         reads: the component whose features are its input; empty: it reads media. Its items are those of this component,
             under a name of their own.
     """
@@ -48,6 +49,7 @@ class PlannedComponent:
     call_groups: tuple[tuple[int, ...], ...] = ()
     is_shared: bool = False
     window: int | None = 1
+    call_elements: int | None = None
     reads: str = ""
 
     @property

@@ -184,7 +184,8 @@ class ComponentPlan(Strict):
         None,
         description="Which rank encodes a media item: `local`: the rank that drew it; `group`: one of the ranks that "
         "hold its sample (`cp` x `ulysses` x `tp`); `world`: any rank, balanced by cost; under `pp`, any rank of all "
-        "stages. Unset: `group` if several ranks hold a sample, else `local`.",
+        "stages. Unset: `group` if several ranks hold a sample, else `local`. Of the foundation, which data-parallel "
+        "rank runs a pack: `local`: the rank that drew it; `world`: any, balanced by cost. Unset: `local`.",
     )
     window: Window = Field(
         None,
@@ -195,7 +196,8 @@ class ComponentPlan(Strict):
     quadratic_cost: QuadraticCost = Field(
         None,
         description="With `place: group` or `world`, items are divided by the cost n + `quadratic_cost` * n^2 for an "
-        "item of n input elements. `measured`: fitted in the first 16 steps and used from step 33 on. Unset: 0.",
+        "item of n input elements; with `place: world` of the foundation, packs by the sum of this cost over their "
+        "samples of n tokens. `measured`: fitted in the first 16 steps and used from step 33 on. Unset: 0.",
     )
     features_on: Literal["device", "cpu"] | None = Field(
         None,
@@ -205,6 +207,11 @@ class ComponentPlan(Strict):
         None,
         description="With `window`, the most bytes of features and their gradients that wait on a rank at a time. A "
         "step has smaller windows where that is necessary. Unset: no limit.",
+    )
+    call_elements: Degree = Field(
+        None,
+        description="Encoders. Maximum number of input elements of one call, such as values of pixels; more items are "
+        "encoded in several calls. An item that is larger has a call of its own. Unset: no limit.",
     )
     expert_rows: Degree = Field(
         None,
@@ -508,14 +515,14 @@ class ParallelPlan(Strict):
                 yield f"{path}.freeze: found false, but the component is frozen elsewhere; remove one of the two"
             elif name in frozen and plan.optimizer_offload and plan.lora is None:
                 yield f"{path}.optimizer_offload: found true, but a frozen component has no optimizer state"
-        for field in (
-            ("place", "window", "quadratic_cost", "features_on", "feature_bytes")
-            if FOUNDATION in self.components
-            else ()
-        ):
-            if getattr(self.components[FOUNDATION], field) is not None:
+        foundation = self.components.get(FOUNDATION, ComponentPlan())
+        for field in ("window", "call_elements", "features_on", "feature_bytes"):
+            if getattr(foundation, field) is not None:
                 path = f"components.{FOUNDATION}.{field}"
                 yield f"{path}: the foundation encodes no media; set it on an encoder, or remove it"
+        if foundation.place == "group":
+            path = f"components.{FOUNDATION}.place"
+            yield f"{path}: found group; expected `local` (a rank runs the packs that it drew) or `world` (by cost)"
 
     def _degree_problems(self, degrees: Mapping[str, int]) -> Iterator[str]:
         """Compare the foundation's degrees with the state; other components may have different ones."""

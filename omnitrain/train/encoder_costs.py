@@ -1,4 +1,4 @@
-"""Measure in the first steps of a run what its plans need: the cost of items, and the seconds of sections."""
+"""Measure in the first steps of a run what its plans need: the cost of items and samples, and the seconds of both."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from omnitrain.parallel.step.item_costs import (
     measured_components,
     publish,
 )
+from omnitrain.parallel.step.order import deals_packs, encoders_of_own_packs
 from omnitrain.plan.item_cost import Encoded, fitted_quadratic
 from omnitrain.plan.schedule.actions import Action, Kind
 from omnitrain.plan.step import StepPlan
@@ -26,9 +27,10 @@ from omnitrain.train.run_state.state import TrainingState
 
 
 class EncoderCosts:
-    """Fits the quadratic part of items' costs for components with ``quadratic_cost: measured``.
+    """Fits the quadratic part of the cost of components with ``quadratic_cost: measured``.
 
-    With sections, it also measures how long their encoders and the first stage take, from which steps are ordered.
+    With sections, it also measures how long their encoders and the first stage take, from which steps are ordered; and
+    where packs are dealt by cost, how long the foundation and the encoders of a rank's own packs take.
 
     Args:
         model: the model, sharded or in one process.
@@ -46,6 +48,7 @@ class EncoderCosts:
         self._components = measured_components(model) if is_spread else ()
         sections = layout.sections.values() if layout is not None and is_spread else ()
         self._apart = [component for section in sections for component in section.components]
+        self._inside = encoders_of_own_packs(model) if is_spread and deals_packs(model) else ()
         quadratic, seconds = state.quadratic_costs or {}, state.section_seconds or {}
         is_known = quadratic.keys() >= set(self._components) and seconds.keys() >= set(self._timed)
         self.settled = Measured(quadratic, seconds) if is_known and self._names else None
@@ -57,8 +60,9 @@ class EncoderCosts:
 
     @property
     def _timed(self) -> list[str]:
-        """The components of sections, and the foundation if there are any."""
-        return [*self._apart, FOUNDATION] if self._apart else []
+        """The components of sections, or of a rank's own packs, and the foundation if there are any."""
+        encoders = [*self._apart, *self._inside]
+        return [*encoders, FOUNDATION] if encoders else []
 
     @property
     def _names(self) -> list[str]:
@@ -100,12 +104,20 @@ class EncoderCosts:
         return encoded_in(plan, self._rank, name, seconds_of_forwards(recorded, name, has_actions=name in self._apart))
 
     def _of_first_stage(self, plan: StepPlan, recorded: Recorded) -> Encoded:
-        """The tokens of this rank on the first stage, and the seconds of its forwards and backwards; elsewhere none."""
+        """The samples of this rank on the first stage, and the seconds of its forwards and backwards; elsewhere none.
+
+        Encoders in these forwards do not count: their backwards are taken to be twice as long as their forwards.
+        """
         if self._rank not in plan.topology.readers or plan.topology.first_stage[self._rank] != self._rank:
             return Encoded(0, 0, 0, 0)
         spans = [span for span in recorded.spans if span.what.kind == "action" and Action.parse(span.what.name).passes]
-        tokens = plan.tokens[:, plan.topology.owner_of(self._rank)].sum()
-        return Encoded(len(spans), float(tokens), 0.0, sum(span.seconds for span in spans))
+        owner = plan.topology.owner_of(self._rank)
+        tokens, squares = (float(found[:, owner].sum()) for found in (plan.tokens, plan.squares))
+        encoding = 0.0
+        for name in self._inside:
+            seconds = seconds_of_forwards(recorded, name, has_actions=False)
+            encoding += seconds * (3 if plan.topology.component(name).is_trained else 1)
+        return Encoded(len(spans), tokens, squares, max(0.0, sum(span.seconds for span in spans) - encoding))
 
 
 def seconds_of_forwards(recorded: Recorded, component: str, *, has_actions: bool) -> float:

@@ -29,6 +29,7 @@ SIZES = {
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
     "packing": ["--rounds=1", "--samples=1000"],
+    "cost_balance": ["--rounds=1", "--samples=512"],
     "data_start": ["--rounds=1", "--lines=2000", "--megabytes=2"],
     "media_throughput": ["--rounds=1", "--samples=64"],
     "load": ["--rounds=1", "--width=64"],
@@ -60,6 +61,7 @@ SIZES = {
 SIMULATED = {"published_gains", "overlap_tables", "wavefront"}  # without rounds
 FAST = SIMULATED | {
     "packing",
+    "cost_balance",
     "step_plan",
     "many_ranks",
     "step_overhead",

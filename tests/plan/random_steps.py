@@ -27,10 +27,11 @@ def random_topology(rng: np.random.Generator) -> Topology:
     ranks = rng.permutation(world_size).tolist()
     everyone, place = tuple(range(world_size)), rng.choice(get_args(Place), 2)
     some = everyone[: int(rng.integers(1, world_size + 1))] if place[0] == "world" else everyone
+    limit = None if rng.random() < 0.5 else 120
     return Topology(
         world_size=world_size,
         components=(
-            PlannedComponent("image_encoder", some, ("image", "video"), place=place[0]),
+            PlannedComponent("image_encoder", some, ("image", "video"), place=place[0], call_elements=limit),
             PlannedComponent("audio_encoder", everyone, ("audio",), place=place[1]),
             PlannedComponent("image_decoder", everyone, ("drawing",), head="drawing"),
             PlannedComponent("foundation", everyone, reads_packs=True),
@@ -62,7 +63,9 @@ def plan_of(topology: Topology, facts: list[RankFacts]) -> StepPlan:
 def _micro_batch(rng: np.random.Generator, topology: Topology, most_items: int) -> MicroBatchFacts:
     items = {
         medium: tuple(
-            ItemFacts(int(rng.integers(1, 50)), int(rng.lognormal(4, 1.5)), int(rng.integers(0, 3)))
+            ItemFacts(
+                int(rng.integers(1, 50)), int(rng.lognormal(4, 1.5)), int(rng.integers(0, 3)), int(rng.integers(0, 90))
+            )
             for _ in range(rng.integers(0, most_items + 1))
         )
         for medium in topology.media

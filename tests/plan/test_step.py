@@ -89,6 +89,8 @@ def test_calls_are_equal_on_all_ranks_of_a_component_and_no_more_than_the_busies
             for call in (call for calls in made.values() for call in calls if call.items):
                 assert len({items[item][3].shape for item in call.items}) == 1
                 assert list(call.items) == sorted(call.items)
+                elements = [items[item][3].elements for item in call.items]
+                assert len(elements) == 1 or component.call_elements is None or sum(elements) <= component.call_elements
 
 
 @pytest.mark.parametrize("seed", SEEDS)

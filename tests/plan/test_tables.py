@@ -56,7 +56,7 @@ def decoded_rank_by_rank(topology: Topology, gathered: Sequence[np.ndarray]) -> 
     """What :func:`decode_tables` returns, word by word, by the layout that the module of tables describes."""
     most, media = max(int(words[1]) for words in gathered), []
     counts = np.zeros((most, len(topology.losses), len(gathered)), dtype=np.int64)
-    num_samples, tokens = np.zeros((2, most, len(gathered)), dtype=np.int64)
+    num_samples, tokens, squares = np.zeros((3, most, len(gathered)), dtype=np.int64)
     for rank, words in enumerate(gathered):
         rest = iter(words.tolist())
         _, batches, _, num_shapes, num_items = islice(rest, 5)
@@ -64,15 +64,16 @@ def decoded_rank_by_rank(topology: Topology, gathered: Sequence[np.ndarray]) -> 
         for batch in range(batches):
             counts[batch, :, rank] = list(islice(rest, len(topology.losses)))
         for batch in range(batches):
-            tokens[batch, rank] = sum(islice(rest, int(num_samples[batch, rank])))
+            lengths = list(islice(rest, int(num_samples[batch, rank])))
+            tokens[batch, rank], squares[batch, rank] = sum(lengths), sum(length**2 for length in lengths)
         shapes = list(islice(rest, num_shapes))
-        items = (list(islice(rest, 4)) for _ in range(num_items))
-        media += [(rank, slot, num_tokens, cost, shapes[shape]) for slot, num_tokens, cost, shape in items]
-    owner, slot, item_tokens, cost, key = np.array(media, dtype=np.int64).reshape(-1, 5).T
+        items = (list(islice(rest, 5)) for _ in range(num_items))
+        media += [(rank, *sizes, shapes[shape]) for *sizes, shape in items]
+    owner, slot, item_tokens, cost, elements, key = np.array(media, dtype=np.int64).reshape(-1, 6).T
     keys = {found: index for index, found in enumerate(sorted({key for *_, key in media}))}
     shape = np.array([keys[found] for found in key.tolist()], dtype=np.int64)
     drawn = np.array([words[1] for words in gathered])
-    return StepTables(drawn, counts, num_samples, tokens, owner, slot, item_tokens, cost, shape)
+    return StepTables(drawn, counts, num_samples, tokens, squares, owner, slot, item_tokens, cost, elements, shape)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -110,9 +111,9 @@ def test_a_table_that_does_not_fit_is_known_by_all_and_refused() -> None:
         decode_tables(TINY, [cut])
 
 
-def test_an_item_takes_four_words() -> None:
+def test_an_item_takes_five_words() -> None:
     images = tuple(ItemFacts(num_tokens=3, cost=5, shape=1) for _ in range(1000))
-    assert len(encode_table(TINY, RankFacts((MicroBatchFacts(items={"image": images}),)))) == 4000 + 5 + 1 + 1 + 1
+    assert len(encode_table(TINY, RankFacts((MicroBatchFacts(items={"image": images}),)))) == 5000 + 5 + 1 + 1 + 1
 
 
 def test_unknown_losses_and_ports_and_negative_numbers_are_refused() -> None:

@@ -111,7 +111,8 @@ def test_everything_that_does_not_fit_the_model_is_told_at_once() -> None:
         "6 problems in the parallel plan:",
         "components.imgae_encoder: unknown component; did you mean `image_encoder`?",
         "components.image_encoder.optimizer_offload: found true, but a frozen component has no optimizer state",
-        "components.foundation.place: the foundation encodes no media; set it on an encoder, or remove it",
+        "components.foundation.place: found group; expected `local` (a rank runs the packs that it drew) or `world` "
+        "(by cost)",
         "default.tp: found 2, but the parallel state has 1; call init_parallel_state(tp_size=2), or remove it here",
         "components.foundation.ulysses: found 2, but the parallel state has 4; call "
         "init_parallel_state(ulysses_size=2), or remove it here",

@@ -24,6 +24,7 @@ from tests.train.test_ranks import fit, metrics
 
 FOUND = 0.5
 ENCODER = "parallel.components.image_encoder"
+FOUNDATION = "parallel.components.foundation"
 PLACED = [f"{ENCODER}.place=world", "train.optimizer.schedule=constant"]
 MEASURED = [*PLACED, f"{ENCODER}.quadratic_cost=measured"]
 FAST = {"MEASURED_STEPS": 3, "WARM_UP": 1, "UNUSED_STEPS": 6}  # in place of 16, 4 and 32
@@ -105,6 +106,26 @@ def test_a_run_that_begins_to_measure_when_it_is_resumed_uses_costs_as_many_step
     (costs, measured), _ = ranks.run(costs_of_steps, recipe, steps, True, timeout_s=120, world=2)
     assert len(measured) == 4 and len(costs) == unused + 1
     assert max(costs[-1]) > max(max(of_step) for of_step in costs[:-1])
+
+
+def test_the_cost_of_samples_is_measured_like_that_of_items_and_a_resumed_run_deals_the_same(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    unused, recipe = FAST["UNUSED_STEPS"], tiny_recipe(tmp_path)
+    dealt = [f"{FOUNDATION}.place=world", f"{FOUNDATION}.quadratic_cost=measured", "train.micro_batches=4"]
+    short, long = ([*dealt, f"train.steps={steps}"] for steps in (unused + 1, unused + 3))
+    (_, measured), (_, other) = ranks.run(costs_of_steps, recipe, short, False, timeout_s=120, world=2)
+    assert measured == other and len(measured) == 2 * (FAST["MEASURED_STEPS"] - FAST["WARM_UP"])
+    assert all(row.seconds > 0 and row.calls == 4 and row.squares > row.elements > 0 for row in measured)
+    saved = tmp_path / "run" / "checkpoints" / f"step-{unused + 1:08d}" / "trainer.pt"
+    state = torch.load(saved, weights_only=True)["state"]
+    assert state["quadratic_costs"] == {"foundation": FOUND}
+    seconds = state["section_seconds"]
+    assert {"foundation", "image_encoder"} <= seconds.keys() and all(found > 0 for found in seconds.values())
+    kept = Recipe.load(str(tmp_path / "run" / "recipe.yaml")).parallel.components["foundation"]
+    assert (kept.place, kept.quadratic_cost) == ("world", FOUND)
+    (_, again), _ = ranks.run(costs_of_steps, recipe, long, True, timeout_s=120, world=2)
+    assert again == []
 
 
 def test_costs_are_measured_and_used_in_the_steps_that_the_documentation_names() -> None:

@@ -56,25 +56,20 @@ class PackBudget:
         """Tokens, then the elements of each limited component."""
         return (self.tokens, *self.elements.values())
 
-    @cached_property
-    def _names(self) -> list[Sequence[str]]:
-        return [self.media_names[component] for component in self.elements]
-
-    @cached_property
-    def _none(self) -> tuple[int, ...]:
-        return (0,) * len(self.elements)
-
-    def sizes(self, sample: Sized) -> tuple[int, ...]:
-        """Return how much of each of :attr:`limits` a sample takes."""
-        if not self.elements or not (found := sample.elements):
-            return (len(sample), *self._none)
-        return (len(sample), *[sum(found.get(name, 0) for name in names) for names in self._names])
+    def sizes(self, samples: Sequence[Sized]) -> list[list[int]]:
+        """Return ``[limits][samples]``: how much of each of :attr:`limits` a sample takes."""
+        found = [sample.elements for sample in samples] if self.elements else []
+        of_components = [
+            [sum([of_one.get(name, 0) for name in self.media_names[component]]) if of_one else 0 for of_one in found]
+            for component in self.elements
+        ]
+        return [list(map(len, samples)), *of_components]
 
     def excess(self, sample: Sized) -> str:
         """Return why the sample alone exceeds the budget; empty: it does not."""
         if len(sample) > self.tokens:
             return f"{len(sample)} tokens, but a pack holds at most {self.tokens}"
-        for (component, limit), size in zip(self.elements.items(), self.sizes(sample)[1:], strict=True):
+        for (component, limit), (size,) in zip(self.elements.items(), self.sizes([sample])[1:], strict=True):
             if size > limit:
                 return f"{component} reads {size:,} elements, but data.pack_elements allows {limit:,} in a pack"
         return ""

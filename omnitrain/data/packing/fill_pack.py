@@ -89,12 +89,13 @@ def fill_pack(held: Sequence[Held], budget: PackBudget, *, alone: bool = False) 
 
 def _largest_by_all_budgets(first: Held, others: Sequence[Held], budget: PackBudget) -> Iterator[Held]:
     limits = np.array(budget.limits)[:, None]
-    free = limits - np.array(budget.sizes(first))[:, None]
-    sizes = np.array([budget.sizes(sample) for sample in others]).reshape(len(others), len(limits)).T.copy()
+    free = limits - np.array(budget.sizes([first]))
+    sizes = np.array(budget.sizes(others))
     while sizes.size:
         left = free - sizes  # [budgets, samples]
-        squares = ((left / limits) ** 2).sum(axis=0)  # row after row, so with the same rounding on every machine
-        squares[(left < 0).any(axis=0)] = np.inf
+        shares = left / limits
+        squares = np.add.reduce(shares * shares)  # budget after budget, so with the same rounding on every machine
+        squares[np.minimum.reduce(left) < 0] = np.inf
         best = int(squares.argmin())
         if squares[best] == np.inf:
             return

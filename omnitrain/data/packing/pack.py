@@ -32,6 +32,13 @@ class MediaGroup:
     num_tokens: tuple[int, ...]
     samples: tuple[str, ...]
 
+    @property
+    def num_elements(self) -> tuple[int, ...]:
+        """Number of input elements of each item."""
+        per_row = {name: tensor[:1].numel() for name, tensor in self.features.items()}
+        of_names = [[count * per_row[name] for count in counts] for name, counts in self.num_rows.items()]
+        return tuple(map(sum, zip(*of_names, strict=True))) if of_names else (0,) * len(self.num_tokens)
+
     def split(self, sizes: Sequence[int]) -> Iterator[MediaGroup]:
         """Yield runs of ``sizes`` items as separate groups, for components that must not get all items at once."""
         for start, stop in pairwise((0, *accumulate(sizes))):

@@ -116,11 +116,17 @@ class FoundationRunner:
         }
         return self.joined(features, {name: batch.positions for name, batch in batches.items()})
 
-    def calls(self, pack: Pack, name: str) -> list[MediaGroup]:
-        """Return the items of each call for a modality (``foundation.image``, ...) of a pack; often one, or none."""
+    def calls(self, pack: Pack, name: str, most_elements: int | None = None) -> list[MediaGroup]:
+        """Return the items of each call for a modality (``foundation.image``, ...) of a pack; often one, or none.
+
+        Args:
+            pack: a micro-batch.
+            name: the modality.
+            most_elements: see :func:`media_calls`.
+        """
         if name not in pack.inputs:
             return []
-        return list(media_calls(pack.inputs[name], apart=self.apart.get(name)))
+        return list(media_calls(pack.inputs[name], apart=self.apart.get(name), most_elements=most_elements))
 
     @property
     def apart(self) -> dict[str, Apart]:

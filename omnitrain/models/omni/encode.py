@@ -315,10 +315,11 @@ def num_calls(model: Any, pack: Pack) -> dict[str, int]:
 
 def own_calls(model: Any, pack: Pack, name: str) -> list[MediaGroup]:
     """Return the items of each call for the items of a pack under one of its names; empty if it has no such items."""
+    most = model.call_elements.get(name)
     if name.startswith(NATIVE_PREFIX):
-        return model.runner.calls(pack, name)
+        return model.runner.calls(pack, name, most)
     batch = pack.inputs.get(name) or pack.targets.get(name)
-    return [] if batch is None else list(media_calls(batch))
+    return [] if batch is None else list(media_calls(batch, most_elements=most))
 
 
 def idle_head(decoder: Any, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -83,6 +84,7 @@ class OmniModel(ComponentModel):
     _keep_in_fp32_modules_strict: ClassVar = ["tokenizer"]  # of a decoder: rounded weights would make other codes
 
     encode_recorder: SpanRecorder | None = None  # records the calls of components
+    call_elements: Mapping[str, int] = MappingProxyType({})  # name of media in a pack -> most elements of a call
 
     def __init__(self, config: OmniConfig, components: dict[str, PreTrainedModel] | None = None) -> None:
         """Build from ``config`` with random weights, or around ready ``components`` (name -> model)."""

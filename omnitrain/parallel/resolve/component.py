@@ -53,13 +53,15 @@ def component_plan(request: Request) -> ComponentPlan | None:
 
 def _media_fields(request: Request) -> dict[str, Any]:
     """Where and when the component's media are encoded; ``window`` is None where forwards of micro-batches do it."""
+    if request.is_foundation:
+        return _fields_of_foundation(request)
     place = request.merged.place or ("group" if request.state.size("data") > 1 else "local")
     window, stages = request.merged.window, request.state.size("pp")
-    if request.is_foundation or request.is_decoder:
-        for field in ("window", *_OF_WINDOWS):
-            if getattr(request.explicit, field) is not None and request.is_decoder:
+    if request.is_decoder:
+        for field in ("window", "call_elements", *_OF_WINDOWS):
+            if getattr(request.explicit, field) is not None:
                 request.problem(field, f"found {getattr(request.explicit, field)}, but it is for encoders; remove it")
-        if request.is_decoder and request.explicit.place == "world" and stages > 1:
+        if request.explicit.place == "world" and stages > 1:
             request.problem(
                 "place",
                 f"found world with pp {stages}, but only encoders can run on all pipeline ranks, and a decoder's media "
@@ -73,10 +75,10 @@ def _media_fields(request: Request) -> dict[str, Any]:
                     field, f"found {found}, but the ranks of sections.{section} encode for all others; remove it"
                 )
         window, merged = request.plans.sections[section].micro_batch, request.merged
-        fields = {"quadratic_cost": merged.quadratic_cost, "features_on": merged.features_on}
+        fields = {name: getattr(merged, name) for name in ("quadratic_cost", "features_on", "call_elements")}
         return {"place": "world", "window": window, **fields}
     if request.name in request.plans.reads():  # a projector: the forward of a micro-batch projects what it has received
-        for field in ("window", "quadratic_cost", *_OF_WINDOWS):
+        for field in ("window", "quadratic_cost", "call_elements", *_OF_WINDOWS):
             if (found := getattr(request.explicit, field)) is not None:
                 request.problem(field, f"found {found}, but a projector in `main` runs in the forwards; remove it")
         if request.explicit.place == "world":
@@ -108,7 +110,23 @@ def _media_fields(request: Request) -> dict[str, Any]:
             f"found {request.explicit.quadratic_cost} with `place: local`, which divides no items; set `place: world`, "
             "or remove it",
         )
-    return {"place": place, "window": window, "quadratic_cost": request.merged.quadratic_cost, **waiting}
+    costs = {name: getattr(request.merged, name) for name in ("quadratic_cost", "call_elements")}
+    return {"place": place, "window": window, **costs, **waiting}
+
+
+def _fields_of_foundation(request: Request) -> dict[str, Any]:
+    """Whether packs are dealt to ranks by cost; the default plan's ``place`` and ``quadratic_cost`` are for media."""
+    explicit = request.explicit
+    if explicit.place == "world" and request.plans.sections:
+        request.problem("place", "found world with `sections`, which already deal micro-batches to ranks; remove it")
+    if explicit.quadratic_cost is not None and explicit.place != "world":
+        request.problem(
+            "quadratic_cost",
+            f"found {explicit.quadratic_cost} without `place: world`, so ranks run what they drew; set it, or remove "
+            "`quadratic_cost`",
+        )
+    place = explicit.place or ("group" if request.state.size("data") > 1 else "local")
+    return {"place": place, "quadratic_cost": explicit.quadratic_cost}
 
 
 def _divides_items(request: Request, place: str) -> bool:

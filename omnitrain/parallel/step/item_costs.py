@@ -14,6 +14,7 @@ from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.step.rendezvous import Rendezvous
 from omnitrain.plan.item_cost import Encoded
 from omnitrain.plan.step import StepPlan
+from omnitrain.recipe.parallel import FOUNDATION
 
 MEASURED_STEPS = 16  # the first ones of a start that has no measured costs; some of them warm up
 WARM_UP = 4
@@ -23,26 +24,28 @@ _PATIENCE = timedelta(days=7)
 
 
 def given_costs(model: OmniModel) -> dict[str, float]:
-    """Return component -> the quadratic part of its items' cost that the plan gives; 0 where it is measured."""
+    """Return component -> the quadratic part of its cost that the plan gives; 0 where it is measured."""
     layout = layout_of(model)
     given = {} if layout is None else {name: c.plan.quadratic_cost for name, c in layout.components.items()}
     return {name: cost if isinstance(cost, float) else 0.0 for name, cost in given.items()}
 
 
 def measured_components(model: OmniModel) -> tuple[str, ...]:
-    """Return the components with ``quadratic_cost: measured`` whose items are divided among ranks."""
+    """Return the components with ``quadratic_cost: measured`` whose work is divided among ranks by cost."""
     layout = layout_of(model)
-    plans = {} if layout is None else {name: layout.components[name].plan for name in model.media_names}
-    return tuple(name for name, plan in plans.items() if plan.quadratic_cost == "measured" and plan.place != "local")
+    plans = {} if layout is None else {name: layout.components[name].plan for name in (*model.media_names, FOUNDATION)}
+    by_cost = {n for n, plan in plans.items() if (plan.place == "world" if n == FOUNDATION else plan.place != "local")}
+    return tuple(name for name, plan in plans.items() if plan.quadratic_cost == "measured" and name in by_cost)
 
 
 class Measured(NamedTuple):
     """What a run measures in its first steps.
 
     Attributes:
-        quadratic: component -> the quadratic part of its items' cost.
-        seconds: with sections: component of a section -> seconds of a forward on one rank, per unit of an item's cost;
-            ``foundation`` -> seconds of forward and backward per token on the first stage.
+        quadratic: component -> the quadratic part of its cost, that of its items or of the foundation's samples.
+        seconds: if micro-batches are ordered or dealt by cost: encoder -> seconds of a forward on one rank, per unit of
+            an item's cost; ``foundation`` -> seconds of forward and backward per token on the first stage, or per unit
+            of a sample's cost.
     """
 
     quadratic: Mapping[str, float] = {}

@@ -1,4 +1,4 @@
-"""The order of a step's micro-batches, if some encoders have ranks of their own."""
+"""The order of a step's micro-batches, if some encoders have ranks of their own, or packs are dealt by cost."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.layout import is_separate, layout_of
 from omnitrain.plan import StepTables, Topology
 from omnitrain.plan.step import Rates
+from omnitrain.plan.wavefront.by_cost import CostOrder
 from omnitrain.plan.wavefront.step import Drawn, SectionLimits, StepOrder
 from omnitrain.recipe.parallel import FOUNDATION
 
 
 @dataclass(frozen=True)
 class OrderOfRun:
-    """Orders the steps of a run with sections. Picklable.
+    """Orders the steps of a run with sections, or with ``place: world`` of the foundation. Picklable.
 
     Attributes:
         order: chooses the order of a step.
+        encoders: components whose work counts.
         operations: component -> operations of a forward per token; of the foundation, on one pipeline stage.
     """
 
-    order: StepOrder
+    order: StepOrder | CostOrder
+    encoders: tuple[str, ...]
     operations: Mapping[str, float]
 
-    def rates(self, topology: Topology, tables: StepTables, seconds: Mapping[str, float]) -> Rates:
+    def rates(
+        self, topology: Topology, tables: StepTables, seconds: Mapping[str, float], quadratic: float = 0.0
+    ) -> Rates:
         """Return how long the work of a step takes.
 
         Args:
@@ -36,33 +41,53 @@ class OrderOfRun:
             seconds: what was measured (:class:`~omnitrain.parallel.step.item_costs.Measured`); if something is missing,
                 everything is estimated: a token takes as many operations as there are parameters, and a backward twice
                 as many.
+            quadratic: the quadratic part of the foundation's time.
         """
-        components = [name for section in self.order.sections for name in section.components]
-        if all(seconds.get(name) for name in (FOUNDATION, *components)):
-            return Rates(seconds[FOUNDATION], {name: seconds[name] for name in components})
+        if all(seconds.get(name) for name in (FOUNDATION, *self.encoders)):
+            return Rates(seconds[FOUNDATION], {name: seconds[name] for name in self.encoders}, quadratic)
         medium = tables.slot % max(1, len(topology.media))
         per_cost = {}
-        for name in components:
+        for name in self.encoders:
             items = np.isin(medium, list(topology.media_of(name)))
             tokens_per_cost = tables.item_tokens[items].sum() / max(1, tables.cost[items].sum())
             per_cost[name] = float(self.operations[name] * tokens_per_cost)
-        return Rates(3 * self.operations[FOUNDATION], per_cost)
+        return Rates(3 * self.operations[FOUNDATION], per_cost, quadratic)
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
-        """Return the micro-batches of each data-parallel rank (:class:`StepOrder`)."""
+        """Return the micro-batches of each data-parallel rank (:class:`StepOrder`, :class:`CostOrder`)."""
         return self.order(topology, tables, rates)
 
 
+def deals_packs(model: OmniModel) -> bool:
+    """Return whether the packs of a step are dealt to the data-parallel ranks by cost."""
+    layout = layout_of(model)
+    return layout is not None and not layout.sections and layout.components[FOUNDATION].plan.place == "world"
+
+
+def encoders_of_own_packs(model: OmniModel) -> tuple[str, ...]:
+    """Return the encoders that a rank runs for the items of its own packs, in its forwards."""
+    layout = layout_of(model)
+    plans = {} if layout is None else {name: layout.components[name].plan for name in model.media_names}
+    return tuple(name for name, plan in plans.items() if plan.place != "world" and not is_separate(plan))
+
+
 def order_of_run(model: OmniModel) -> OrderOfRun | None:
-    """Return what orders the steps of a model; None: it has no sections, and each rank runs what it drew.
+    """Return what orders the steps of a model; None: each rank runs what it drew, in order.
 
     Args:
         model: parallelized, or on one process.
     """
     layout = layout_of(model)
-    if layout is None or not layout.sections:
+    if layout is None or not (layout.sections or deals_packs(model)):
         return None
+    parameters = {name: sum(p.numel() for p in weights.values()) for name, weights in model.components.items()}
+    operations = {name: float(number) for name, number in parameters.items()}
+    operations[FOUNDATION] /= layout.components[FOUNDATION].plan.pp or 1
     main = layout.state_of(FOUNDATION)
+    coupled = main.size("fsdp") > 1
+    if not layout.sections:
+        inside = encoders_of_own_packs(model)
+        return OrderOfRun(CostOrder(inside, coupled), inside, operations)
     sections = tuple(
         SectionLimits(
             tuple(section.components),
@@ -73,7 +98,5 @@ def order_of_run(model: OmniModel) -> OrderOfRun | None:
         )
         for name, section in layout.sections.items()
     )
-    parameters = {name: sum(p.numel() for p in weights.values()) for name, weights in model.components.items()}
-    operations = {name: float(number) for name, number in parameters.items()}
-    operations[FOUNDATION] /= layout.components[FOUNDATION].plan.pp or 1
-    return OrderOfRun(StepOrder(sections, coupled=main.size("fsdp") > 1), operations)
+    encoders = tuple(name for section in sections for name in section.components)
+    return OrderOfRun(StepOrder(sections, coupled), encoders, operations)

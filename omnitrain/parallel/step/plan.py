@@ -69,6 +69,7 @@ def topology_of(model: OmniModel) -> Topology:
     trained = {name: model.has_backward(name) for name in model.components}
     copies = {name: len(everyone) for name in trained}
     windows: dict[str, int | None] = {}
+    call_elements: dict[str, int | None] = {}
     first_stage = readers = everyone
     places: dict[str, Place] = {}
     data_groups: Groups = ()
@@ -87,8 +88,9 @@ def topology_of(model: OmniModel) -> Topology:
             if states[name] is not main:
                 ranks[name] = tuple(np.searchsorted(planned, states[name].ranks).tolist())
             windows[name] = 1 if plan.window is None else None if isinstance(plan.window, str) else plan.window
+        call_elements = {name: plan.call_elements for name, plan in plans.items()}
         copies = {n: len(ranks[n]) // (layout.components[n].num_shards * (p.tp or 1)) for n, p in plans.items()}
-        places = {name: plan.place or "local" for name, plan in plans.items()}
+        places = {name: plan.place or "local" for name, plan in plans.items() if name != FOUNDATION}
         call_groups = {
             name: tuple(
                 group
@@ -111,6 +113,7 @@ def topology_of(model: OmniModel) -> Topology:
             call_groups=call_groups.get(name, ()),
             is_shared=name in shared,
             window=windows.get(name, 1),
+            call_elements=call_elements.get(name),
             reads=model.reads.get(name, ""),
         )
         for name in (*model.media_names, FOUNDATION)
@@ -159,15 +162,13 @@ def _items(batch: MediaBatch, indices: Sequence[int], apart: Apart | None, quadr
     owners = iter(batch.samples)
     for group in batch.groups:
         key = tuple((name, str(t.dtype), tuple(t.shape[1:])) for name, t in sorted(group.features.items()))
-        per_row = {name: tensor[:1].numel() for name, tensor in group.features.items()}
-        for index, num_tokens in enumerate(group.num_tokens):
+        for num_tokens, elements in zip(group.num_tokens, group.num_elements, strict=True):
             owner = next(owners)
-            elements = sum(counts[index] * per_row[name] for name, counts in group.num_rows.items())
             # Only items with equal keys share a call.
             call_key = {None: None, "samples": indices[owner], "items": (indices[owner], len(facts))}[apart]
             shape = shape_key(key, call_key)
             cost = item_cost(elements or num_tokens, quadratic)  # what a tower gives comes later, a row for each token
-            facts.append(ItemFacts(num_tokens=num_tokens, cost=cost, shape=shape))
+            facts.append(ItemFacts(num_tokens=num_tokens, cost=cost, shape=shape, elements=elements))
     return facts
 
 
@@ -236,7 +237,9 @@ class StepPlanner:
                 packs = [*packs, *[Pack.from_samples([self.idle])] * (most - len(packs))]
             tables = self._tables(rank, packs, costs)
 
-        rates = None if self.order is None else self.order.rates(self.topology, tables, measured.seconds)
+        rates = None
+        if self.order is not None:
+            rates = self.order.rates(self.topology, tables, measured.seconds, costs.get(FOUNDATION, 0.0))
         if self.order is not None and rates is not None and most > 1:
             drawn = self.order(self.topology, tables, rates)
             packs = self._rearranged(rank, packs, drawn)
@@ -274,7 +277,8 @@ class StepPlanner:
 
     def _tables(self, rank: int, packs: Sequence[Pack], costs: Mapping[str, float]) -> StepTables:
         drawn = packs if self.topology.is_owner(rank) else ()
-        quadratic = {name: costs.get(c.name, 0.0) for c in self.topology.components for name in c.media}
+        encoders = [component for component in self.topology.components if component.name != FOUNDATION]
+        quadratic = {name: costs.get(encoder.name, 0.0) for encoder in encoders for name in encoder.media}
         facts = RankFacts(tuple(facts_of(pack, self.apart, quadratic) for pack in drawn))
         tables = self.peers.tables(encode_table(self.topology, facts))
         return decode_tables(self.topology, tables[list(self.ranks)])

@@ -17,7 +17,7 @@ from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
 from omnitrain.plan.wavefront.search import best_order
 from omnitrain.plan.wavefront.simulate import makespan
 
-_LEAST_GAIN = 0.01  # of the step's time, for which packs move to other ranks
+LEAST_GAIN = 0.01  # of the step's time, for which packs move to other ranks
 
 
 class SectionLimits(NamedTuple):
@@ -74,7 +74,7 @@ class StepOrder:
             rates: how long the work takes.
         """
         owners, number = topology.owners, len(tables.counts)
-        work = rates.per_token * tables.tokens[:, owners].T.ravel()  # sample = lane * M + micro-batch
+        work = rates.of_packs(tables.tokens, tables.squares)[:, owners].T.ravel()  # sample = lane * M + micro-batch
         feeders = tuple(self._feeder(topology, tables, rates, section) for section in self.sections)
         drawn = np.repeat(np.arange(len(owners)), number)
         as_drawn = Wavefront(work.tolist(), drawn.tolist(), len(owners), feeders, self.coupled)
@@ -84,25 +84,30 @@ class StepOrder:
             dealt = replace(as_drawn, lane=deal(work.tolist(), load.tolist(), len(owners), coupled=self.coupled))
             orders.append((dealt, best_order(dealt)))
         seconds = [makespan(wave, order) for wave, order in orders]
-        wave, order = orders[-1] if seconds[-1] < (1 - _LEAST_GAIN) * seconds[0] else orders[0]
+        wave, order = orders[-1] if seconds[-1] < (1 - LEAST_GAIN) * seconds[0] else orders[0]
         return tuple(Drawn(*divmod(np.array(samples), number)) for samples in wave.lanes_of(order))
 
     def _feeder(self, topology: Topology, tables: StepTables, rates: Rates, section: SectionLimits) -> Feeder:
         """The section as one feeder of all data-parallel ranks, since it divides each round among its ranks."""
         owners, number = topology.owners, len(tables.counts)
         forward, backward = np.zeros(number * len(owners)), np.zeros(number * len(owners))
-        micro_batch, medium = np.divmod(tables.slot, len(topology.media))
-        lane = np.searchsorted(owners, tables.owner)
         for component in section.components:
-            media = topology.media_of(component)
-            own = (medium >= media.start) & (medium < media.stop)
-            cost = np.bincount(lane[own] * number + micro_batch[own], tables.cost[own], len(forward))
-            seconds = rates.per_cost[component] * cost / section.num_ranks
+            seconds = encoding_seconds(topology, tables, component, rates.per_cost[component]) / section.num_ranks
             forward += seconds
             backward += 2 * seconds * topology.component(component).is_trained
         slots, lanes = section.slots, len(owners)
         kept = None if section.in_flight is None else section.in_flight * lanes
         return Feeder(forward.tolist(), backward.tolist(), tuple(range(lanes)), slots, kept, section.encode_twice)
+
+
+def encoding_seconds(topology: Topology, tables: StepTables, component: str, per_cost: float) -> np.ndarray:
+    """Return ``[lanes * M]``: the seconds in which one rank encodes the items of each micro-batch, lane by lane."""
+    owners, number = topology.owners, len(tables.counts)
+    micro_batch, medium = np.divmod(tables.slot, max(1, len(topology.media)))
+    media = topology.media_of(component)
+    own = (medium >= media.start) & (medium < media.stop)
+    cell = np.searchsorted(owners, tables.owner[own]) * number + micro_batch[own]
+    return np.asarray(per_cost * np.bincount(cell, tables.cost[own], number * len(owners)))
 
 
 def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -> StepTables:
@@ -111,11 +116,12 @@ def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -
     lane = np.stack([of_lane.lane for of_lane in drawn])  # [lanes, M]
     micro_batch = np.stack([of_lane.micro_batch for of_lane in drawn])
     source = owners[lane]
-    counts, num_samples, tokens = (np.zeros_like(a) for a in (tables.counts, tables.num_samples, tables.tokens))
+    counts = np.zeros_like(tables.counts)
+    sums = {name: np.zeros_like(getattr(tables, name)) for name in ("num_samples", "tokens", "squares")}
     for index, owner in enumerate(owners.tolist()):
         counts[:, :, owner] = tables.counts[micro_batch[index], :, source[index]]
-        num_samples[:, owner] = tables.num_samples[micro_batch[index], source[index]]
-        tokens[:, owner] = tables.tokens[micro_batch[index], source[index]]
+        for name, found in sums.items():
+            found[:, owner] = getattr(tables, name)[micro_batch[index], source[index]]
     runs = np.empty(
         (len(owners), number), dtype=np.int64
     )  # (lane, micro-batch) that drew -> lane * M + place that runs
@@ -127,11 +133,11 @@ def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -
     return StepTables(
         num_micro_batches=tables.num_micro_batches,
         counts=counts,
-        num_samples=num_samples,
-        tokens=tokens,
+        **sums,
         owner=owner[order],
         slot=slot[order],
         item_tokens=tables.item_tokens[order],
         cost=tables.cost[order],
+        elements=tables.elements[order],
         shape=tables.shape[order],
     )

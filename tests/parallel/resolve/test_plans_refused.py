@@ -314,7 +314,9 @@ def test_stages_that_do_not_fit_are_refused(
             r"image_decoder.place: found world with pp 2, but only encod",
         ),
         ({}, plan("image_decoder", features_on="cpu"), r"image_decoder.features_on: found cpu, but it is for encoders"),
-        ({}, plan("foundation", place="world"), r"foundation.place: the foundation encodes no media; set it on an"),
+        ({}, plan("foundation", place="group"), r"foundation.place: found group; expected `local` \(a rank runs the"),
+        ({}, plan("foundation", window=2), r"foundation.window: the foundation encodes no media; set it on an"),
+        ({}, plan("foundation", quadratic_cost=0.5), r"foundation.quadratic_cost: found 0.5 without `place: world`"),
     ],
 )
 def test_encoders_that_cannot_wait_or_be_divided_so_are_refused_with_what_could(

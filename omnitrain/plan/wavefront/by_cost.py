@@ -1,0 +1,79 @@
+"""Deal the packs of a step to the data-parallel ranks by cost, so that no rank waits for one with expensive samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnitrain.plan.step import Rates
+from omnitrain.plan.tables import StepTables
+from omnitrain.plan.topology import Topology
+from omnitrain.plan.wavefront.deal import deal
+from omnitrain.plan.wavefront.step import LEAST_GAIN, Drawn, encoding_seconds
+
+
+@dataclass(frozen=True)
+class CostOrder:
+    """Chooses the rank and the micro-batch of each pack of a step. Picklable; the result is the same on all ranks.
+
+    Packs stay on the rank that drew them, unless the step becomes shorter by more than 1 % if they are dealt anew.
+
+    Attributes:
+        inside: encoders that each rank runs in its forwards, for the items of its packs.
+        coupled: whether data-parallel ranks wait for each other in each layer (FSDP, experts). Then their n-th
+            micro-batches should cost the same; otherwise only their sums.
+    """
+
+    inside: tuple[str, ...]
+    coupled: bool
+
+    def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
+        """Return the micro-batches of each data-parallel rank, in the order of ``topology.owners``.
+
+        Args:
+            topology: of the run.
+            tables: what all ranks drew; each data-parallel rank has equally many micro-batches.
+            rates: how long the work takes.
+        """
+        owners, number = topology.owners, len(tables.counts)
+        work = rates.of_packs(tables.tokens, tables.squares)[:, owners].T.ravel()  # pack = lane * M + micro-batch
+        load = np.zeros(len(work))
+        for component in self.inside:
+            forward = encoding_seconds(topology, tables, component, rates.per_cost[component])
+            load += forward * (3 if topology.component(component).is_trained else 1)
+        lanes = dealt_packs(work, load, len(owners), coupled=self.coupled)
+        return tuple(Drawn(*divmod(packs, number)) for packs in lanes)
+
+
+def dealt_packs(work: np.ndarray, load: np.ndarray, num_lanes: int, *, coupled: bool) -> list[np.ndarray]:
+    """Return the packs that each lane runs, in order; each lane has equally many.
+
+    Args:
+        work: ``[packs]`` seconds in the foundation, lane by lane as they were drawn.
+        load: ``[packs]`` seconds in the encoders.
+        num_lanes: number of lanes.
+        coupled: see :class:`CostOrder`.
+    """
+    drawn = list(np.arange(len(work)).reshape(num_lanes, -1))
+    nothing = [0.0] * len(work)
+    candidates = [drawn]
+    for first, second in ((work + load, nothing), (work, load.tolist())) if load.any() else ((work, nothing),):
+        lane = np.array(deal(first.tolist(), second, num_lanes, coupled=coupled))
+        longest_first = np.lexsort((np.arange(len(work)), -first))
+        candidates.append([longest_first[lane[longest_first] == number] for number in range(num_lanes)])
+    seconds = [step_seconds(work, load, lanes, coupled=coupled) for lanes in candidates]
+    best = int(np.argmin(seconds))
+    return candidates[best] if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else drawn
+
+
+def step_seconds(work: np.ndarray, load: np.ndarray, lanes: Sequence[np.ndarray], *, coupled: bool) -> float:
+    """Return how long a step takes: the longest lane, or the sum of the longest packs of all rounds.
+
+    Coupled lanes wait for each other after the encoders, too, so the longest of both count.
+    """
+    of_lanes, loads = (np.stack([values[packs] for packs in lanes]) for values in (work, load))
+    if coupled:
+        return float(of_lanes.max(axis=0).sum() + loads.max(axis=0).sum())
+    return float((of_lanes + loads).sum(axis=1).max())
