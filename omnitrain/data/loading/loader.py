@@ -88,8 +88,7 @@ class _Steps:
         with context, contextlib.closing(self._packed()) as own:
             steps: Generator[PackedStep, None, None] = own
             if self.same is not None:
-                is_first = self.same.first(self.same.rank) == self.same.rank
-                steps = self.same.send(own) if is_first else self.same.receive()
+                steps = self.same.send(own) if self.same.is_first else self.same.receive()
             for step in steps:
                 (packs,) = step.shares
                 yield _LoadedStep(self.then(packs) if self.then else packs, step.slots, step.rejected)

@@ -35,11 +35,13 @@ class SameSamples:
 
     Attributes:
         shares: each rank's share of a step.
+        firsts: for each rank, the rank that prepares its samples.
         rank: this rank.
         swap: sends a parcel to every rank and returns those of all ranks; all ranks must call it.
     """
 
     shares: tuple[RankShare, ...]
+    firsts: tuple[int, ...]
     rank: int
     swap: Swap
 
@@ -54,23 +56,25 @@ class SameSamples:
             rank: this rank.
             swap: see :attr:`swap`.
         """
-        same = cls(tuple(share_of_rank(data_rank, size, slots) for data_rank in data_ranks), rank, swap)
-        return same if any(same.first(other) != other for other in range(len(data_ranks))) else None
+        shares = tuple(share_of_rank(data_rank, size, slots) for data_rank in data_ranks)
+        first_of: dict[tuple[int, ...], int] = {}
+        firsts = tuple(first_of.setdefault(share.slots, i) if share.slots else i for i, share in enumerate(shares))
+        return None if firsts == tuple(range(len(shares))) else cls(shares, firsts, rank, swap)
 
-    def first(self, rank: int) -> int:
-        """Return the rank that prepares the samples of ``rank``."""
-        slots = self.shares[rank].slots
-        return next(other for other, share in enumerate(self.shares) if share.slots == slots) if slots else rank
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank prepares its samples itself."""
+        return self.firsts[self.rank] == self.rank
 
     def receive(self) -> Generator[PackedStep, None, None]:
         """Yield the steps of this rank, which another rank sends."""
         nothing = [b""] * len(self.shares)
         while True:
-            yield pickle.loads(self.swap(nothing)[self.first(self.rank)])
+            yield pickle.loads(self.swap(nothing)[self.firsts[self.rank]])
 
     def send(self, steps: Iterator[PackedStep]) -> Generator[PackedStep, None, None]:
         """Yield the steps of this rank, and send those of other ranks that hold the same samples to them."""
-        others = [rank for rank in range(len(self.shares)) if rank != self.rank and self.first(rank) == self.rank]
+        others = [rank for rank, first in enumerate(self.firsts) if first == self.rank != rank]
         for step in steps:
             parcels: dict[int, bytes] = {}
             for share in {self.shares[rank].share for rank in others}:

@@ -68,7 +68,7 @@ def test_each_item_is_decoded_once_per_group_of_ranks_that_share_it(
 def test_ranks_that_divide_a_pack_hold_the_same_samples_too() -> None:
     def firsts(data_ranks: list[int | None], size: int, slots: int) -> list[int] | None:
         same = SameSamples.of(data_ranks, size, slots, 0, list)
-        return same and [same.first(rank) for rank in range(len(data_ranks))]
+        return same and list(same.firsts)
 
     assert firsts([0], 1, 4) is firsts([0, 1], 2, 2) is firsts([0, 1, None, None], 2, 2) is None
     assert firsts([0, 0, 1, 1], 2, 2) == [0, 0, 2, 2]

@@ -16,6 +16,7 @@ from omnitrain.data.sources.media import (
     decode_image,
     decode_soundtrack,
 )
+from omnitrain.data.sources.rows import Row
 from tests.tiny import png, wav, webp
 
 
@@ -142,3 +143,31 @@ def test_a_part_ends_with_the_file_and_begins_in_it() -> None:
     ) - round(0.05 * 8000)
     with pytest.raises(ValueError, match="audio without samples after 50 s"):
         decode_audio(MediaFile(io.BytesIO(wav(0)), 50.0))
+
+
+def sound_row(file: Any) -> Row:
+    return Row("a", "sounds", [], {"audio": [file], "image": [], "video": [file]}, {})
+
+
+def test_a_row_names_the_part_of_its_sound(tmp_path: Path) -> None:
+    samples = np.arange(8000) / 8000
+    soundfile.write(tmp_path / "a.wav", samples, 8000, subtype="FLOAT")
+    data = (tmp_path / "a.wav").read_bytes()
+    for file in ({"path": str(tmp_path / "a.wav")}, {"bytes": data}, {"bytes": data, "path": "a.wav"}):
+        with sound_row(file | {"start": 0.25, "stop": 0.5}).open_media("audio", 0) as part:
+            np.testing.assert_allclose(decode_audio(part).samples, samples[2000:4000], atol=1e-6)
+        with sound_row(file | {"start": None, "stop": None}).open_media("audio", 0) as whole:
+            assert len(decode_audio(whole).samples) == 8000
+
+
+@pytest.mark.parametrize(("start", "stop"), [(2, 1), (-1, None), (0, 0), ("1", None), (None, True), (0, float("nan"))])
+def test_a_part_that_is_none_is_an_error(start: Any, stop: Any) -> None:
+    file = {"path": "a.wav", "start": start, "stop": stop}
+    with pytest.raises(ValueError, match="expected seconds, start before stop"), sound_row(file).open_media("audio", 0):
+        pass
+
+
+def test_only_a_sound_has_parts() -> None:
+    file = {"path": "a.webm", "start": 1.0}
+    with pytest.raises(ValueError, match="only a sound may have"), sound_row(file).open_media("video", 0):
+        pass
