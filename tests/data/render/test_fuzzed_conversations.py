@@ -16,7 +16,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render import expansion
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
-from omnitrain.data.sources.media import decode_audio, decode_clip, decode_image, decode_medium
+from omnitrain.data.sources.media import MediaFile, decode_audio, decode_clip, decode_image, decode_medium
 from omnitrain.data.sources.rows import Row
 from tests.data.chat.tool_templates import SPECIAL, TEMPLATES, TURNS
 from tests.data.render.conversations import Fuzzer, expected, parts_of
@@ -44,7 +44,7 @@ def features_of(modality: str, data: bytes, is_written: bool) -> tuple[str, dict
     readers, writers = adapters()
     (found,) = [(n, a) for n, a in (writers if is_written else readers).items() if modality in a.modalities]
     name, adapter = found
-    return name, *adapter.prepare(modality, decode_medium(modality, data, adapter.max_frames))
+    return name, *adapter.prepare(modality, decode_medium(modality, MediaFile.of(data), adapter.max_frames))
 
 
 def size_of(modality: str, data: bytes, is_written: bool) -> tuple[str, int]:
@@ -108,11 +108,12 @@ def by_transformers(made: Any, row: Row) -> dict[str, np.ndarray]:
 
 @functools.cache
 def decoded(modality: str, data: bytes) -> Any:
+    file = MediaFile.of(data)
     if modality == "video":
-        clip = decode_clip(data, 99)
+        clip = decode_clip(file, 99)
         frames = np.stack([np.asarray(frame) for frame in clip.frames])
         return frames, expansion._metadata(len(frames), clip.rate)
-    return decode_image(data) if modality == "image" else decode_audio(data).resampled(16_000).samples
+    return decode_image(file) if modality == "image" else decode_audio(file).resampled(16_000).samples
 
 
 def check_native(family: str, number: int) -> None:
