@@ -236,6 +236,7 @@ def test_every_yaml_block_is_part_of_a_recipe_or_a_row(here: Path, page: str, nu
         (here / "rows.jsonl").write_text(json.dumps(row))
         (rows,) = ot.open_sources([ot.DataSource(path="rows.jsonl")])
         assert [message["role"] for message in rows[0].messages] == [message["role"] for message in tree["messages"]]
+        assert not rows[0].problem and ("photos/cat.png" in text) == (rows[0].media["image"] == ["photos/cat.png"] * 4)
         return
     (here / "plugin_of_a_page.py").touch()
     required = {"data": {"train": [{"path": "rows.jsonl"}]}}
