@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from datasets import Dataset, IterableDataset
 
 from tests.covering import covering
+from tests.data.http_server import Server
 from tests.tiny import png
 
 TABLE = Path(__file__).with_name("interrupted.tsv")
@@ -233,6 +234,12 @@ def url_of_shards(folder: Path) -> Node:
     return {"path": "memory://bucket/shards", "columns": CAPTIONED}
 
 
+def http_of_shards(folder: Path) -> Node:
+    for number in range(2):
+        Server.files[f"{number}.tar"] = shard(range(number * ROWS // 2, (number + 1) * ROWS // 2))
+    return {"path": f"{Server.address}/{{0..1}}.tar", "columns": CAPTIONED}
+
+
 KINDS: dict[str, Callable[[Path], Node]] = {
     "parquet": parquet,
     "copied parquet": copied_parquet,
@@ -252,6 +259,7 @@ KINDS: dict[str, Callable[[Path], Node]] = {
     "url of json lines": url_of_lines,
     "url of parquet": url_of_parquet,
     "url of tar shards": url_of_shards,
+    "http of tar shards": http_of_shards,
 }
 LONG = ("parquet", "copied parquet", "message files", "json", "saved data set", "url of parquet")  # have `chats`
 

@@ -21,6 +21,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources import documents
 from omnitrain.recipe import Data
 from tests.covering import pairs
+from tests.data.http_server import serving
 from tests.data.loading.interrupted import HUB_ID, KINDS, Case, data_of, each_value, hub_data_set, possible, table
 from tests.tiny import CHAT, tiny_model, tiny_processor, tiny_row
 
@@ -110,7 +111,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
             "load_dataset",
             lambda path, **options: hub_data_set(path, **options) if path == HUB_ID else load(path, **options),
         )
-        yield Runs(folder)
+        with serving():
+            yield Runs(folder)
 
 
 def steps(loaders: list[StepLoader], number: int) -> list[list[Seen]]:
