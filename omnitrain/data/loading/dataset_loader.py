@@ -98,7 +98,9 @@ class DatasetLoader:
     ) -> None:
         """See :func:`~omnitrain.data.loading.loader.build_dataloader`."""
         rank, ranks = _rank_and_ranks(rank, ranks)
-        self.global_batch_size, sizes = _sizes(micro_batch_size, pack_tokens, global_batch_size, rank, ranks)
+        self.global_batch_size, self._parts = _step_and_parts(
+            micro_batch_size, pack_tokens, global_batch_size, rank, ranks
+        )
         self._dataset = cast(Any, dataset)
         self._is_map = _is_map(dataset)
         if not self._is_map and (shuffle or num_workers > 1):
@@ -110,7 +112,6 @@ class DatasetLoader:
             raise DataError("dataset: it has no rows")
         self._order = SourceShare("dataset", len(self._dataset) if self._is_map else 0)
         self._most_failures = min(_MAX_FAILURES, len(self._dataset)) if self._is_map else _MAX_FAILURES
-        self._parts = sizes
         self._num_workers, self._seed = num_workers, seed
         self._shuffles = self._is_map if shuffle is None else shuffle
         collate = collate_fn or OmniDataCollatorWithPacking()
@@ -130,17 +131,24 @@ class DatasetLoader:
         """
         return math.ceil(len(self._dataset) / self.global_batch_size)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state after the last step, the same on all ranks and valid for any number of them."""
         rows = self.steps * self.global_batch_size
-        return {"epoch": self.epoch, "steps": self.steps, "rows": rows}
+        length = len(self._dataset) if self._is_map else None
+        return {"epoch": self.epoch, "steps": self.steps, "rows": rows, "length": length}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step of :meth:`state_dict`. Of an iterable dataset, ``rows`` rows are read and dropped.
 
         Raises:
-            UserError: ``global_batch_size`` was another one, so the steps had other rows.
+            UserError: the dataset had another length, or ``global_batch_size`` was another one, so the steps had other
+                rows.
         """
+        if (length := self.state_dict()["length"]) != state["length"]:
+            raise UserError(
+                f"dataset: found {length} rows, but the state is of {state['length']} rows; pass the dataset that the "
+                "run began with (None: it is iterable)"
+            )
         if state["rows"] != state["steps"] * self.global_batch_size:
             raise UserError(
                 f"global_batch_size: found {self.global_batch_size}, but the state has {state['steps']} steps of "
@@ -217,7 +225,7 @@ def _rank_and_ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:
     return rank, ranks
 
 
-def _sizes(
+def _step_and_parts(
     micro_batch_size: int | None, pack_tokens: int | None, global_batch_size: int | None, rank: int, ranks: int
 ) -> tuple[int, list[slice]]:
     """Return the rows of a step, and which of them this rank prepares: each micro-batch, or all rows that it packs."""
