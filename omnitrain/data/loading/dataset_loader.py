@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol, cast
 
@@ -14,16 +13,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from omnitrain.data.loading.data_process import follow_main_process
+from omnitrain.data.loading.dataset_batches import Collate, MakeBatches, MicroBatches
 from omnitrain.data.loading.order import SourceShare
 from omnitrain.data.loading.slots import share_of_rank
-from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.sources.part_files import take_files
-from omnitrain.data.sources.rows import MODALITIES, Row
-from omnitrain.data.sources.turns import as_messages
 from omnitrain.errors import DataError, UserError
-from omnitrain.recipe import Columns
 
 _MAX_FAILURES = 1000  # consecutive rejected rows
 
@@ -40,53 +36,6 @@ class MapDataset(Protocol):
         ...
 
 
-Collate = Callable[[list[Any]], Any]
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    """What ``collate_fn`` made of the rows of a micro-batch (None: all were rejected), or why it ends the run."""
-
-    batch: Any
-    num_rows: int
-    rejected: tuple[Rejected, ...] = ()
-    error: UserError | None = None
-
-
-@dataclass(frozen=True)
-class _MakeBatch:
-    """Prepares the rows of a micro-batch and collates them, in any process."""
-
-    processor: OmniProcessor | None
-    collate: Collate
-    max_tokens: int | None
-    without_tails: bool
-
-    def __call__(self, rows: Sequence[tuple[int, Any]]) -> _MicroBatch:
-        try:
-            prepared = [self._prepared(index, row) for index, row in rows]
-        except UserError as error:
-            return _MicroBatch(None, len(rows), error=error)
-        kept = [
-            (index, piece)
-            for (index, _), one in zip(rows, prepared, strict=True)
-            if not isinstance(one, Rejected)
-            for piece in (one.pieces if isinstance(one, Sample) else [one])  # a long document has several
-        ]
-        rejected = tuple(one for one in prepared if isinstance(one, Rejected))
-        if not kept:
-            return _MicroBatch(None, len(rows), rejected)
-        indices, values = zip(*kept, strict=True)
-        packs = isinstance(self.collate, OmniDataCollatorWithPacking)
-        return _MicroBatch(self.collate(list(values), *([indices] if packs else [])), len(rows), rejected)
-
-    def _prepared(self, index: int, row: Any) -> Any:
-        if self.processor is not None:
-            row = row if isinstance(row, Row) else _row_of(row, index)
-            return self.processor.sample(row, index, self.max_tokens, without_tail=self.without_tails)
-        return replace(row, index=index) if isinstance(row, Sample) else row
-
-
 class _Numbered(Dataset[tuple[int, Any]]):
     """The rows of a map-style dataset with their positions in the order of all epochs."""
 
@@ -101,12 +50,14 @@ class _Numbered(Dataset[tuple[int, Any]]):
 class _Stream(IterableDataset[Any]):
     """The micro-batches of a rank in each step, from an iterable dataset that every rank reads as a whole."""
 
-    def __init__(self, dataset: Iterable[Any], make: _MakeBatch, first: int, size: int, parts: Sequence[slice]) -> None:
+    def __init__(
+        self, dataset: Iterable[Any], make: MakeBatches, first: int, size: int, parts: Sequence[slice]
+    ) -> None:
         """Drop ``first`` rows. Of every ``size`` rows that follow, make a micro-batch of each of ``parts``."""
         self.dataset, self.make, self.first, self.size = dataset, make, first, size
         self.part_of = {position: number for number, part in enumerate(parts) for position in range(size)[part]}
 
-    def __iter__(self) -> Iterator[list[_MicroBatch]]:
+    def __iter__(self) -> Iterator[list[MicroBatches]]:
         rows = islice(enumerate(self.dataset), self.first, None)
         for row in rows:
             parts: dict[int, list[tuple[int, Any]]] = {}  # only the rows of this rank stay in memory
@@ -133,7 +84,8 @@ class DatasetLoader:
         dataset: MapDataset | Iterable[Any],
         processor: OmniProcessor | None = None,
         *,
-        micro_batch_size: int,
+        micro_batch_size: int | None = None,
+        pack_tokens: int | None = None,
         global_batch_size: int | None = None,
         collate_fn: Collate | None = None,
         shuffle: bool | None = None,
@@ -146,9 +98,9 @@ class DatasetLoader:
     ) -> None:
         """See :func:`~omnitrain.data.loading.loader.build_dataloader`."""
         rank, ranks = _rank_and_ranks(rank, ranks)
-        self.micro_batch_size = micro_batch_size
-        self.global_batch_size = micro_batch_size * ranks if global_batch_size is None else global_batch_size
-        _require_sizes(self.micro_batch_size, self.global_batch_size, ranks)
+        self.global_batch_size, self._parts = _step_and_parts(
+            micro_batch_size, pack_tokens, global_batch_size, rank, ranks
+        )
         self._dataset = cast(Any, dataset)
         self._is_map = _is_map(dataset)
         if not self._is_map and (shuffle or num_workers > 1):
@@ -160,11 +112,13 @@ class DatasetLoader:
             raise DataError("dataset: it has no rows")
         self._order = SourceShare("dataset", len(self._dataset) if self._is_map else 0)
         self._most_failures = min(_MAX_FAILURES, len(self._dataset)) if self._is_map else _MAX_FAILURES
-        slots = share_of_rank(rank, ranks, self.global_batch_size // micro_batch_size).slots
-        self._parts = [slice(slot * micro_batch_size, (slot + 1) * micro_batch_size) for slot in slots]
         self._num_workers, self._seed = num_workers, seed
         self._shuffles = self._is_map if shuffle is None else shuffle
-        self._make = _MakeBatch(processor, collate_fn or OmniDataCollatorWithPacking(), max_tokens, without_tails)
+        collate = collate_fn or OmniDataCollatorWithPacking()
+        if pack_tokens is not None and not isinstance(collate, OmniDataCollatorWithPacking):
+            raise UserError("collate_fn: with pack_tokens it must be an OmniDataCollatorWithPacking, or not be given")
+        most = max_tokens if pack_tokens is None else min(pack_tokens, max_tokens or pack_tokens)
+        self._make = MakeBatches(processor, collate, most, pack_tokens, without_tails)
         self.epoch = self.steps = 0
         self.rejected: dict[str, Rejected] = {}
         self._failures = 0
@@ -177,17 +131,24 @@ class DatasetLoader:
         """
         return math.ceil(len(self._dataset) / self.global_batch_size)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state after the last step, the same on all ranks and valid for any number of them."""
         rows = self.steps * self.global_batch_size
-        return {"epoch": self.epoch, "steps": self.steps, "rows": rows}
+        length = len(self._dataset) if self._is_map else None
+        return {"epoch": self.epoch, "steps": self.steps, "rows": rows, "length": length}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step of :meth:`state_dict`. Of an iterable dataset, ``rows`` rows are read and dropped.
 
         Raises:
-            UserError: ``global_batch_size`` was another one, so the steps had other rows.
+            UserError: the dataset had another length, or ``global_batch_size`` was another one, so the steps had other
+                rows.
         """
+        if (length := self.state_dict()["length"]) != state["length"]:
+            raise UserError(
+                f"dataset: found {length} rows, but the state is of {state['length']} rows; pass the dataset that the "
+                "run began with (None: it is iterable)"
+            )
         if state["rows"] != state["steps"] * self.global_batch_size:
             raise UserError(
                 f"global_batch_size: found {self.global_batch_size}, but the state has {state['steps']} steps of "
@@ -198,10 +159,10 @@ class DatasetLoader:
     def __iter__(self) -> Iterator[list[Any]]:
         for micro_batches in self._of_map() if self._is_map else self._of_stream():
             self.steps += 1
-            yield [one.batch for one in map(self._checked, micro_batches) if one.batch is not None]
+            yield [batch for made in micro_batches for batch in self._checked(made).batches]
         self.epoch, self.steps = self.epoch + 1, 0
 
-    def _of_map(self) -> Iterator[list[_MicroBatch]]:
+    def _of_map(self) -> Iterator[list[MicroBatches]]:
         steps = range(self.steps, len(self))
         loader = DataLoader(
             _Numbered(self._dataset),
@@ -227,7 +188,7 @@ class DatasetLoader:
         rows = self._order.rows(indices, self._seed) if self._shuffles else np.array(positions)
         return list(zip(indices.tolist(), rows.tolist(), strict=True))
 
-    def _of_stream(self) -> Iterator[list[_MicroBatch]]:
+    def _of_stream(self) -> Iterator[list[MicroBatches]]:
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self.epoch)
         size = self.global_batch_size
@@ -240,12 +201,12 @@ class DatasetLoader:
             generator=torch.Generator(),
         )
 
-    def _checked(self, made: _MicroBatch) -> _MicroBatch:
+    def _checked(self, made: MicroBatches) -> MicroBatches:
         """Count rejected rows, and raise the error of a row that the model cannot use."""
         if made.error is not None:
             raise made.error
         self.rejected.update({row.id: row for row in made.rejected})
-        self._failures = 0 if made.batch is not None else self._failures + len(made.rejected)
+        self._failures = 0 if made.batches else self._failures + len(made.rejected)
         if self._failures >= self._most_failures:
             last = made.rejected[-1]
             raise DataError(f"all of {self._failures} rows were rejected; the last, {last.id!r}: {last.reason}")
@@ -264,16 +225,35 @@ def _rank_and_ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:
     return rank, ranks
 
 
-def _require_sizes(micro_batch_size: int, global_batch_size: int, ranks: int) -> None:
-    if micro_batch_size < 1 or global_batch_size % micro_batch_size:
+def _step_and_parts(
+    micro_batch_size: int | None, pack_tokens: int | None, global_batch_size: int | None, rank: int, ranks: int
+) -> tuple[int, list[slice]]:
+    """Return the rows of a step, and which of them this rank prepares: each micro-batch, or all rows that it packs."""
+    if (micro_batch_size is None) == (pack_tokens is None):
         raise UserError(
-            f"global_batch_size: found {global_batch_size}; expected a multiple of micro_batch_size {micro_batch_size}"
+            f"micro_batch_size, pack_tokens: found {micro_batch_size} and {pack_tokens}; with a dataset pass one of "
+            "them: the rows of a micro-batch, or the most tokens of a pack"
         )
-    if (number := global_batch_size // micro_batch_size) < ranks:
-        raise UserError(
-            f"global_batch_size: {global_batch_size} samples are {number} micro-batches of {micro_batch_size}, but "
-            f"{ranks} ranks need at least one each; raise it to {ranks * micro_batch_size}"
-        )
+    size = global_batch_size
+    if micro_batch_size is None:
+        if size is None or size < ranks:
+            raise UserError(
+                f"global_batch_size: found {size}; expected the rows of a step over all ranks, {ranks} or more"
+            )
+        number, rows = ranks, math.ceil(size / ranks)
+    else:
+        size = micro_batch_size * ranks if size is None else size
+        if micro_batch_size < 1 or size % micro_batch_size:
+            raise UserError(
+                f"global_batch_size: found {size}; expected a multiple of micro_batch_size {micro_batch_size}"
+            )
+        number, rows = size // micro_batch_size, micro_batch_size
+        if number < ranks:
+            raise UserError(
+                f"global_batch_size: {size} samples are {number} micro-batches of {micro_batch_size}, but {ranks} "
+                f"ranks need at least one each; raise it to {ranks * micro_batch_size}"
+            )
+    return size, [slice(slot * rows, (slot + 1) * rows) for slot in share_of_rank(rank, ranks, number).slots]
 
 
 def _is_map(dataset: Any) -> bool:
@@ -286,34 +266,6 @@ def _is_map(dataset: Any) -> bool:
             "and __getitem__), or an iterable one (__iter__)"
         )
     return False
-
-
-def _row_of(record: Any, index: int) -> Row:
-    """Return the data row of a dict, with the columns' default names."""
-    if not isinstance(record, Mapping):
-        raise UserError(
-            f"dataset: row {index} is a {type(record).__name__}; with a processor, rows must be ot.Row objects, or "
-            "dicts with `messages` and perhaps `images`, `audios`, `videos`, `tools`"
-        )
-    columns, name = Columns(), f"dataset[{index}]"
-    if columns.messages not in record:
-        raise UserError(f"dataset: row {index} has no {columns.messages!r}; found {sorted(map(str, record))}")
-    files = {modality: record.get(getattr(columns, f"{modality}s")) for modality in MODALITIES}
-    media = {m: list(f) if isinstance(f, (list, tuple)) else [f] * (f is not None) for m, f in files.items()}
-    used = {columns.id, columns.source, columns.messages, columns.tools, *columns.of_media().values()}
-    row = Row(
-        id=str(record.get(columns.id, name)),
-        source=str(record.get(columns.source, "dataset")),
-        messages=[],
-        media=media,
-        extra={key: value for key, value in record.items() if key not in used},
-        tools=record.get(columns.tools),
-    )
-    try:
-        messages, media = take_files(as_messages(record[columns.messages], marked=frozenset()), media)
-    except ValueError as error:
-        return replace(row, problem=str(error))
-    return replace(row, messages=messages, media=media)
 
 
 def _start_worker(_: int) -> None:

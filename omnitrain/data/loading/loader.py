@@ -14,7 +14,8 @@ from typing import Any, overload
 import numpy as np
 
 from omnitrain.data.loading.data_process import run_ahead
-from omnitrain.data.loading.dataset_loader import Collate, DatasetLoader, MapDataset
+from omnitrain.data.loading.dataset_batches import Collate
+from omnitrain.data.loading.dataset_loader import DatasetLoader, MapDataset
 from omnitrain.data.loading.order import Order, SampleOrder, SourceShare
 from omnitrain.data.loading.order_v1 import FirstOrder
 from omnitrain.data.loading.packer import SlotPacker
@@ -424,7 +425,8 @@ def build_dataloader(
     data: MapDataset | Iterable[Any],
     processor: OmniProcessor | None = None,
     *,
-    micro_batch_size: int,
+    micro_batch_size: int | None = None,
+    pack_tokens: int | None = None,
     global_batch_size: int | None = None,
     collate_fn: Collate | None = None,
     shuffle: bool | None = None,
@@ -441,7 +443,7 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
     """Build the loader of a training loop: optimizer steps of one rank, the same samples on any number of ranks.
 
     With the ``data`` of a recipe, packs are filled up to ``data.pack_tokens``, without end. With a dataset, a step has
-    ``global_batch_size`` rows, in micro-batches of ``micro_batch_size``; iterating the loader once is one epoch.
+    ``global_batch_size`` rows, in micro-batches of a number of rows or tokens; iterating the loader once is one epoch.
 
     Args:
         data: the ``data`` node of a recipe, or any map-style or iterable dataset of rows.
@@ -451,8 +453,10 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
         **options: with a recipe's data those of :func:`_recipe_loader`; with a dataset:
 
             - ``micro_batch_size``: rows of a micro-batch.
-            - ``global_batch_size``: rows of an optimizer step over all ranks, a multiple of it and at least one
-              micro-batch for each rank. By default each rank has one micro-batch.
+            - ``pack_tokens``, in place of it: the most tokens of a micro-batch. Each rank packs its share of the rows
+              of a step. Longer samples are skipped.
+            - ``global_batch_size``: rows of an optimizer step over all ranks, a multiple of ``micro_batch_size`` and at
+              least one micro-batch for each rank. By default each rank has one micro-batch.
             - ``collate_fn``: makes a micro-batch of a list of rows. By default an
               :class:`~omnitrain.data.render.packing_collator.OmniDataCollatorWithPacking`.
             - ``shuffle``: shuffle the rows of each epoch, by ``seed``; by default only of a map-style dataset. An
@@ -470,12 +474,10 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
         UserError: the sizes do not fit the ranks, or ``data`` is no dataset.
     """
     if not isinstance(data, Data):
-        if "micro_batch_size" not in options:
-            raise UserError("micro_batch_size: missing; with a dataset it is the number of rows of a micro-batch")
         return DatasetLoader(data, processor, **options)
     if processor is None:
         raise UserError("processor: the `data` of a recipe needs an OmniProcessor, which turns its rows into samples")
-    if given := sorted({"micro_batch_size", "global_batch_size", "collate_fn"} & options.keys()):
+    if given := sorted({"micro_batch_size", "pack_tokens", "global_batch_size", "collate_fn"} & options.keys()):
         raise UserError(
             f"{given[0]}: the `data` of a recipe fills packs up to data.pack_tokens, `slots` packs in a step; for a "
             "fixed number of rows pass one data set, as ot.open_sources(recipe.data.train)[0]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -79,7 +80,11 @@ def test_a_state_continues_after_its_step_on_other_ranks(make: Any, done: int) -
     steps = (packs for _ in range(3) for packs in first)
     assert len(list(islice(steps, done))) == done
     state = first.state_dict()
-    assert state == {"epoch": (done - 1) // 3, "steps": (done - 1) % 3 + 1, "rows": 8 * ((done - 1) % 3 + 1)}
+    assert (state["epoch"], state["steps"], state["rows"]) == (
+        (done - 1) // 3,
+        (done - 1) % 3 + 1,
+        8 * ((done - 1) % 3 + 1),
+    )
     rest = []
     for rank in range(3):
         loader = loader_of(make(), rank, 3)
@@ -164,6 +169,29 @@ def test_all_pieces_of_a_long_document_are_trained(tmp_path: Path) -> None:
     assert pack.info.lengths == (11, 30, 30, 30) and pack.num_tokens == len("word " * 20) + 1
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_packs_of_a_number_of_tokens_are_dense_and_a_step_has_the_same_rows(ranks: int) -> None:
+    draw = random.Random(0)
+    rows = [{"input_ids": [1] * draw.randint(2, 40)} for _ in range(70)]
+    options = {"micro_batch_size": None, "pack_tokens": 64, "global_batch_size": 32, "collate_fn": None}
+    loaders = [loader_of(rows, rank, ranks, **options) for rank in range(ranks)]
+    steps = list(zip(*loaders, strict=True))
+    packs = [pack for step in steps for of_rank in step for pack in of_rank]
+    assert max(pack.num_tokens for pack in packs) <= 64 and len(steps) == 3
+    assert sum(pack.num_tokens for pack in packs) / (64 * len(packs)) > (0.9, 0.85, 0.8)[ranks - 1]
+    assert [sorted(i for of_rank in step for pack in of_rank for i in pack.info.indices) for step in steps] == [
+        list(range(start, min(start + 32, 70))) for start in (0, 32, 64)
+    ]
+
+
+def test_samples_longer_than_a_pack_are_skipped_and_listed() -> None:
+    rows = [{"input_ids": [1] * length, "id": f"{length}", "source": "books"} for length in (3, 9, 4)]
+    loader = loader_of(rows, micro_batch_size=None, pack_tokens=8, global_batch_size=3, collate_fn=None)
+    ((pack,),) = list(loader)
+    assert pack.info.ids == ("3", "4") and list(loader.rejected) == ["9"]
+    assert loader.rejected["9"].reason == "9 tokens, but a pack holds at most 8" and loader.rejected["9"].is_overlong
+
+
 def test_dicts_of_features_are_packed_with_their_places_in_the_order() -> None:
     rows = [{"input_ids": [number, 1, 2]} for number in range(4)]
     loader = loader_of(rows, collate_fn=ot.OmniDataCollatorWithPacking(), global_batch_size=4)
@@ -191,6 +219,14 @@ def test_rows_that_cannot_be_used_end_the_loop_in_words(workers: int) -> None:
     [
         (ROWS, {"global_batch_size": 7}, "global_batch_size: found 7; expected a multiple of micro_batch_size 2"),
         (ROWS, {"micro_batch_size": 0}, "expected a multiple of micro_batch_size 0"),
+        (ROWS, {"micro_batch_size": None}, "micro_batch_size, pack_tokens: found None and None; with a dataset pass"),
+        (ROWS, {"pack_tokens": 9}, "micro_batch_size, pack_tokens: found 2 and 9; with a dataset pass one of them"),
+        (ROWS, {"pack_tokens": 9, "micro_batch_size": None}, "collate_fn: with pack_tokens it must be an OmniData"),
+        (
+            ROWS,
+            {"pack_tokens": 9, "micro_batch_size": None, "global_batch_size": None},
+            "global_batch_size: found None; expected the rows of a step over all ranks, 1 or more",
+        ),
         (ROWS, {"rank": None, "ranks": 2}, "rank, ranks: found None and 2; expected a rank from 0 to below the number"),
         (ROWS, {"rank": 2, "ranks": 2}, "rank, ranks: found 2 and 2; expected"),
         (ROWS, {"ranks": 5}, "8 samples are 4 micro-batches of 2, but 5 ranks need at least one each; raise it to 10"),
@@ -207,7 +243,9 @@ def test_what_does_not_fit_is_refused_in_words(rows: Any, options: dict[str, Any
 
 def test_a_state_of_other_steps_and_data_without_a_processor_are_refused() -> None:
     with pytest.raises(UserError, match="found 4, but the state has 3 steps of 24 rows; pass the one that the run"):
-        loader_of(ROWS, global_batch_size=4).load_state_dict({"epoch": 0, "steps": 3, "rows": 24})
+        loader_of(ROWS, global_batch_size=4).load_state_dict({"epoch": 0, "steps": 3, "rows": 24, "length": 22})
+    with pytest.raises(UserError, match="dataset: found 21 rows, but the state is of 22 rows; pass the dataset that"):
+        loader_of(ROWS[1:]).load_state_dict(loader_of(ROWS).state_dict())
     data, processor = Data.model_validate({"train": [{"path": "rows.jsonl"}]}), tiny_processor(tiny_model())
     with pytest.raises(UserError, match="processor: the `data` of a recipe needs an OmniProcessor"):
         ot.build_dataloader(data)
@@ -215,6 +253,4 @@ def test_a_state_of_other_steps_and_data_without_a_processor_are_refused() -> No
         UserError, match=r"micro_batch_size: the `data` of a recipe fills packs up to data\.pack_tokens"
     ):
         ot.build_dataloader(data, processor, micro_batch_size=2)
-    with pytest.raises(UserError, match="micro_batch_size: missing; with a dataset it is the number of rows of a"):
-        ot.build_dataloader(ROWS)
     assert loader_of(ROWS, 1, 2, global_batch_size=None).global_batch_size == 4
