@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.train.build_from_recipe import build_from_recipe, use_own_functions
 from omnitrain.train.verbs.check import check_recipe
+from tests import tiny
 from tests.parallel.sections.test_ahead import encoded_in_steps
 from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_recipe, tiny_samples, tiny_tokenizer
 from tests.train.test_ranks import assert_same_run, fit
 
 TEACHER = FOUNDATION | {"hidden_size": 48, "num_hidden_layers": 3}
+EXPERTS = {key: value for key, value in FOUNDATION.items() if key != "head_dim"} | tiny.EXPERTS
 AHEAD = "parallel.sections.teachers={components: [big], ranks: 1, ahead: 1}"
 
 
@@ -50,8 +53,8 @@ def plain(logits: torch.Tensor, labels: torch.Tensor, weight: float = 1.0) -> to
     return weight * F.cross_entropy(logits, labels, reduction="none")
 
 
-def taught() -> OmniModel:
-    model = tiny_model(encoders={}, decoders={}, teachers={"big": TEACHER})
+def taught(teacher: Mapping[str, Any] = TEACHER) -> OmniModel:
+    model = tiny_model(encoders={}, decoders={}, teachers={"big": dict(teacher)})
     model.runner.loss_function = distilled
     return model
 
@@ -112,6 +115,15 @@ def test_a_loss_reads_the_last_hidden_state_of_each_predicting_token() -> None:
 def test_a_student_learns_as_in_one_process(sections: RankPool, layouts: list[str]) -> None:
     report = verify(taught, texts(12), layouts, nproc=4, timeout_s=120, pool=sections)
     assert [row.status for row in report.rows] == ["equal"] * len(layouts), str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_experts_of_a_teacher_are_spread_over_its_section(sections: RankPool) -> None:
+    section = {"components": ["big"], "ranks": 2}
+    plan = ParallelPlan(components={"big": {"ep": 2}}, sections={"teachers": section})
+    (row,) = verify(partial(taught, EXPERTS), texts(), [plan], nproc=4, timeout_s=120, pool=sections).rows
+    assert row.status == "equal", row
 
 
 def test_a_run_with_a_teacher_ahead_is_that_of_one_process_after_ctrl_c(
