@@ -26,19 +26,22 @@ def output_layer(device):
         return tensors.get_tensor(name).float()
 
 
-def predicted(big):
-    """Logits of the teacher ``[n, classes]`` for its last hidden states ``[n, width]``."""
-    return big @ output_layer(big.device).t()
+def predicted(big, classes):
+    """Logits of the teacher ``[n, classes]`` for its last hidden states ``[n, width]``.
+
+    Models with the same tokenizer may have different numbers of unused classes at the end.
+    """
+    return big @ output_layer(big.device)[:classes].t()
 
 
 def distilled(logits, labels, big):
     """Half cross entropy, half the divergence of the student from the teacher, for each token."""
     student = (logits / TEMPERATURE).log_softmax(-1)
-    teacher = (predicted(big) / TEMPERATURE).log_softmax(-1)
+    teacher = (predicted(big, logits.size(1)) / TEMPERATURE).log_softmax(-1)
     divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return 0.5 * F.cross_entropy(logits, labels, reduction="none") + 0.5 * TEMPERATURE**2 * divergence
 
 
 def agreement(logits, labels, big):
     """1 for each token where both predict the same as most likely, else 0."""
-    return (logits.argmax(-1) == predicted(big).argmax(-1)).float()
+    return (logits.argmax(-1) == predicted(big, logits.size(1)).argmax(-1)).float()

@@ -35,11 +35,11 @@ def _teacher_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState
     """A teacher is only sharded, and its hidden states arrive on the first stage, not where the loss is."""
     for name in model.teachers:
         own = plan.components.get(name, ComponentPlan())
-        for field in ("tp", "ulysses", "ep"):
+        for field in ("tp", "ulysses"):
             if (degree := getattr(own, field) or 1) > 1:
                 yield (
-                    f"components.{name}.{field}: found {degree}, but a teacher is only sharded (dp_shard) or copied "
-                    "(dp_replicate); remove it"
+                    f"components.{name}.{field}: found {degree}, but a teacher is only sharded (dp_shard, ep) or "
+                    "copied (dp_replicate); remove it"
                 )
         if state.size("pp") > 1:
             yield (

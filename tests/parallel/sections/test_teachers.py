@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.resolve.plans import resolve_without_ranks
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.verify.tiny_model import needed_memory, num_parameters, tiny_model_of
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.train.build_from_recipe import build_from_recipe, use_own_functions
 from omnitrain.train.verbs.check import check_recipe
+from tests import tiny
 from tests.parallel.sections.test_ahead import encoded_in_steps
 from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_recipe, tiny_samples, tiny_tokenizer
 from tests.train.test_ranks import assert_same_run, fit
 
 TEACHER = FOUNDATION | {"hidden_size": 48, "num_hidden_layers": 3}
+EXPERTS = {key: value for key, value in FOUNDATION.items() if key != "head_dim"} | tiny.EXPERTS
 AHEAD = "parallel.sections.teachers={components: [big], ranks: 1, ahead: 1}"
 
 
@@ -49,8 +53,8 @@ def plain(logits: torch.Tensor, labels: torch.Tensor, weight: float = 1.0) -> to
     return weight * F.cross_entropy(logits, labels, reduction="none")
 
 
-def taught() -> OmniModel:
-    model = tiny_model(encoders={}, decoders={}, teachers={"big": TEACHER})
+def taught(teacher: Mapping[str, Any] = TEACHER) -> OmniModel:
+    model = tiny_model(encoders={}, decoders={}, teachers={"big": dict(teacher)})
     model.runner.loss_function = distilled
     return model
 
@@ -103,7 +107,7 @@ def test_a_loss_reads_the_last_hidden_state_of_each_predicting_token() -> None:
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(["dp2.world.accum2", "sp2.accum2", "big2+dp2"], marks=pytest.mark.slow),
+        pytest.param(["dp2.world.accum2", "sp2.accum2", "big2+dp2", "big1+cp2.recompute"], marks=pytest.mark.slow),
         ["dp2", "big1.ahead.window2.slots1+dp2.accum3"],
     ],
     ids=lambda layouts: layouts[-1],
@@ -113,6 +117,15 @@ def test_a_student_learns_as_in_one_process(sections: RankPool, layouts: list[st
     assert [row.status for row in report.rows] == ["equal"] * len(layouts), str(report)
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_experts_of_a_teacher_are_spread_over_its_section(sections: RankPool) -> None:
+    section = {"components": ["big"], "ranks": 2}
+    plan = ParallelPlan(components={"big": {"ep": 2}}, sections={"teachers": section})
+    (row,) = verify(partial(taught, EXPERTS), texts(), [plan], nproc=4, timeout_s=120, pool=sections).rows
+    assert row.status == "equal", row
+
+
 def test_a_run_with_a_teacher_ahead_is_that_of_one_process_after_ctrl_c(
     ranks: RankPool, recipe: Path, tmp_path: Path
 ) -> None:
@@ -120,6 +133,7 @@ def test_a_run_with_a_teacher_ahead_is_that_of_one_process_after_ctrl_c(
     section encodes again what it had encoded ahead.
     """
     functions = [*with_teacher(recipe, text="distilled", size="largest"), "data.workers=1", "data.pack_tokens=64"]
+    functions.append("evaluation={loss_every: 4, max_new_tokens: 1}")
     for resume in (False, True):
         fit(recipe, [*functions, f"output_dir={tmp_path / 'one'}"], resume, None if resume else 2)
     ahead = [*functions, AHEAD, f"output_dir={tmp_path / 'run'}"]
@@ -129,6 +143,17 @@ def test_a_run_with_a_teacher_ahead_is_that_of_one_process_after_ctrl_c(
     assert_same_run(tmp_path / "run", tmp_path / "one")
     stage = [*functions, f"model={{checkpoint: {tmp_path / 'one'}, teachers: {{big: {recipe.parent / 'big'}}}}}"]
     assert check_recipe(Recipe.load(str(recipe), stage)) == []
+
+
+def test_a_student_that_is_too_large_is_verified_with_a_small_teacher() -> None:
+    config = FOUNDATION | {"num_hidden_layers": 8, "vocab_size": 4000}
+    model = tiny_model(encoders={}, decoders={}, foundation=config, teachers={"big": config | {"hidden_size": 48}})
+    make = tiny_model_of(model, ranks=2, memory=needed_memory(num_parameters(model), ranks=2) - 1)
+    assert make is not None
+    made = make()
+    teacher = made.get_submodule("big")
+    assert teacher.width == 48 and num_parameters(teacher) < num_parameters(model.get_submodule("big")) / 4
+    assert made(Pack.from_samples([make.sample(sample) for sample in texts()])).loss.isfinite()
 
 
 @pytest.mark.parametrize(
