@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
+from omnitrain.data.chat.parts import MediaPart
 from omnitrain.data.loading.loader import order_of
 from omnitrain.data.loading.order import Draw
 from omnitrain.data.loading.packer import SlotPacker
@@ -18,7 +20,7 @@ from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.item_parts import modality_of, parts_of_items
 from omnitrain.data.render.lengths import sample_within
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.sources.rows import Row, RowSource
+from omnitrain.data.sources.rows import RowSource
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
 
@@ -100,19 +102,20 @@ def measure(
         if isinstance(prepared, Rejected):
             yield prepared
         else:
-            first, *more = (_of_sample(piece, row, processor) for piece in prepared.pieces)
+            spans = [span.component for piece in prepared.pieces for span in piece.spans]
+            parts = iter(parts_of_items(spans, row, processor) if spans else ())
+            first, *more = (_of_sample(piece, list(islice(parts, len(piece.spans)))) for piece in prepared.pieces)
             yield replace(first, more=tuple(more))
 
 
-def _of_sample(sample: Sample, row: Row, processor: OmniProcessor) -> Measure:
+def _of_sample(sample: Sample, parts: Sequence[MediaPart | None]) -> Measure:
+    """The size of a sample; ``parts``: the part that each of its items shows, if it is known."""
     tokens: Counter[str] = Counter()
     items: Counter[str] = Counter()
-    if sample.spans:
-        parts = parts_of_items([span.component for span in sample.spans], row, processor)
-        for span, part in zip(sample.spans, parts, strict=True):
-            modality = modality_of(span.component, part)
-            items[modality] += 1
-            tokens[modality + PREDICTED * span.is_target] += span.item.num_tokens
+    for span, part in zip(sample.spans, parts, strict=True):
+        modality = modality_of(span.component, part)
+        items[modality] += 1
+        tokens[modality + PREDICTED * span.is_target] += span.item.num_tokens
     of_media = tokens.total()
     written = sum(span.item.num_tokens for span in sample.spans if span.is_target)
     read_text = int(sample.loss_mask[1 : len(sample)].sum())  # without a last token that is only predicted

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from omnitrain.data.loading.loader import Packs, StepLoader, build_dataloader
+from omnitrain.data.loading.measure import Measure, measure
 from omnitrain.data.loading.slots import merge_states
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.lengths import sample_within
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.sources.rows import Row
+from omnitrain.data.sources.rows import Row, open_sources
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
@@ -193,3 +194,14 @@ def test_a_budget_of_an_unknown_encoder_is_an_error() -> None:
 def test_held_out_data_have_no_policy_of_their_own() -> None:
     given = {"train": [{"path": "a", "overlong": "split"}, {"path": "b"}], "overlong": "error"}
     assert Data.model_validate(given).overlong_of_sources() == ["split", "error"]
+
+
+def test_the_pieces_of_a_conversation_are_measured_with_the_modalities_of_their_media(
+    processor: OmniProcessor, tmp_path: Path
+) -> None:
+    (source,) = open_sources(data(tmp_path, [conversation(8)]).train)
+    (found,) = measure(source, processor, most=1, budget=PackBudget(LIMIT), overlong="split", without_tails=False)
+    assert isinstance(found, Measure) and found.num_pieces == len(found.pieces) > 2
+    items = [dict(piece.items) for piece in found.pieces]
+    assert sum(of_piece.get("image", 0) for of_piece in items) == 2 and set().union(*items) == {"image"}
+    assert sum(piece.elements.get("image_encoder", 0) > 0 for piece in found.pieces) == sum(map(bool, items))
