@@ -1,12 +1,13 @@
 import io
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from omnitrain.data.sources.media import (
     MediaFile,
@@ -171,3 +172,27 @@ def test_only_a_sound_has_parts() -> None:
     file = {"path": "a.webm", "start": 1.0}
     with pytest.raises(ValueError, match="only a sound may have"), sound_row(file).open_media("video", 0):
         pass
+
+
+def film(seconds: int) -> MediaFile:
+    """A video (AV1) with a frame every two seconds. The picture changes every six frames, and the encoder begins anew."""
+    random = np.random.default_rng(0)
+    scenes = [random.integers(0, 255, (32, 32, 3), dtype=np.uint8) for _ in range(seconds // 12 + 1)]
+    frames = [Image.fromarray(np.roll(scenes[index // 6], index, axis=1)) for index in range(seconds // 2)]
+    stream = io.BytesIO()
+    frames[0].save(stream, "AVIF", save_all=True, append_images=frames[1:], duration=2000, speed=6, quality=40)
+    return MediaFile(stream)
+
+
+def test_half_an_hour_of_video_costs_no_more_than_half_a_minute_for_as_many_frames() -> None:
+    """The frames are those of a decoder that begins at the first one."""
+    files, seconds = {length: film(length) for length in (30, 1800)}, {30: [], 1800: []}
+    for _ in range(15):
+        for length, file in files.items():
+            began = time.process_time()
+            clip = decode_clip(file, max_frames=4)
+            seconds[length].append(time.process_time() - began)
+            assert len(clip.frames) == 4 and clip.rate == pytest.approx(3 / (length - 2))
+    assert min(seconds[1800]) < 1.5 * min(seconds[30])
+    every = [frame.convert("RGB").tobytes() for frame in ImageSequence.Iterator(Image.open(files[1800].begun()))]
+    assert [frame.tobytes() for frame in clip.frames] == [every[index] for index in (0, 300, 599, 899)]
