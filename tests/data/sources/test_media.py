@@ -175,7 +175,7 @@ def test_only_a_sound_has_parts() -> None:
 
 
 def film(seconds: int) -> MediaFile:
-    """A video (AV1) with a frame every two seconds. The picture changes every six frames, and the encoder begins anew."""
+    """A video (AV1) with a frame every two seconds. The picture changes every six frames: the encoder begins anew."""
     random = np.random.default_rng(0)
     scenes = [random.integers(0, 255, (32, 32, 3), dtype=np.uint8) for _ in range(seconds // 12 + 1)]
     frames = [Image.fromarray(np.roll(scenes[index // 6], index, axis=1)) for index in range(seconds // 2)]
