@@ -82,10 +82,12 @@ def decode_image(file: MediaFile) -> Image.Image:
         ValueError: ``file`` is not an image, or is damaged.
     """
     try:
-        image = ImageOps.exif_transpose(Image.open(file.begun()))
+        image: Image.Image = Image.open(file.begun())
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):  # `convert` would clip 16-bit pixels instead of scaling them
             image = Image.fromarray((np.asarray(image, dtype=np.float32) / 257).clip(0, 255).astype(np.uint8))
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
     except Exception as error:  # damaged files raise whatever a decoder stumbles over
         raise ValueError(f"unreadable image of {file.size} bytes: {_cause(error)}") from error
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
-from PIL import Image, ImageSequence
+from PIL import ExifTags, Image, ImageSequence
 
 from omnitrain.data.sources.media import (
     MediaFile,
@@ -68,6 +68,18 @@ def test_sixteen_bit_images_are_scaled_not_clipped() -> None:
     stream = io.BytesIO()
     Image.fromarray(np.array([[0, 257 * 100, 65535]], dtype=np.uint16)).save(stream, format="PNG")
     assert [pixel[0] for pixel in np.asarray(decode_image(MediaFile(stream)))[0]] == [0, 100, 255]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_photo_taken_sideways_is_upright(kind: str) -> None:
+    exif, stream = Image.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation] = 6
+    pixels = np.zeros((16, 32, 3), dtype=np.uint8)
+    pixels[:, 16:] = 255
+    Image.fromarray(pixels).save(stream, kind, exif=exif)
+    image = decode_image(MediaFile(stream))
+    assert image.size == (16, 32)
+    assert np.asarray(image)[4:12].max() < 30 and np.asarray(image)[20:28].min() > 225
 
 
 def test_channels_are_averaged() -> None:
