@@ -14,9 +14,10 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import soundfile
-from PIL import Image, ImageOps, ImageSequence
+from PIL import Image, ImageOps
 
 _BLOCK_FRAMES = 1 << 16
+_TIMED = ("AVIF", "WEBP")  # formats of which Pillow gives the time of a frame, and not only how long it lasts
 
 Read = TypeVar("Read")
 
@@ -81,10 +82,12 @@ def decode_image(file: MediaFile) -> Image.Image:
         ValueError: ``file`` is not an image, or is damaged.
     """
     try:
-        image = ImageOps.exif_transpose(Image.open(file.begun()))
+        image: Image.Image = Image.open(file.begun())
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):  # `convert` would clip 16-bit pixels instead of scaling them
             image = Image.fromarray((np.asarray(image, dtype=np.float32) / 257).clip(0, 255).astype(np.uint8))
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
     except Exception as error:  # damaged files raise whatever a decoder stumbles over
         raise ValueError(f"unreadable image of {file.size} bytes: {_cause(error)}") from error
 
@@ -193,15 +196,16 @@ def _clip(frames: Sequence[tuple[float | None, Image.Image]]) -> Clip:
 
 
 def _pillow_clip(animation: Image.Image, max_frames: int) -> Clip:
-    """Decode frames with Pillow, which gives the time of a frame (WebP, AVIF) or how long it lasts (PNG, GIF)."""
-    wanted = _evenly(getattr(animation, "n_frames", 1), max_frames)
-    kept, clock = [], 0.0
-    for index, frame in enumerate(ImageSequence.Iterator(animation)):
-        if index in wanted:
-            picture = frame.convert("RGB")
-            kept.append((frame.info.get("timestamp", clock), picture))
-        clock += frame.info.get("duration", 0)
-    return _clip([(time / 1000, picture) for time, picture in kept])
+    """Decode frames with Pillow. It goes straight to a frame of AVIF; others need the frames before."""
+    kept, clock, after = [], 0.0, 0
+    for index in sorted(_evenly(getattr(animation, "n_frames", 1), max_frames)):
+        for earlier in () if animation.format in _TIMED else range(after, index):
+            animation.seek(earlier)
+            clock += animation.info.get("duration", 0)
+        animation.seek(index)
+        picture, after = animation.convert("RGB"), index
+        kept.append((animation.info.get("timestamp", clock) / 1000, picture))
+    return _clip(kept)
 
 
 def _av_clip(container: Any, max_frames: int) -> Clip:

@@ -1,12 +1,13 @@
 import io
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
-from PIL import Image
+from PIL import ExifTags, Image, ImageSequence
 
 from omnitrain.data.sources.media import (
     MediaFile,
@@ -67,6 +68,18 @@ def test_sixteen_bit_images_are_scaled_not_clipped() -> None:
     stream = io.BytesIO()
     Image.fromarray(np.array([[0, 257 * 100, 65535]], dtype=np.uint16)).save(stream, format="PNG")
     assert [pixel[0] for pixel in np.asarray(decode_image(MediaFile(stream)))[0]] == [0, 100, 255]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_photo_taken_sideways_is_upright(kind: str) -> None:
+    exif, stream = Image.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation] = 6
+    pixels = np.zeros((16, 32, 3), dtype=np.uint8)
+    pixels[:, 16:] = 255
+    Image.fromarray(pixels).save(stream, kind, exif=exif)
+    image = decode_image(MediaFile(stream))
+    assert image.size == (16, 32)
+    assert np.asarray(image)[4:12].max() < 30 and np.asarray(image)[20:28].min() > 225
 
 
 def test_channels_are_averaged() -> None:
@@ -171,3 +184,27 @@ def test_only_a_sound_has_parts() -> None:
     file = {"path": "a.webm", "start": 1.0}
     with pytest.raises(ValueError, match="only a sound may have"), sound_row(file).open_media("video", 0):
         pass
+
+
+def film(seconds: int) -> MediaFile:
+    """A video (AV1) with a frame every two seconds. The picture changes every six frames: the encoder begins anew."""
+    random = np.random.default_rng(0)
+    scenes = [random.integers(0, 255, (32, 32, 3), dtype=np.uint8) for _ in range(seconds // 12 + 1)]
+    frames = [Image.fromarray(np.roll(scenes[index // 6], index, axis=1)) for index in range(seconds // 2)]
+    stream = io.BytesIO()
+    frames[0].save(stream, "AVIF", save_all=True, append_images=frames[1:], duration=2000, speed=6, quality=40)
+    return MediaFile(stream)
+
+
+def test_half_an_hour_of_video_costs_no_more_than_half_a_minute_for_as_many_frames() -> None:
+    """The frames are those of a decoder that begins at the first one."""
+    files, seconds = {length: film(length) for length in (30, 1800)}, {30: [], 1800: []}
+    for _ in range(15):
+        for length, file in files.items():
+            began = time.process_time()
+            clip = decode_clip(file, max_frames=4)
+            seconds[length].append(time.process_time() - began)
+            assert len(clip.frames) == 4 and clip.rate == pytest.approx(3 / (length - 2))
+    assert min(seconds[1800]) < 1.5 * min(seconds[30])
+    every = [frame.convert("RGB").tobytes() for frame in ImageSequence.Iterator(Image.open(files[1800].begun()))]
+    assert [frame.tobytes() for frame in clip.frames] == [every[index] for index in (0, 300, 599, 899)]
