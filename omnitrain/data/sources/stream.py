@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import pyarrow as pa
@@ -16,7 +16,13 @@ from omnitrain.recipe import Columns
 
 ENDLESS = 1 << 52  # rows; a float has no larger integers without gaps
 _ROWS_AT_A_TIME = 16
-_MOST_WAITING = 1024  # rows that were read before those that others ask for
+_MOST_WAITING = 1024  # rows that were passed
+_MOST_BYTES = 1 << 28  # of them
+
+
+class _Read(NamedTuple):
+    row: dict[str, Any]
+    size: int  # in bytes
 
 
 class _Cursor:
@@ -26,7 +32,7 @@ class _Cursor:
         position: of the next row, counted over all passes.
     """
 
-    def __init__(self, position: int, rows: Iterator[dict[str, Any]]) -> None:
+    def __init__(self, position: int, rows: Iterator[_Read]) -> None:
         self.position, self.rows, self.has_read = position, rows, False
 
 
@@ -52,9 +58,10 @@ class Stream:
         self._length: int | None = None
         self._skipped = 0
         self._cursors: list[_Cursor] = []
-        self._waiting: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._waiting: OrderedDict[int, _Read] = OrderedDict()
+        self._waiting_bytes = 0
         self._first: list[dict[str, Any]] = []
-        for row in self._rows_from(0):
+        for row, _ in self._rows_from(0):
             self._first.append(row)
             if len(self._first) == EXAMPLES:
                 break
@@ -80,7 +87,7 @@ class Stream:
         return ENDLESS if self._first else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_cursors": [], "_waiting": OrderedDict()}
+        return self.__dict__ | {"_cursors": [], "_waiting": OrderedDict(), "_waiting_bytes": 0}
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         """Return a row.
@@ -91,19 +98,25 @@ class Stream:
         if position < len(self._first):
             return dict(self._first[position])
         if position in self._waiting:
-            return self._waiting.pop(position)
+            return self._take_waiting(position)
         behind = [cursor for cursor in self._cursors if cursor.position <= position]
         cursor = max(behind, key=lambda one: one.position) if behind else self._begun_at(position)
         try:
             while cursor.position < position:
                 passed = cursor.position
                 self._waiting[passed] = self._read(cursor)
-                if len(self._waiting) > _MOST_WAITING:
-                    self._waiting.popitem(last=False)
-            return self._read(cursor)
+                self._waiting_bytes += self._waiting[passed].size
+                while len(self._waiting) > _MOST_WAITING or self._waiting_bytes > _MOST_BYTES:
+                    self._take_waiting(next(iter(self._waiting)))
+            return self._read(cursor).row
         except (OSError, ValueError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
             self._cursors.remove(cursor)  # its iterator has ended
             raise ReadError(f"row {position} of the stream: {type(error).__name__}: {error}") from error
+
+    def _take_waiting(self, position: int) -> dict[str, Any]:
+        row, size = self._waiting.pop(position)
+        self._waiting_bytes -= size
+        return row
 
     def _begun_at(self, position: int) -> _Cursor:
         if not self._cursors and self._skipped <= position:
@@ -112,22 +125,22 @@ class Stream:
         self._cursors.append(cursor)
         return cursor
 
-    def _read(self, cursor: _Cursor) -> dict[str, Any]:
-        row = next(cursor.rows, None)
-        if row is None:
+    def _read(self, cursor: _Cursor) -> _Read:
+        read = next(cursor.rows, None)
+        if read is None:
             if self._length is None:
                 # A cursor that begins after the end reads nothing: the run resumes in a later pass.
                 self._length = cursor.position if cursor.has_read else sum(1 for _ in self._rows_from(0))
             cursor.rows = self._rows_from(cursor.position)
-            row = next(cursor.rows)
+            read = next(cursor.rows)
         cursor.position, cursor.has_read = cursor.position + 1, True
-        return row
+        return read
 
-    def _rows_from(self, position: int) -> Iterator[dict[str, Any]]:
+    def _rows_from(self, position: int) -> Iterator[_Read]:
         skipped = position if self._length is None else position % self._length
         # Not the iterator of `datasets`: it would divide the rows among the processes of a DataLoader.
         for table in self._data.skip(skipped).iter(batch_size=_ROWS_AT_A_TIME):
-            yield from (record_of(row, self._columns) for row in table.to_pylist())
+            yield from (_Read(record_of(row, self._columns), table.nbytes // len(table)) for row in table.to_pylist())
 
     def sources(self) -> None:
         """Return None: sources are known when a row is read."""

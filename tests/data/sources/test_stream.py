@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from omnitrain.errors import UserError
 from omnitrain.recipe import Columns, Data, DataSource, Recipe
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.train.epochs import in_steps
+from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.data_stats import data_stats
 from tests.tiny import CHAT, png, tiny_model, tiny_processor, tiny_recipe
 
@@ -68,8 +70,11 @@ def test_rows_are_those_of_the_files_in_their_order_and_in_every_pass(hub: None)
     assert [text(copied, position) for position in range(60, 140)] == [str(i % ROWS) for i in range(60, 140)]
 
 
-def test_a_slot_that_is_far_behind_reads_with_a_cursor_of_its_own(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_MOST_WAITING", 4)
+@pytest.mark.parametrize(("name", "most"), [("_MOST_WAITING", 4), ("_MOST_BYTES", 2000)])
+def test_a_slot_that_is_far_behind_reads_with_a_cursor_of_its_own(
+    hub: None, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    monkeypatch.setattr(stream, name, most)
     started: list[int] = []
     start = Stream._rows_from
     monkeypatch.setattr(Stream, "_rows_from", lambda self, at: started.append(at) or start(self, at))
@@ -147,3 +152,21 @@ def test_statistics_measure_the_first_rows_of_a_stream(hub: None, tmp_path: Path
     (found,) = stats.data_sets
     assert (found.rows, found.measured, found.epochs, found.share) == (None, 30, None, 1.0)
     assert stats.packing is not None and "stream" in str(stats)
+
+
+def test_a_training_run_goes_on_where_its_checkpoint_says(hub: None, tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    path = str(tiny_recipe(tmp_path / "recipe", text_only=True))
+    node = "{path: ORG/NAME, streaming: true, columns: {text: text}}"
+    losses, skipped = [], []
+    for name, stop in (("uncut", 6), ("resumed", 3), ("resumed", 6)):
+        overrides = [f"data.train=[{node}]", f"train.steps={stop}", "train.optimizer.schedule=constant"]
+        overrides.append(f"output_dir={tmp_path / name}")
+        trainer = Trainer(Recipe.load(path, overrides), resume="auto")
+        skipped.append(trainer.data_state.skipped)
+        trainer.fit()
+        skipped.append(trainer.data_state.skipped)
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        losses.append({line["step"]: line["loss"] for line in lines})
+    assert losses[2] == losses[0] and len(losses[0]) == 6
+    assert skipped[4] == skipped[3] > skipped[2] == (0,) and skipped[5] == skipped[1] > skipped[3]
