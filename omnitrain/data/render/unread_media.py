@@ -76,7 +76,7 @@ def _by_name(owners: Mapping[str, tuple[str, MediaAdapter]]) -> dict[str, list[s
 
 def _hidden(source: RowSource, processor: OmniProcessor) -> Iterator[str]:
     """Yield problems of a data set: media that no message shows, or messages that show media without files."""
-    rows = [source[position] for position in range(min(LOOKED_AT, len(source)))]
+    rows = [source.outline(position) for position in range(min(LOOKED_AT, len(source)))]
     able = {*processor.readers, *processor.writers, *processor.renderer.native_modalities}
     shown = {modality for modality, _ in source.shown}
     for modality in MODALITIES:

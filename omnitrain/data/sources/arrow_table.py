@@ -45,8 +45,12 @@ class ArrowTable:
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """See :class:`omnitrain.data.sources.formats.Table`."""
         for position in evenly_spaced(length, EXAMPLES):
-            found = example_of(self._data.data.slice(position, 1), 0, self._columns)
-            yield position, record_of(found, self._columns)
+            yield position, self.outline(position)
+
+    def outline(self, position: int) -> dict[str, Any]:
+        """Return a row, with whether its media have bytes in the place of them."""
+        found = example_of(self._data.data.slice(position, 1), 0, self._columns)
+        return record_of(found, self._columns)
 
     def sources(self) -> list[Any]:
         """Return each row's value in the source column."""

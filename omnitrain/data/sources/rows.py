@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -173,8 +173,15 @@ class RowSource(Sequence[Row]):
 
     def __getitem__(self, position: int) -> Row:  # type: ignore[override]
         """Return a row; one that cannot be read has a ``problem``."""
+        return self._read(self._table.__getitem__, position)
+
+    def outline(self, position: int) -> Row:
+        """Return a row; in the place of a medium's bytes may be whether there are any, if rows are read one by one."""
+        return self._read(getattr(self._table, "outline", self._table.__getitem__), position)
+
+    def _read(self, record_at: Callable[[int], dict[str, Any]], position: int) -> Row:
         try:
-            return self._row(position, self._table[position])
+            return self._row(position, record_at(position))
         except ReadError as error:
             return Row(f"{self.name}[{position}]", self.name, [], {}, {}, problem=str(error))
 

@@ -53,14 +53,19 @@ class TarShards:
         self._examples: list[tuple[int, dict[str, Any]]] = []
         for position in evenly_spaced(len(self), URL_READS if is_url(self._files[0]) else EXAMPLES):
             with contextlib.suppress(ReadError):
-                self._examples.append((position, self._example(position)))
+                self._examples.append((position, self.outline(position)))
         self.column_names = list(dict.fromkeys(name for _, record in self._examples for name in record))
 
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """See :class:`omnitrain.data.sources.formats.Table`."""
         yield from (found for found in self._examples if found[0] < length)
 
-    def _example(self, position: int) -> dict[str, Any]:
+    def outline(self, position: int) -> dict[str, Any]:
+        """Return a row with texts and JSON, and whether each other file has bytes in the place of them.
+
+        Raises:
+            ReadError: see :meth:`__getitem__`.
+        """
         shard, key, members = self._members(position)
         record: dict[str, Any] = {"id": _id(self._files[shard], key)}
         for suffix, start, stop in members:

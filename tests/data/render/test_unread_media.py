@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 from omnitrain.data.render.unread_media import require_shown
 from omnitrain.data.sources.rows import open_sources
 from omnitrain.errors import UserError
-from omnitrain.recipe import DataSource, Recipe
+from omnitrain.recipe import Columns, DataSource, Recipe
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.check import check_recipe
 from tests.tiny import png, tiny_recipe, tiny_row, write_parquet
@@ -68,6 +70,19 @@ def test_whole_models_that_read_media_take_text_but_no_unread_media(tmp_path: Pa
     assert problems([source(tmp_path, said("1 + 1"))], **READS_NATIVELY) == []
     (column,) = problems([source(tmp_path, LLAVA, **OWN)], **READS_NATIVELY)
     assert "set `columns.images: image`" in column
+
+
+def test_files_of_a_shard_that_no_column_names_are_known_by_their_suffix(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "rows.tar", "w") as tar:
+        for suffix, content in (("jpg", png(0)), ("txt", b"a cat")):
+            member = tarfile.TarInfo(f"1.{suffix}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    shard = DataSource.model_validate({"path": str(tmp_path / "rows.tar"), "columns": {"response": "txt"}})
+    (column,) = problems([shard], **READS_NATIVELY)
+    assert "column 'jpg' has image files that no message shows: set `columns.images: jpg`" in column
+    shown = shard.model_copy(update={"columns": Columns(response="txt", images="jpg")})
+    assert problems([shown], **READS_NATIVELY) == []
 
 
 def test_a_marker_in_a_text_is_text_only_where_the_recipe_says_so(tmp_path: Path) -> None:

@@ -145,10 +145,12 @@ def test_no_bytes_of_media_are_read_when_a_data_set_is_opened(
     opened(path, columns=columns)  # builds the index
     tracemalloc.start()
     rows = opened(path, columns=columns)
+    outlined = [] if kind == "parquet" else [rows.outline(position) for position in range(4)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < len(image) and set(read) <= {"png.path", "txt"}
     assert rows.shown == {("image", False)} and rows.first_of_each_kind() == [0]
+    assert [row.media["image"][0]["bytes"] for row in outlined] == [True] * len(outlined)
     monkeypatch.undo()
     assert rows[3].media_bytes("image", 0) == image
 
