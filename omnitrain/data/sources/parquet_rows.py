@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from bisect import bisect_right
 from collections import OrderedDict
@@ -121,6 +120,13 @@ class ParquetRows:
         found = self._groups[group]
         return self._opened(found.file).read_row_group(found.number, columns=columns)
 
+    def _readable(self, group: int, columns: list[str]) -> pa.Table | None:
+        """Return columns of a row group; None if it is damaged, so that training skips its rows."""
+        try:
+            return self._read(group, columns)
+        except (OSError, pa.ArrowException):
+            return None
+
     def _opened(self, file: int) -> pq.ParquetFile:
         footer = self._footers[file] if file < len(self._footers) else None
         path = self._files[file]
@@ -133,7 +139,11 @@ class ParquetRows:
         if len(self) > _MOST_SOURCES:
             return None
         name = self._columns.source
-        return [value for group in range(len(self._groups)) for value in self._read(group, [name])[name].to_pylist()]
+        values: list[Any] = []
+        for group, rows in enumerate(self.blocks):
+            table = self._readable(group, [name])
+            values += [None] * rows if table is None else table[name].to_pylist()
+        return values
 
     @cached_property
     def kinds(self) -> dict[tuple[Any, Any], int]:
@@ -143,9 +153,10 @@ class ParquetRows:
         names = [name for name in (self._columns.messages, self._columns.tools) if name in self.column_names]
         firsts: dict[tuple[Any, Any], int] = {}
         for group in self._searched(names):
-            table = self._read(group, names).combine_chunks()
+            if (table := self._readable(group, names)) is None:
+                continue
             start = self._ends[group] - self.blocks[group]
-            for kind, position in first_of_each_kind(table, self._columns, self._marked).items():
+            for kind, position in first_of_each_kind(table.combine_chunks(), self._columns, self._marked).items():
                 firsts.setdefault(kind, start + position)
         return firsts
 
@@ -172,10 +183,10 @@ class ParquetRows:
             start = self._ends[group] - self.blocks[group]
             if start >= length:
                 return
-            with contextlib.suppress(OSError, pa.ArrowException):
-                table = self._read(group, leaves)
-                for row in evenly_spaced(min(self.blocks[group], length - start), -(-EXAMPLES // len(groups))):
-                    yield start + row, _with_bytes(example_of(table, row, self._columns), media)
+            if (table := self._readable(group, leaves)) is None:
+                continue
+            for row in evenly_spaced(min(self.blocks[group], length - start), -(-EXAMPLES // len(groups))):
+                yield start + row, _with_bytes(example_of(table, row, self._columns), media)
 
     def problems(self) -> list[str]:
         """See :meth:`omnitrain.data.sources.formats.Table.problems`."""

@@ -58,10 +58,17 @@ def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any
             raise ValueError(f"{what}: found {sorted(given)}; expected one of them")
         if not given and kind != modality:
             raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
-        shown[modality].append(next((_file_of(value, key, what) for key, value in given.items()), None))
+        shown[modality].append(next((_part_of_file(part, value, key, what) for key, value in given.items()), None))
         rest = {name: value for name, value in part.items() if name not in given}
         parts.append(rest | {"type": modality})
     return message | {"content": parts}
+
+
+def _part_of_file(part: dict[str, Any], value: Any, key: str, what: str) -> Any:
+    """Return a file, or with ``start`` or ``stop`` (seconds) of the part or its value, an object with these."""
+    file, given = _file_of(value, key, what), part | (value if isinstance(value, dict) else {})
+    times = {name: given[name] for name in ("start", "stop") if given.get(name) is not None}
+    return {"bytes" if isinstance(file, bytes) else "path": file} | times if times else file
 
 
 def _file_of(value: Any, key: str, what: str) -> Any:

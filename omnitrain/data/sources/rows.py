@@ -159,7 +159,9 @@ class RowSource(Sequence[Row]):
         self.takes_markers = bool(source.media_markers) or "media_markers" in source.model_fields_set
         if self._folder is not None and not is_url(self._folder) and not Path(self._folder).is_dir():
             raise DataError(f"data: {source.path!r}: media_folder {source.media_folder!r} is not a folder")
-        if problems := idle_problems(source, _idle(source, files, self.kinds)):
+        with _or_data_error(source.path):
+            kinds = self.kinds
+        if problems := idle_problems(source, _idle(source, files, kinds)):
             raise DataError(*(f"data: {source.path!r}: {problem}" for problem in problems))
 
     def __len__(self) -> int:
@@ -230,7 +232,9 @@ class RowSource(Sequence[Row]):
         """Return source -> positions of its rows, in order of first appearance."""
         if self.columns.source not in self._table.column_names:
             return {self.name: range(len(self))}
-        if (sources := self._table.sources()) is None:  # it is known when a row is read
+        with _or_data_error(self.name):
+            sources = self._table.sources()
+        if sources is None:  # it is known when a row is read
             return {self.name: range(len(self))}
         groups: dict[str, list[int]] = {}
         for position, name in enumerate(sources[: len(self)]):
@@ -279,6 +283,15 @@ class RowSource(Sequence[Row]):
         """Number of rows of each part of the data set that is read at once; empty: rows are read one by one."""
         ends = np.minimum(np.cumsum(getattr(self._table, "blocks", ())), self._length)
         return tuple(size for size in np.diff(ends, prepend=0).tolist() if size)
+
+
+@contextmanager
+def _or_data_error(name: str) -> Iterator[None]:
+    """Name the data set if what it needs from a URL at the start does not arrive."""
+    try:
+        yield
+    except ReadError as error:
+        raise DataError(f"data: {name!r}: {error}") from error
 
 
 def open_sources(sources: Sequence[DataSource], *, copy_parquet: bool = False) -> list[RowSource]:

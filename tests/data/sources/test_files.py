@@ -185,6 +185,17 @@ def test_a_row_group_that_does_not_arrive_costs_one_deadline(server: str) -> Non
     assert pickle.loads(pickle.dumps(rows))[5].problem == ""  # another process has not met the failure
 
 
+def test_messages_that_do_not_arrive_when_a_data_set_is_opened_are_an_error(server: str) -> None:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "7"}]
+    stream = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([{"messages": said}] * 4), stream)
+    Server.files["rows.parquet"] = stream.getvalue()
+    answers = iter([True])  # for the footer
+    Server.behave["rows.parquet"] = lambda *answer: answer[-1] if next(answers, False) else drips(*answer)
+    with pytest.raises(DataError, match=r"rows\.parquet': http.*: not read within 0\.5 s"):
+        opened(f"{server}/rows.parquet", columns={}, read_seconds=0.5)
+
+
 def test_a_large_file_of_lines_is_opened_with_few_requests(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_lines, "CHECKED_BYTES", 0)
     Server.files["rows.jsonl"] = lines(5000)

@@ -212,16 +212,32 @@ def test_a_limit_cuts_row_groups_and_keeps_them_together(tmp_path: Path) -> None
         assert opened(tmp_path / "a.parquet", columns={"text": "text"}, limit=limit).blocks == blocks
 
 
+def damage(file: Path, group: int) -> None:
+    """Overwrite all columns of a row group."""
+    found, content = pq.ParquetFile(file).metadata.row_group(group), bytearray(file.read_bytes())
+    for column in map(found.column, range(found.num_columns)):
+        start = column.dictionary_page_offset
+        content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    file.write_bytes(content)
+
+
 def test_a_damaged_row_group_costs_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": list("abcdef")}), file, row_group_size=2)
-    column = pq.ParquetFile(file).metadata.row_group(1).column(0)
-    content, start = bytearray(file.read_bytes()), column.dictionary_page_offset
-    content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
-    file.write_bytes(content)
+    damage(file, group=1)
     rows = opened(file, columns={"text": "text"})
     assert [bool(row.problem) for row in rows] == [False, False, True, True, False, False]
     assert "a.parquet, row group 1: " in rows[2].problem
+
+
+def test_a_damaged_row_group_of_messages_is_passed_over_when_kinds_are_searched(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "7"}]
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([{"messages": said, "task": "chat"}] * 6), file, row_group_size=2)
+    damage(file, group=1)
+    rows = opened(file)
+    assert [bool(row.problem) for row in rows] == [False, False, True, True, False, False]
+    assert rows.first_of_each_kind() == [0] and rows.by_source() == {"chat": [0, 1, 4, 5], "a": [2, 3]}
 
 
 def test_copied_parquet_is_shuffled_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,18 @@ def test_sounds_and_videos_are_parts_likewise(tmp_path: Path) -> None:
     assert [part["type"] for part in row.messages[0]["content"]] == ["audio", "audio", "video", "text"]
 
 
+def test_a_part_of_a_sound_is_a_part_of_its_file(tmp_path: Path) -> None:
+    times = {"start": 0, "stop": 1.5}
+    parts = [
+        {"type": "audio", "audio": "a.wav", **times},
+        {"type": "audio", "audio": {"path": "a.wav", **times}},
+        {"type": "input_audio", "input_audio": {"data": encoded(wav(1))}, "stop": 1.5},
+    ]
+    (row,) = opened(tmp_path / "rows.jsonl", [asks(*parts)], media_folder=str(tmp_path))
+    whole = {"path": str(tmp_path / "a.wav"), **times}
+    assert row.media["audio"] == [whole, whole, {"bytes": wav(1), "stop": 1.5}]
+
+
 def test_parts_without_files_show_those_of_the_column_in_turn(tmp_path: Path) -> None:
     own = {"type": "image", "image": "own.png"}
     bare = {"type": "image"}
