@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from datasets import Dataset
 
 from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.part_files import take_files
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
@@ -20,6 +22,11 @@ from omnitrain.recipe import DataSource
 from tests.tiny import png, tiny_model, tiny_processor, wav, webp
 
 NO_FILES: dict[str, list[Any]] = {"image": [], "audio": [], "video": []}
+
+
+@cache
+def processor() -> OmniProcessor:
+    return tiny_processor(tiny_model())
 
 
 def encoded(data: bytes) -> str:
@@ -65,7 +72,7 @@ def test_every_form_of_a_part_shows_the_same_image(tmp_path: Path, part: dict[st
     rows = opened(tmp_path / f"rows.{format}", [asks(part)], media_folder=str(tmp_path / "a folder"))
     assert rows[0].media_bytes("image", 0) == png(7) and rows.shown == {("image", False)}
     assert rows[0].messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "what?"}]
-    sample = tiny_processor(tiny_model()).sample(rows[0])
+    sample = processor().sample(rows[0])
     assert isinstance(sample, Sample) and [span.component for span in sample.spans] == ["image_encoder"]
 
 
@@ -109,8 +116,7 @@ def test_parts_without_files_show_those_of_the_column_in_turn(tmp_path: Path) ->
     files = [[file and Path(file).name for file in row.media["image"]] for row in found]
     assert files == [["1.png", "own.png", "2.png"], ["own.png", "1.png"], [None, "own.png"], ["1.png"]]
     assert all(Path(file).parent == tmp_path for file in found[0].media["image"])
-    processor = tiny_processor(tiny_model())
-    whole, surplus, missing, plain = map(processor.sample, found)
+    whole, surplus, missing, plain = map(processor().sample, found)
     assert [len(sample.spans) for sample in (whole, plain)] == [3, 1]
     assert "the row has 2 image files, but the messages show 1" in surplus.reason
     assert "image 1 has neither bytes nor a path" in missing.reason
@@ -135,7 +141,7 @@ def test_a_part_whose_file_is_wrong_costs_its_row_and_is_named(
 ) -> None:
     good = {"type": "image", "base64": encoded(png(1))}
     rows = opened(tmp_path / "rows.jsonl", [asks(part), asks(good)])
-    rejected, sample = map(tiny_processor(tiny_model()).sample, rows)
+    rejected, sample = map(processor().sample, rows)
     assert isinstance(sample, Sample) and isinstance(rejected, Rejected)
     assert re.search(problem, rejected.reason)
 
