@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from datasets import IterableDataset
 from pydantic import ValidationError
 
 from omnitrain.data.loading.loader import StepLoader, build_dataloader
-from omnitrain.data.loading.slots import LoaderState
+from omnitrain.data.loading.slots import LoaderState, SlotState
 from omnitrain.data.sources import stream
 from omnitrain.data.sources.files import ReadError
 from omnitrain.data.sources.rows import RowSource, open_sources
@@ -108,6 +109,19 @@ def test_a_run_resumes_in_any_pass_and_says_what_it_skips(hub: None, limit: int 
         needed = next(i for i in itertools.count() if i not in trained)
         assert state.skipped == ((needed,) if limit is None or needed < limit else (0,)) and needed > 0
         assert begun + list(run(loader(state, limit=limit), 60 - stop)) == uncut
+
+
+def test_the_deadline_of_a_row_does_not_count_how_long_the_stream_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow() -> Iterator[dict[str, Any]]:
+        for i in range(200):
+            time.sleep(0.01)
+            yield {"image": {"bytes": png(i), "path": None}, "text": f"{i}"}
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: IterableDataset.from_generator(slow))
+    state = LoaderState(slots={0: SlotState(100), 1: SlotState(101)})  # a second after the begin
+    resumed = loader(state, sample_seconds=0.5)
+    ((first, *_), *_) = run(resumed, 1)
+    assert first == (100, "NAME[100]") and not resumed.rejected
 
 
 def test_a_stream_that_breaks_costs_a_row_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
