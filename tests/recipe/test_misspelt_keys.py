@@ -20,6 +20,7 @@ FREE_NAMES = (
     "model.encoders",
     "model.decoders",
     "model.teachers",
+    "data.pack_elements",
     "data.processor_arguments.images_kwargs",
     "parallel.components",
     "parallel.sections",

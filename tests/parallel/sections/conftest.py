@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from copy import copy
 
 import pytest
 
@@ -10,7 +10,8 @@ from omnitrain.parallel.spawn.pool import RankPool
 
 
 @pytest.fixture(scope="session")
-def sections(_rank_server: None) -> Iterator[RankPool]:
-    """Up to eight ranks; each starts when a test needs it."""
-    with RankPool(8) as pool:
-        yield pool
+def sections(ranks: RankPool) -> RankPool:
+    """Up to eight ranks, of which four are those of all tests; each starts when a test needs it."""
+    more = copy(ranks)
+    more.nproc = 8
+    return more
