@@ -13,6 +13,9 @@ from omnitrain.plan.topology import Topology
 from omnitrain.plan.wavefront.deal import deal
 from omnitrain.plan.wavefront.step import LEAST_GAIN, Drawn, encoding_seconds
 
+_SWAPS_PER_LANE = 4
+_LEAST_STEP = 1e-3  # of the gap between two lanes, that a swap must close
+
 
 @dataclass(frozen=True)
 class CostOrder:
@@ -62,10 +65,37 @@ def dealt_packs(work: np.ndarray, load: np.ndarray, num_lanes: int, *, coupled: 
     for first, second in ((work + load, nothing), (work, load.tolist())) if load.any() else ((work, nothing),):
         lane = np.array(deal(first.tolist(), second, num_lanes, coupled=coupled))
         longest_first = np.lexsort((np.arange(len(work)), -first))
-        candidates.append([longest_first[lane[longest_first] == number] for number in range(num_lanes)])
+        lanes = [longest_first[lane[longest_first] == number] for number in range(num_lanes)]
+        candidates.append(lanes if coupled else evened(work + load, lanes))
     seconds = [step_seconds(work, load, lanes, coupled=coupled) for lanes in candidates]
     best = int(np.argmin(seconds))
     return candidates[best] if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else drawn
+
+
+def evened(cost: np.ndarray, lanes: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Swap packs between the most and the least expensive lane while that brings the two together.
+
+    Args:
+        cost: ``[packs]``.
+        lanes: the packs of each lane.
+
+    Returns:
+        The lanes with as many packs as before.
+    """
+    lanes = [packs.copy() for packs in lanes]
+    sums = np.array([cost[packs].sum() for packs in lanes])
+    for _ in range(_SWAPS_PER_LANE * len(lanes)):
+        high, low = int(sums.argmax()), int(sums.argmin())
+        gap = sums[high] - sums[low]
+        moved = cost[lanes[high]][:, None] - cost[lanes[low]]  # to the least expensive lane, by each swap of two packs
+        off = np.abs(moved - gap / 2)
+        give, take = np.unravel_index(int(off.argmin()), off.shape)
+        if off[give, take] >= gap / 2 * (1 - _LEAST_STEP):
+            break
+        lanes[high][give], lanes[low][take] = lanes[low][take], lanes[high][give]
+        sums[high] -= moved[give, take]
+        sums[low] += moved[give, take]
+    return lanes
 
 
 def step_seconds(work: np.ndarray, load: np.ndarray, lanes: Sequence[np.ndarray], *, coupled: bool) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
 from tests.data.loading.test_loader import data
+from tests.data.render.test_template_renderer import processor_of
+from tests.data.render.test_template_renderer import row as row_of
 from tests.tiny import part, png, tiny_model, tiny_processor, tiny_row
 
 LIMIT = 60
@@ -69,6 +72,33 @@ def test_a_conversation_is_split_between_turns_and_each_piece_has_the_system_mes
     begins = {tuple(piece.input_ids[: len(head) + 1].tolist()) for piece in pieces}
     assert len(begins) == 1 and next(iter(begins)) == tuple(whole.input_ids[: len(head) + 1].tolist())
     assert [image.tolist() for image in images_of(pieces)] == [image.tolist() for image in images_of([whole])]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "gemma3", "internvl"])
+def test_conversations_of_chat_templates_are_split_without_losing_a_trained_token_or_a_medium(family: str) -> None:
+    random, letters, processor = Random(0), {"qwen2_5_omni": "iavx"}.get(family, "ix"), processor_of(family)
+    several = 0
+    for _ in range(15):
+        turns = []
+        for _ in range(random.randint(2, 5)):
+            asked = [random.choice(letters) for _ in range(random.randint(1, 3))]
+            turns += ["+".join("two words" if c == "x" else c for c in asked), random.choice(["é 漢字", "x y", "ok"])]
+        conversation = row_of(*turns)
+        whole = processor.sample(conversation)
+        assert isinstance(whole, Sample)
+        first = sample_within(processor, conversation, PackBudget(150), "split")
+        if isinstance(first, Rejected):
+            assert "alone: " in first.reason and first.is_overlong
+            continue
+        several += len(first.pieces) > 1
+        assert max(map(len, first.pieces)) <= 150
+        trained = np.concatenate([piece.input_ids[piece.loss_mask] for piece in first.pieces])
+        assert trained.tolist() == whole.input_ids[whole.loss_mask].tolist()
+        spans = [span for piece in first.pieces for span in piece.spans]
+        for ours, theirs in zip(spans, whole.spans, strict=True):
+            assert (ours.component, ours.item.num_tokens) == (theirs.component, theirs.item.num_tokens)
+            assert all(np.array_equal(array, theirs.item.features[name]) for name, array in ours.item.features.items())
+    assert several > 3
 
 
 def test_pieces_are_as_long_as_fits(processor: OmniProcessor) -> None:
@@ -121,16 +151,17 @@ def pieces_of(packs: Packs) -> list[tuple[int, int]]:
     return [sized for pack in packs for sized in zip(pack.info.indices, pack.info.lengths, strict=True)]
 
 
-@pytest.mark.parametrize(("stop", "ranks"), [(3, 1), (5, 3), (7, 2)])
+@pytest.mark.parametrize(("stop", "ranks", "workers"), [(3, 1, 0), (5, 3, 0), (7, 2, 2)])
 def test_a_run_resumes_among_the_pieces_of_a_conversation(
-    processor: OmniProcessor, tmp_path: Path, stop: int, ranks: int
+    processor: OmniProcessor, tmp_path: Path, stop: int, ranks: int, workers: int
 ) -> None:
     rows = [conversation(3 + i % 7, f"chat {i}", shown=(i % 3,)) for i in range(12)]
-    settings = data(tmp_path, rows, pack_tokens=LIMIT, packing_buffer=5, overlong="split")
+    settings = data(tmp_path, rows, pack_tokens=LIMIT, packing_buffer=5, overlong="split", cached_samples=50)
 
     def loaders(number: int, state: Any = None) -> list[StepLoader]:
+        of_part = settings.model_copy(update={"workers": workers if state else 0})
         return [
-            build_dataloader(settings, processor, seed=2, slots=3, rank=rank, ranks=number, state=state)
+            build_dataloader(of_part, processor, seed=2, slots=3, rank=rank, ranks=number, state=state)
             for rank in range(number)
         ]
 

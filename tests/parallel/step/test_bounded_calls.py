@@ -68,11 +68,13 @@ def test_no_call_is_larger_than_its_limit(ranks: RankPool, place: str) -> None:
 
 
 LAYOUTS = [("dp1", {}), ("dp2", {}), ("dp2", {"place": "world"})]
+APART = ("vision1+dp2.accum2", {})
 MORE = [("dp2.accum2", {"place": "world", "window": "step"}), ("pp2.accum2", {"place": "world"})]
 
 
 @pytest.mark.parametrize(
-    ("layout", "fields"), [*LAYOUTS, pytest.param("vision1+dp2.accum2", {}, marks=pytest.mark.slow)]
+    ("layout", "fields"),
+    [LAYOUTS[0], LAYOUTS[2], *(pytest.param(*one, marks=pytest.mark.slow) for one in (LAYOUTS[1], APART))],
 )
 def test_bounded_calls_train_as_one_call(ranks: RankPool, layout: str, fields: dict[str, object]) -> None:
     plan = bounded(layout, 400, **fields)

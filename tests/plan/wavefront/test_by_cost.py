@@ -63,3 +63,11 @@ def test_the_cost_of_a_pack_has_the_squares_of_its_lengths_and_the_items_of_its_
     media = tables_of(topology, {0: [([9], [50]), ([9], [50])], 1: [([9], []), ([9], [])]})
     dealt = CostOrder(("vision",), coupled=False)(topology, media, Rates(1.0, {"vision": 1.0}))
     assert [sorted(lane.lane.tolist()) for lane in dealt] == [[0, 1], [0, 1]]
+
+
+def test_lanes_of_a_few_packs_are_evened_by_swaps() -> None:
+    work = 1.0 + skewed(8 * 64, seed=3).clip(max=4.0)
+    dealt = dealt_packs(work, np.zeros(len(work)), 64, coupled=False)
+    assert {len(packs) for packs in dealt} == {8} and sorted(np.concatenate(dealt)) == list(range(8 * 64))
+    sums = np.array([work[packs].sum() for packs in dealt])
+    assert sums.max() <= 1.005 * sums.mean()
