@@ -24,6 +24,7 @@ from omnitrain.data.loading.order import Draw
 from omnitrain.data.loading.prepared_rows import Prepared, PreparedRows
 from omnitrain.data.loading.socket_message import encode, receive, send
 from omnitrain.data.packing.sample import Rejected
+from omnitrain.data.sources.rows import Row
 from omnitrain.errors import TrainingError
 
 _MESSAGE_SECONDS = 0.01  # rows that are prepared within this time travel together
@@ -178,12 +179,14 @@ def _serve(rows: PreparedRows, connection: socket.socket, current: Any) -> None:
     """Prepare the rows that are requested, one by one."""
     follow_main_process()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends this process
-    index = 0
+    index, source = 0, 0
 
-    def note(*names: str) -> None:
-        current.value = json.dumps([index, *(name[:_NAME_CHARACTERS] for name in names)]).encode()
+    def begin(row: Row) -> None:
+        """Begin the time of a row once it has been read: a stream may have to skip others first."""
+        current.value = json.dumps([index, row.id[:_NAME_CHARACTERS], row.source[:_NAME_CHARACTERS]]).encode()
+        signal.setitimer(signal.ITIMER_REAL, rows.seconds(source) or 0.0)
 
-    rows.on_read = lambda row: note(row.id, row.source)
+    rows.on_read = begin
     while True:
         try:
             draws = receive(connection)
@@ -192,9 +195,8 @@ def _serve(rows: PreparedRows, connection: socket.socket, current: Any) -> None:
         ready: list[Prepared | _Failed] = []
         sent_at = time.monotonic()
         for draw in draws:
-            index = draw[0]
-            note()
-            signal.setitimer(signal.ITIMER_REAL, rows.seconds(draw[1]) or 0.0)
+            index, source, _ = draw
+            current.value = json.dumps([index]).encode()
             try:
                 ready.append(rows[draw])
             except Exception:  # the process that asked must get it, not only this one's stderr
