@@ -55,10 +55,6 @@ class PreparedRows:
         """Return the deadline of each row of a source, in seconds; None: it has none."""
         return getattr(self.sources[source], "sample_seconds", None)  # a plain sequence of rows has none
 
-    def is_stream(self, source: int) -> bool:
-        """Whether a row of a source may have to wait until the rows before it have been read."""
-        return getattr(self.sources[source], "is_stream", False)
-
     @property
     def may_hang(self) -> bool:
         """Whether any source has a deadline, and media that may miss it."""

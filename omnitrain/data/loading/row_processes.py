@@ -179,20 +179,14 @@ def _serve(rows: PreparedRows, connection: socket.socket, current: Any) -> None:
     """Prepare the rows that are requested, one by one."""
     follow_main_process()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends this process
-    index = source = 0
+    index, source = 0, 0
 
-    def note(*names: str) -> None:
-        current.value = json.dumps([index, *(name[:_NAME_CHARACTERS] for name in names)]).encode()
-
-    def begin_deadline() -> None:
+    def begin(row: Row) -> None:
+        """Begin the time of a row once it has been read: a stream may have to skip others first."""
+        current.value = json.dumps([index, row.id[:_NAME_CHARACTERS], row.source[:_NAME_CHARACTERS]]).encode()
         signal.setitimer(signal.ITIMER_REAL, rows.seconds(source) or 0.0)
 
-    def on_read(row: Row) -> None:
-        note(row.id, row.source)
-        if rows.is_stream(source):
-            begin_deadline()
-
-    rows.on_read = on_read
+    rows.on_read = begin
     while True:
         try:
             draws = receive(connection)
@@ -202,9 +196,7 @@ def _serve(rows: PreparedRows, connection: socket.socket, current: Any) -> None:
         sent_at = time.monotonic()
         for draw in draws:
             index, source, _ = draw
-            note()
-            if not rows.is_stream(source):  # else it begins when the stream has come to the row
-                begin_deadline()
+            current.value = json.dumps([index]).encode()
             try:
                 ready.append(rows[draw])
             except Exception:  # the process that asked must get it, not only this one's stderr

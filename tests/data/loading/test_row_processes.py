@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from omnitrain.data.loading.loader import LoaderState, StepLoader, build_dataloader
+from omnitrain.data.loading.prepared_rows import PreparedRows
+from omnitrain.data.loading.row_processes import prepare_some
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
@@ -150,6 +152,23 @@ def test_a_decoder_that_crashes_costs_its_row(processor: OmniProcessor, tmp_path
     assert [(row.id, row.reason) for row in loader.rejected.values()] == [
         ("image_to_text/3", "its decoder crashed (SIGSEGV)")
     ]
+
+
+class SlowSource(list[Row]):
+    """Rows that take longer to be read than they may take to become samples."""
+
+    sample_seconds = 1.0
+    shown = True
+
+    def __getitem__(self, position: int) -> Row:
+        time.sleep(1.2)
+        return super().__getitem__(position)
+
+
+def test_the_time_of_a_row_begins_when_it_has_been_read(processor: OmniProcessor) -> None:
+    """A stream may have to skip many before it."""
+    (prepared,) = prepare_some(PreparedRows([SlowSource(ROWS[:1])], processor), [(0, 0, 0)])
+    assert isinstance(prepared, Sample)
 
 
 def fail(row: Row) -> None:
