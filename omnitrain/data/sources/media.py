@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import io
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -209,14 +212,48 @@ def _pillow_clip(animation: Image.Image, max_frames: int) -> Clip:
 
 
 def _av_clip(container: Any, max_frames: int) -> Clip:
+    """Decode the wanted frames, each from the key frame before it. The times of all frames come from their packets."""
     stream = container.streams.video[0]
-    total = stream.frames
-    if not total:  # the header does not give it
-        total = sum(packet.size > 0 for packet in container.demux(stream))
+    packets = [(packet.pts, packet.dts, packet.is_keyframe) for packet in container.demux(stream) if packet.size]
+    wanted = sorted(_evenly(len(packets), max_frames))
+    if any(time is None for time, _, _ in packets):  # an old format without times
         container.seek(0)
-    wanted = _evenly(total, max_frames)
-    frames = enumerate(container.decode(stream))
-    return _clip([(frame.time, frame.to_image()) for index, frame in frames if index in wanted])
+        frames = enumerate(container.decode(stream))
+        return _clip([(frame.time, frame.to_image()) for index, frame in frames if index in wanted])
+    times, keys = sorted(time for time, _, _ in packets), sorted(times[:2] for times in packets if times[2])
+    kept: list[tuple[float | None, Image.Image]] = []
+    decoded: Iterator[Any] = iter(())
+    last = None
+    for time in (times[index] for index in wanted):
+        key = keys[max(0, bisect_right(keys, time, key=itemgetter(0)) - 1)]
+        if last is None or key[0] > last:  # else the frames up to this one are decoded anyway
+            decoded = _frames_from(container, stream, key, time)
+        for frame in decoded:
+            last = frame.pts
+            if last >= time:
+                kept.append((frame.time, frame.to_image()))
+                break
+    return _clip(kept)
+
+
+def _frames_from(container: Any, stream: Any, key: tuple[int, int | None], time: int) -> Iterator[Any]:
+    """Return the frames from a key frame on, or from one before it, but not after ``time``.
+
+    Args:
+        container: the open video.
+        stream: its stream of frames.
+        key: when the key frame is shown, and when it is decoded, by which some formats seek (AVI).
+        time: when the wanted frame is shown.
+    """
+    for start in key:
+        if start is not None:
+            container.seek(start, stream=stream)
+            frames = container.decode(stream)
+            first = next(frames, None)
+            if first is not None and first.pts <= time:
+                return chain([first], frames)
+    container.seek(0)
+    return iter(container.decode(stream))
 
 
 def _evenly(total: int, most: int) -> set[int]:
