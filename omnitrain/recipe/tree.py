@@ -63,6 +63,8 @@ class Recipe(Strict):
                 "but there is no `train.losses.text` or `train.metrics` to read its hidden states; add it, or remove it"
             )
             yield Idle("model.teachers", why)
+        for name in self.model.teachers.keys() & self.data.pack_elements.keys():
+            yield Idle("data.pack_elements", f"but the teacher {name} reads no media; remove it there")
         if self.data.processor is not None:
             yield Idle("model.tokenizer", "but `data.processor` contains a tokenizer; remove one of the two")
         if self.model.checkpoint is not None:

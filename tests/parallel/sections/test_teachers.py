@@ -172,6 +172,11 @@ def test_a_metric_may_be_all_that_reads_a_teacher(recipe: Path) -> None:
     assert check_recipe(Recipe.load(str(recipe), with_teacher(recipe, text="plain", size="largest"))) == []
 
 
+def test_a_pack_has_no_limit_of_the_media_of_a_teacher(recipe: Path) -> None:
+    with pytest.raises(UserError, match=r"data.pack_elements: .*, but the teacher big reads no media; remove it there"):
+        Recipe.load(str(recipe), [*with_teacher(recipe, text="distilled"), "data.pack_elements.big=9"])
+
+
 def test_a_function_that_needs_a_teacher_is_refused_without_one(recipe: Path) -> None:
     given = Recipe.load(str(recipe), with_teacher(recipe, text="distilled")[1:])
     with pytest.raises(UserError, match=r"train.losses.text: found a parameter 'big' .*; expected none"):
