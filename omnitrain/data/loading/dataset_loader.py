@@ -240,20 +240,21 @@ def _step_and_parts(
             raise UserError(
                 f"global_batch_size: found {size}; expected the rows of a step over all ranks, {ranks} or more"
             )
-        number, rows = ranks, math.ceil(size / ranks)
+        number = ranks
     else:
         size = micro_batch_size * ranks if size is None else size
         if micro_batch_size < 1 or size % micro_batch_size:
             raise UserError(
                 f"global_batch_size: found {size}; expected a multiple of micro_batch_size {micro_batch_size}"
             )
-        number, rows = size // micro_batch_size, micro_batch_size
+        number = size // micro_batch_size
         if number < ranks:
             raise UserError(
                 f"global_batch_size: {size} samples are {number} micro-batches of {micro_batch_size}, but {ranks} "
                 f"ranks need at least one each; raise it to {ranks * micro_batch_size}"
             )
-    return size, [slice(slot * rows, (slot + 1) * rows) for slot in share_of_rank(rank, ranks, number).slots]
+    slots = share_of_rank(rank, ranks, number).slots
+    return size, [slice(slot * size // number, (slot + 1) * size // number) for slot in slots]
 
 
 def _is_map(dataset: Any) -> bool:

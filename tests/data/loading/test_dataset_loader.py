@@ -184,6 +184,13 @@ def test_packs_of_a_number_of_tokens_are_dense_and_a_step_has_the_same_rows(rank
     ]
 
 
+def test_ranks_that_fill_packs_have_equally_many_rows_of_a_step_up_to_one() -> None:
+    rows = [{"input_ids": [1, 2]}] * 14
+    options = {"micro_batch_size": None, "pack_tokens": 64, "global_batch_size": 14, "collate_fn": None}
+    steps = [next(iter(loader_of(rows, rank, 5, **options))) for rank in range(5)]
+    assert [sum(len(pack.info.ids) for pack in packs) for packs in steps] == [2, 3, 3, 3, 3]
+
+
 def test_samples_longer_than_a_pack_are_skipped_and_listed() -> None:
     rows = [{"input_ids": [1] * length, "id": f"{length}", "source": "books"} for length in (3, 9, 4)]
     loader = loader_of(rows, micro_batch_size=None, pack_tokens=8, global_batch_size=3, collate_fn=None)
