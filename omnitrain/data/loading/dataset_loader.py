@@ -20,6 +20,7 @@ from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import DataError, UserError
+from omnitrain.ops.device import mixed_seed
 
 _MAX_FAILURES = 1000  # consecutive rejected rows
 
@@ -112,7 +113,7 @@ class DatasetLoader:
             raise DataError("dataset: it has no rows")
         self._order = SourceShare("dataset", len(self._dataset) if self._is_map else 0)
         self._most_failures = min(_MAX_FAILURES, len(self._dataset)) if self._is_map else _MAX_FAILURES
-        self._num_workers, self._seed = num_workers, seed
+        self._num_workers, self._seed, self._rank = num_workers, seed, rank
         self._shuffles = self._is_map if shuffle is None else shuffle
         collate = collate_fn or OmniDataCollatorWithPacking()
         if pack_tokens is not None and not isinstance(collate, OmniDataCollatorWithPacking):
@@ -170,7 +171,7 @@ class DatasetLoader:
             collate_fn=self._make,
             num_workers=self._num_workers,
             worker_init_fn=_start_worker,
-            generator=torch.Generator(),  # else DataLoader would advance the global generator, which dropout uses
+            generator=self._generator(),
         )
         micro_batches = iter(loader)
         for step in steps:
@@ -198,8 +199,16 @@ class DatasetLoader:
             batch_size=None,
             num_workers=self._num_workers,
             worker_init_fn=_start_worker,
-            generator=torch.Generator(),
+            generator=self._generator(),
         )
+
+    def _generator(self) -> torch.Generator:
+        """Return what seeds the workers: random transforms of the rows differ between epochs, ranks and resumes.
+
+        With the global generator, ``DataLoader`` would advance what dropout uses.
+        """
+        seed = mixed_seed(self._seed, self._rank, self.epoch, self.steps)
+        return torch.Generator().manual_seed(seed)
 
     def _checked(self, made: MicroBatches) -> MicroBatches:
         """Count rejected rows, and raise the error of a row that the model cannot use."""

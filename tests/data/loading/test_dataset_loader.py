@@ -72,6 +72,23 @@ def test_a_step_has_the_same_rows_on_any_ranks_and_workers(make: Any, ranks: int
     assert sorted(rows[:22]) == sorted(rows[22:]) and rows[:22] != rows[22:] and len(set(rows)) == 22
 
 
+class Noisy(torch.utils.data.Dataset):
+    """Rows that are a random number, as of an augmentation."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return torch.rand(()).item()
+
+
+def test_workers_draw_other_random_numbers_in_each_epoch_and_rank_and_leave_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    found = [[row for step in steps_of(Noisy(), 2, 2, num_workers=1, seed=seed) for row in step] for seed in (0, 0, 1)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert found[0] == found[1] and len(set(found[0] + found[2])) == 32
+
+
 @pytest.mark.parametrize("make", [lambda: ROWS, Stream])
 @pytest.mark.parametrize("done", [2, 3, 5])
 def test_a_state_continues_after_its_step_on_other_ranks(make: Any, done: int) -> None:
