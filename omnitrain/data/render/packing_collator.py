@@ -89,6 +89,11 @@ class OmniDataCollatorWithPacking:
 
     def sample(self, features: Mapping[str, Any], index: int = 0) -> Sample:
         """Return the sample of one dict of features; arguments and errors as in :meth:`__call__`."""
+        if not isinstance(features, Mapping):
+            raise ValueError(
+                f"row {index} is a {type(features).__name__}; expected a Sample or a dict of features such as "
+                "input_ids (for rows of messages, pass a processor; for other rows, a collate_fn of your own)"
+            )
         name = str(features.get("id", index))
         try:
             return self._sample(features, name, index)

@@ -139,6 +139,11 @@ def test_features_that_do_not_fit_are_an_error_in_words(changes: dict[str, Any],
         OmniDataCollatorWithPacking(native_of())([features | changes])
 
 
+def test_a_row_without_names_is_refused() -> None:
+    with pytest.raises(ValueError, match="row 1 is a str; expected a Sample or a dict of features such as input_ids"):
+        OmniDataCollatorWithPacking()([{"input_ids": [1, 2]}, "text"])
+
+
 def test_shifted_labels_are_refused() -> None:
     with pytest.raises(ValueError, match=r"labels: found 6 at token 0, but input_ids has 5; .*must not be shifted"):
         OmniDataCollatorWithPacking()([{"input_ids": [5, 6, 7], "labels": [6, 7, -100]}])
