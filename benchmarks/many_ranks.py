@@ -301,6 +301,7 @@ def line_of(world: int) -> Values:
             flops=RunFlops(None, None),
             device=torch.device("cpu"),
             loader=loaders[rank],
+            data_state=loaders[rank].state(),
             steps_without_targets=0,
             compiled=None,
             experts=Experts(ranks_of_run, recipe),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.timing import Recorded
+from omnitrain.ops.timing import Recorded, Span
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.step.item_costs import (
     MEASURED_STEPS,
@@ -48,6 +51,7 @@ class EncoderCosts:
         self._components = measured_components(model) if is_spread else ()
         sections = layout.sections.values() if layout is not None and is_spread else ()
         self._apart = [component for section in sections for component in section.components]
+        self._waits = layout is not None and layout.state_of(FOUNDATION).size("fsdp") > 1
         self._inside = encoders_of_own_packs(model) if is_spread and deals_packs(model) else ()
         quadratic, seconds = state.quadratic_costs or {}, state.section_seconds or {}
         is_known = quadratic.keys() >= set(self._components) and seconds.keys() >= set(self._timed)
@@ -106,18 +110,36 @@ class EncoderCosts:
     def _of_first_stage(self, plan: StepPlan, recorded: Recorded) -> Encoded:
         """The samples of this rank on the first stage, and the seconds of its forwards and backwards; elsewhere none.
 
-        Encoders in these forwards do not count: their backwards are taken to be twice as long as their forwards.
+        A rank that waits for others in each layer takes as long as the rank with the longest samples in that
+        micro-batch.
         """
         if self._rank not in plan.topology.readers or plan.topology.first_stage[self._rank] != self._rank:
             return Encoded(0, 0, 0, 0)
         spans = [span for span in recorded.spans if span.what.kind == "action" and Action.parse(span.what.name).passes]
-        owner = plan.topology.owner_of(self._rank)
-        tokens, squares = (float(found[:, owner].sum()) for found in (plan.tokens, plan.squares))
-        encoding = 0.0
-        for name in self._inside:
-            seconds = seconds_of_forwards(recorded, name, has_actions=False)
-            encoding += seconds * (3 if plan.topology.component(name).is_trained else 1)
-        return Encoded(len(spans), tokens, squares, max(0.0, sum(span.seconds for span in spans) - encoding))
+        owners = plan.topology.owners if self._waits else [plan.topology.owner_of(self._rank)]
+        longest = plan.squares[:, owners].argmax(axis=1)[:, None]
+        tokens, squares = (
+            float(np.take_along_axis(found[:, owners], longest, axis=1).sum()) for found in (plan.tokens, plan.squares)
+        )
+        return Encoded(len(spans), tokens, squares, foundation_seconds(spans, recorded, self._inside))
+
+
+def foundation_seconds(spans: Sequence[Span], recorded: Recorded, inside: Sequence[str]) -> float:
+    """Return the seconds of the foundation's forwards and backwards in a step of a rank.
+
+    Encoders inside of these forwards do not count. Nothing says how long their backwards take. So a backward of the
+    foundation is then taken to be twice as long as its forward; and if forwards and backwards overlap, those of the
+    encoders are.
+
+    Args:
+        spans: of the actions that are forwards or backwards.
+        recorded: the step.
+        inside: the encoders.
+    """
+    encoding = sum(seconds_of_forwards(recorded, name, has_actions=False) for name in inside)
+    if not encoding or any(Action.parse(span.what.name).parts for span in spans):
+        return max(0.0, sum(span.seconds for span in spans) - 3 * encoding)
+    return 3 * (sum(span.seconds for span in spans if Action.parse(span.what.name).kind is Kind.F) - encoding)
 
 
 def seconds_of_forwards(recorded: Recorded, component: str, *, has_actions: bool) -> float:

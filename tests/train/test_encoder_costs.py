@@ -116,7 +116,11 @@ def test_the_cost_of_samples_is_measured_like_that_of_items_and_a_resumed_run_de
     short, long = ([*dealt, f"train.steps={steps}"] for steps in (unused + 1, unused + 3))
     (_, measured), (_, other) = ranks.run(costs_of_steps, recipe, short, False, timeout_s=120, world=2)
     assert measured == other and len(measured) == 2 * (FAST["MEASURED_STEPS"] - FAST["WARM_UP"])
-    assert all(row.seconds > 0 and row.calls == 4 and row.squares > row.elements > 0 for row in measured)
+    assert [(row.calls, row.squares > row.elements > 0, row.seconds > 0) for row in measured] == [
+        (4, True, True)
+    ] * 4, measured
+    of_ranks = [[(row.elements, row.squares) for row in measured[first : first + 2]] for first in (0, 2)]
+    assert of_ranks[0] == of_ranks[1]  # each rank waits for the one with the longest samples
     saved = tmp_path / "run" / "checkpoints" / f"step-{unused + 1:08d}" / "trainer.pt"
     state = torch.load(saved, weights_only=True)["state"]
     assert state["quadratic_costs"] == {"foundation": FOUND}
@@ -140,6 +144,22 @@ def test_a_backward_that_encodes_again_does_not_make_a_section_look_slower() -> 
     recorded = Recorded(0.0, 7.0, tuple(Span(*span) for span in spans))
     assert encoder_costs.seconds_of_forwards(recorded, "image_encoder", has_actions=True) == 1
     assert encoder_costs.seconds_of_forwards(recorded, "audio_encoder", has_actions=True) == 0
+
+
+def test_encoders_inside_of_forwards_do_not_count_as_the_foundation() -> None:
+    encode = What("compute", "encode", "forward", "image_encoder")
+
+    def recorded(*actions: tuple[str, float, float]) -> Recorded:
+        spans = [Span(What("action", name), start, end) for name, start, end in actions]
+        return Recorded(0.0, 9.0, (Span(encode, 0.0, 1.0), *spans))
+
+    apart = recorded(("0F0", 0, 3), ("0B0", 3, 9))
+    together = recorded(("0F0", 0, 3), ("(0F1;0B0)OVERLAP_F_B", 3, 9))
+    found = [
+        encoder_costs.foundation_seconds([span for span in one.spans if span.what.kind == "action"], one, inside)
+        for one, inside in ((apart, ["image_encoder"]), (together, ["image_encoder"]), (apart, []))
+    ]
+    assert found == [6.0, 6.0, 9.0]
 
 
 def test_a_default_plan_measures_only_encoders_whose_items_are_divided(ranks: RankPool, tmp_path: Path) -> None:
