@@ -136,19 +136,26 @@ class DatasetLoader:
         """Return the state after the last step, the same on all ranks and valid for any number of them."""
         rows = self.steps * self.global_batch_size
         length = len(self._dataset) if self._is_map else None
-        return {"epoch": self.epoch, "steps": self.steps, "rows": rows, "length": length}
+        seed = self._seed if self._shuffles else None
+        return {"epoch": self.epoch, "steps": self.steps, "rows": rows, "length": length, "seed": seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step of :meth:`state_dict`. Of an iterable dataset, ``rows`` rows are read and dropped.
 
         Raises:
-            UserError: the dataset had another length, or ``global_batch_size`` was another one, so the steps had other
-                rows.
+            UserError: the dataset had another length, or ``global_batch_size``, ``shuffle`` or ``seed`` were others, so
+                the steps had other rows.
         """
-        if (length := self.state_dict()["length"]) != state["length"]:
+        own = self.state_dict()
+        if own["seed"] != state["seed"]:
             raise UserError(
-                f"dataset: found {length} rows, but the state is of {state['length']} rows; pass the dataset that the "
-                "run began with (None: it is iterable)"
+                f"shuffle, seed: found the seed {own['seed']}, but the state is of {state['seed']}; pass those that "
+                "the run began with (None: rows are not shuffled)"
+            )
+        if own["length"] != state["length"]:
+            raise UserError(
+                f"dataset: found {own['length']} rows, but the state is of {state['length']} rows; pass the dataset "
+                "that the run began with (None: it is iterable)"
             )
         if state["rows"] != state["steps"] * self.global_batch_size:
             raise UserError(

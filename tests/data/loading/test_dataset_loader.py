@@ -267,9 +267,14 @@ def test_what_does_not_fit_is_refused_in_words(rows: Any, options: dict[str, Any
 
 def test_a_state_of_other_steps_and_data_without_a_processor_are_refused() -> None:
     with pytest.raises(UserError, match="found 4, but the state has 3 steps of 24 rows; pass the one that the run"):
-        loader_of(ROWS, global_batch_size=4).load_state_dict({"epoch": 0, "steps": 3, "rows": 24, "length": 22})
+        loader_of(ROWS, global_batch_size=4).load_state_dict(
+            {"epoch": 0, "steps": 3, "rows": 24, "length": 22, "seed": 0}
+        )
     with pytest.raises(UserError, match="dataset: found 21 rows, but the state is of 22 rows; pass the dataset that"):
         loader_of(ROWS[1:]).load_state_dict(loader_of(ROWS).state_dict())
+    for options, found in (({"seed": 1}, 1), ({"shuffle": False}, None)):
+        with pytest.raises(UserError, match=f"shuffle, seed: found the seed {found}, but the state is of 0; pass"):
+            loader_of(ROWS, **options).load_state_dict(loader_of(ROWS).state_dict())
     data, processor = Data.model_validate({"train": [{"path": "rows.jsonl"}]}), tiny_processor(tiny_model())
     with pytest.raises(UserError, match="processor: the `data` of a recipe needs an OmniProcessor"):
         ot.build_dataloader(data)
