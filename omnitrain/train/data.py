@@ -58,7 +58,7 @@ def open_data(
         idle=idle_prompt(model),
         then=planner,
         peers=ranks.peers,
-        media_names=model.media_names,
+        media_names=model.media_of_data,
         swap=planner.peers.swap,
     )
     heldout = open_sources(recipe.data.heldout)

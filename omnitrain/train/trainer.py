@@ -520,7 +520,7 @@ class Trainer:
         for losses in packs:
             self.meter.add_losses(losses)
         if self.ranks.is_first_with_its_samples:
-            self.meter.add_samples(batch.packs)
+            self.meter.add_samples(batch.packs, self.model.media_of_data)
         self.mean_loss.add(loss, num_targets)
         self.samples += int(batch.plan.num_samples.sum())
         self.step += 1

@@ -20,6 +20,7 @@ from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import DataError, UserError
+from omnitrain.ops.device import mixed_seed
 
 _MAX_FAILURES = 1000  # consecutive rejected rows
 
@@ -112,7 +113,7 @@ class DatasetLoader:
             raise DataError("dataset: it has no rows")
         self._order = SourceShare("dataset", len(self._dataset) if self._is_map else 0)
         self._most_failures = min(_MAX_FAILURES, len(self._dataset)) if self._is_map else _MAX_FAILURES
-        self._num_workers, self._seed = num_workers, seed
+        self._num_workers, self._seed, self._rank = num_workers, seed, rank
         self._shuffles = self._is_map if shuffle is None else shuffle
         collate = collate_fn or OmniDataCollatorWithPacking()
         if pack_tokens is not None and not isinstance(collate, OmniDataCollatorWithPacking):
@@ -135,19 +136,26 @@ class DatasetLoader:
         """Return the state after the last step, the same on all ranks and valid for any number of them."""
         rows = self.steps * self.global_batch_size
         length = len(self._dataset) if self._is_map else None
-        return {"epoch": self.epoch, "steps": self.steps, "rows": rows, "length": length}
+        seed = self._seed if self._shuffles else None
+        return {"epoch": self.epoch, "steps": self.steps, "rows": rows, "length": length, "seed": seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step of :meth:`state_dict`. Of an iterable dataset, ``rows`` rows are read and dropped.
 
         Raises:
-            UserError: the dataset had another length, or ``global_batch_size`` was another one, so the steps had other
-                rows.
+            UserError: the dataset had another length, or ``global_batch_size``, ``shuffle`` or ``seed`` were others, so
+                the steps had other rows.
         """
-        if (length := self.state_dict()["length"]) != state["length"]:
+        own = self.state_dict()
+        if own["seed"] != state["seed"]:
             raise UserError(
-                f"dataset: found {length} rows, but the state is of {state['length']} rows; pass the dataset that the "
-                "run began with (None: it is iterable)"
+                f"shuffle, seed: found the seed {own['seed']}, but the state is of {state['seed']}; pass those that "
+                "the run began with (None: rows are not shuffled)"
+            )
+        if own["length"] != state["length"]:
+            raise UserError(
+                f"dataset: found {own['length']} rows, but the state is of {state['length']} rows; pass the dataset "
+                "that the run began with (None: it is iterable)"
             )
         if state["rows"] != state["steps"] * self.global_batch_size:
             raise UserError(
@@ -170,7 +178,7 @@ class DatasetLoader:
             collate_fn=self._make,
             num_workers=self._num_workers,
             worker_init_fn=_start_worker,
-            generator=torch.Generator(),  # else DataLoader would advance the global generator, which dropout uses
+            generator=self._generator(),
         )
         micro_batches = iter(loader)
         for step in steps:
@@ -198,8 +206,16 @@ class DatasetLoader:
             batch_size=None,
             num_workers=self._num_workers,
             worker_init_fn=_start_worker,
-            generator=torch.Generator(),
+            generator=self._generator(),
         )
+
+    def _generator(self) -> torch.Generator:
+        """Return what seeds the workers: random transforms of the rows differ between epochs, ranks and resumes.
+
+        With the global generator, ``DataLoader`` would advance what dropout uses.
+        """
+        seed = mixed_seed(self._seed, self._rank, self.epoch, self.steps)
+        return torch.Generator().manual_seed(seed)
 
     def _checked(self, made: MicroBatches) -> MicroBatches:
         """Count rejected rows, and raise the error of a row that the model cannot use."""
@@ -240,20 +256,21 @@ def _step_and_parts(
             raise UserError(
                 f"global_batch_size: found {size}; expected the rows of a step over all ranks, {ranks} or more"
             )
-        number, rows = ranks, math.ceil(size / ranks)
+        number = ranks
     else:
         size = micro_batch_size * ranks if size is None else size
         if micro_batch_size < 1 or size % micro_batch_size:
             raise UserError(
                 f"global_batch_size: found {size}; expected a multiple of micro_batch_size {micro_batch_size}"
             )
-        number, rows = size // micro_batch_size, micro_batch_size
+        number = size // micro_batch_size
         if number < ranks:
             raise UserError(
                 f"global_batch_size: {size} samples are {number} micro-batches of {micro_batch_size}, but {ranks} "
                 f"ranks need at least one each; raise it to {ranks * micro_batch_size}"
             )
-    return size, [slice(slot * rows, (slot + 1) * rows) for slot in share_of_rank(rank, ranks, number).slots]
+    slots = share_of_rank(rank, ranks, number).slots
+    return size, [slice(slot * size // number, (slot + 1) * size // number) for slot in slots]
 
 
 def _is_map(dataset: Any) -> bool:

@@ -371,7 +371,7 @@ def _recipe_loader(
             default a step is the tuple of packs. If it is a context manager, it is entered before the first row is read
             and exited at the end, also after an error.
         peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens`` needs.
-        media_names: the model's ``media_names``. Required with ``data.pack_elements``.
+        media_names: the model's ``media_of_data``. Required with ``data.pack_elements``.
         swap: sends a parcel to the data process of each of ``peers`` and returns those that they sent
             (:meth:`DataProcessGroup.swap`). One of the ranks that hold the same samples then prepares them for all.
             None: each rank prepares its own.

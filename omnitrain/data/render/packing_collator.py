@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from omnitrain.data.packing.pack import IGNORED, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX, MediaItem, MediaSpan, Sample
@@ -34,8 +35,8 @@ class OmniDataCollatorWithPacking:
     - ``id`` and ``source``: texts for messages and metrics.
 
     The pack has the per-token features end to end as ``[1, T of all]`` int64, position ids that restart with every
-    conversation, ``cu_seqlens`` ``[conversations + 1]`` int32, and the media with their dtypes, concatenated along dim
-    0, and the positions of their tokens. The shortest conversation comes first.
+    conversation, ``cu_seqlens`` ``[conversations + 1]`` int32, and the media with their dtypes (bfloat16 as float32),
+    concatenated along dim 0, and the positions of their tokens. The shortest conversation comes first.
     """
 
     def __init__(
@@ -89,6 +90,11 @@ class OmniDataCollatorWithPacking:
 
     def sample(self, features: Mapping[str, Any], index: int = 0) -> Sample:
         """Return the sample of one dict of features; arguments and errors as in :meth:`__call__`."""
+        if not isinstance(features, Mapping):
+            raise ValueError(
+                f"row {index} is a {type(features).__name__}; expected a Sample or a dict of features such as "
+                "input_ids (for rows of messages, pass a processor; for other rows, a collate_fn of your own)"
+            )
         name = str(features.get("id", index))
         try:
             return self._sample(features, name, index)
@@ -107,7 +113,7 @@ class OmniDataCollatorWithPacking:
         ids = per_token.pop("input_ids")
         labels, positions = per_token.pop("labels", None), per_token.pop("position_ids", None)
         media = {
-            modality: {key: np.asarray(given[key]) for key in names if key in given}
+            modality: {key: _array(given[key]) for key in names if key in given}
             for modality, names in self._native.media_arguments.items()
             if any(key in given for key in names)
         }
@@ -144,7 +150,7 @@ class OmniDataCollatorWithPacking:
 
     def _per_token(self, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return the per-token features ``[..., T]`` int64, without padding."""
-        arrays = {key: np.asarray(given[key]) for key in self.packing_features if key in given}
+        arrays = {key: _array(given[key]) for key in self.packing_features if key in given}
         if "input_ids" not in arrays:
             raise ValueError(f"input_ids are missing; found {sorted(given)}")
         for key, array in arrays.items():
@@ -182,3 +188,11 @@ class OmniDataCollatorWithPacking:
                 item = MediaItem(media[modality], int(positions.size))
                 spans.append(MediaSpan(NATIVE_PREFIX + modality, int(positions[0]), item, False, positions))
         return tuple(sorted(spans, key=lambda span: span.start))
+
+
+def _array(value: Any) -> np.ndarray:
+    """Return a tensor, an array or a list as an array; numpy has no bfloat16, so it becomes float32."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.dtype == torch.bfloat16 else value
+    return np.asarray(value)

@@ -244,6 +244,17 @@ class OmniModel(ComponentModel):
         order = sorted(names)
         return {names[first]: tuple(name for name in order if names[name] == names[first]) for first in order}
 
+    @property
+    def media_of_data(self) -> dict[str, tuple[str, ...]]:
+        """Encoder or decoder -> the names that its media have in a pack of a loader.
+
+        Unlike in :attr:`media_names`, an encoder whose tower and projector are components by themselves is whole, and
+        there are no teachers, which read no media.
+        """
+        whole = {tower: projector.removesuffix(".projector") for projector, tower in self.reads.items()}
+        others = {*self.reads, *self.teachers}
+        return {whole.get(name, name): media for name, media in self.media_names.items() if name not in others}
+
     def minimal_input(self, name: str) -> tuple[TensorFeatures, tuple[int, ...]]:
         """Return the smallest features for one of :attr:`media_names`, on this model's device, and the tokens of each.
 

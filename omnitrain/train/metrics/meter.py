@@ -91,14 +91,23 @@ class LossMeter:
         self._totals: dict[str, torch.Tensor] = {}  # head -> [sources, 2]: loss sum, tokens
         self._data: Totals = {}
 
-    def add_samples(self, packs: Sequence[Pack]) -> None:
-        """Count the samples of packs and their media, by source. Of ranks that hold the same packs, one calls this."""
+    def add_samples(self, packs: Sequence[Pack], media: Mapping[str, Sequence[str]]) -> None:
+        """Count the samples of packs and their media, by source. Of ranks that hold the same packs, one calls this.
+
+        Args:
+            packs: of a step.
+            media: the model's ``media_of_data``. What packs have under other names, for teachers and projectors, is not
+                counted.
+        """
+        names = {name for of_component in media.values() for name in of_component}
         for pack in packs:
             sources = pack.info.sources
             for source, length, index in zip(sources, pack.info.lengths, pack.info.indices, strict=True):
                 if index >= 0:  # no stand-in
                     self._count(_DATA, source, length)
             for component, batch in (*pack.inputs.items(), *pack.targets.items()):
+                if component not in names:
+                    continue
                 for sample, tokens in zip(batch.samples, batch.num_tokens, strict=True):
                     if pack.info.indices[sample] >= 0:
                         self._count(f"{_DATA}{component}", sources[sample], tokens)

@@ -72,6 +72,23 @@ def test_a_step_has_the_same_rows_on_any_ranks_and_workers(make: Any, ranks: int
     assert sorted(rows[:22]) == sorted(rows[22:]) and rows[:22] != rows[22:] and len(set(rows)) == 22
 
 
+class Noisy(torch.utils.data.Dataset):
+    """Rows that are a random number, as of an augmentation."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return torch.rand(()).item()
+
+
+def test_workers_draw_other_random_numbers_in_each_epoch_and_rank_and_leave_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    found = [[row for step in steps_of(Noisy(), 2, 2, num_workers=1, seed=seed) for row in step] for seed in (0, 0, 1)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert found[0] == found[1] and len(set(found[0] + found[2])) == 32
+
+
 @pytest.mark.parametrize("make", [lambda: ROWS, Stream])
 @pytest.mark.parametrize("done", [2, 3, 5])
 def test_a_state_continues_after_its_step_on_other_ranks(make: Any, done: int) -> None:
@@ -184,6 +201,13 @@ def test_packs_of_a_number_of_tokens_are_dense_and_a_step_has_the_same_rows(rank
     ]
 
 
+def test_ranks_that_fill_packs_have_equally_many_rows_of_a_step_up_to_one() -> None:
+    rows = [{"input_ids": [1, 2]}] * 14
+    options = {"micro_batch_size": None, "pack_tokens": 64, "global_batch_size": 14, "collate_fn": None}
+    steps = [next(iter(loader_of(rows, rank, 5, **options))) for rank in range(5)]
+    assert [sum(len(pack.info.ids) for pack in packs) for packs in steps] == [2, 3, 3, 3, 3]
+
+
 def test_samples_longer_than_a_pack_are_skipped_and_listed() -> None:
     rows = [{"input_ids": [1] * length, "id": f"{length}", "source": "books"} for length in (3, 9, 4)]
     loader = loader_of(rows, micro_batch_size=None, pack_tokens=8, global_batch_size=3, collate_fn=None)
@@ -243,9 +267,14 @@ def test_what_does_not_fit_is_refused_in_words(rows: Any, options: dict[str, Any
 
 def test_a_state_of_other_steps_and_data_without_a_processor_are_refused() -> None:
     with pytest.raises(UserError, match="found 4, but the state has 3 steps of 24 rows; pass the one that the run"):
-        loader_of(ROWS, global_batch_size=4).load_state_dict({"epoch": 0, "steps": 3, "rows": 24, "length": 22})
+        loader_of(ROWS, global_batch_size=4).load_state_dict(
+            {"epoch": 0, "steps": 3, "rows": 24, "length": 22, "seed": 0}
+        )
     with pytest.raises(UserError, match="dataset: found 21 rows, but the state is of 22 rows; pass the dataset that"):
         loader_of(ROWS[1:]).load_state_dict(loader_of(ROWS).state_dict())
+    for options, found in (({"seed": 1}, 1), ({"shuffle": False}, None)):
+        with pytest.raises(UserError, match=f"shuffle, seed: found the seed {found}, but the state is of 0; pass"):
+            loader_of(ROWS, **options).load_state_dict(loader_of(ROWS).state_dict())
     data, processor = Data.model_validate({"train": [{"path": "rows.jsonl"}]}), tiny_processor(tiny_model())
     with pytest.raises(UserError, match="processor: the `data` of a recipe needs an OmniProcessor"):
         ot.build_dataloader(data)

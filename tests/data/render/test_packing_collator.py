@@ -139,6 +139,21 @@ def test_features_that_do_not_fit_are_an_error_in_words(changes: dict[str, Any],
         OmniDataCollatorWithPacking(native_of())([features | changes])
 
 
+def test_a_row_without_names_is_refused() -> None:
+    with pytest.raises(ValueError, match="row 1 is a str; expected a Sample or a dict of features such as input_ids"):
+        OmniDataCollatorWithPacking()([{"input_ids": [1, 2]}, "text"])
+
+
+def test_media_of_bfloat16_are_packed_as_float32() -> None:
+    features = features_of("qwen2_vl")
+    halves = [
+        {name: value.bfloat16() if name == "pixel_values" else value for name, value in one.items()} for one in features
+    ]
+    found, expected = (OmniDataCollatorWithPacking(native_of())(rows) for rows in (halves, features))
+    (of_halves,), (whole,) = (pack.inputs["foundation.image"].groups for pack in (found, expected))
+    assert torch.equal(of_halves.features["pixel_values"], whole.features["pixel_values"].bfloat16().float())
+
+
 def test_shifted_labels_are_refused() -> None:
     with pytest.raises(ValueError, match=r"labels: found 6 at token 0, but input_ids has 5; .*must not be shifted"):
         OmniDataCollatorWithPacking()([{"input_ids": [5, 6, 7], "labels": [6, 7, -100]}])

@@ -28,7 +28,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer
 from tests.tiny import TASKS, tiny_recipe
 from tests.train.test_encoder_costs import FAST, FOUND, costs_of_steps
-from tests.train.test_ranks import assert_same_run
+from tests.train.test_ranks import assert_same_run, metrics
 from tests.train.test_ranks import fit_with_momentum as fit
 
 pytestmark = pytest.mark.ranks
@@ -126,11 +126,13 @@ def test_a_run_that_goes_on_with_the_same_sections_has_the_same_bits(
 @pytest.mark.parametrize("now", [MEDIA, "parallel.sections={}", section(ranks=2), section(["audio_encoder"]), APART])
 def test_a_run_goes_on_with_other_sections(sections: RankPool, recipe: Path, tmp_path: Path, now: str) -> None:
     """On three ranks and one, four without sections, two and two, and with another component apart."""
-    fit(recipe, [f"output_dir={tmp_path / 'one'}", *slots(12)])
+    settings = [*slots(12), "data.pack_elements={image_encoder: 100_000}"]
+    fit(recipe, [f"output_dir={tmp_path / 'one'}", *settings])
     leave_process_groups()
-    run = run_half(sections, recipe, tmp_path / "run", slots(12))
-    go_on(sections, recipe, run, [*slots(12), now], 4)
+    run = run_half(sections, recipe, tmp_path / "run", settings)
+    go_on(sections, recipe, run, [*settings, now], 4)
     assert worst_error(run, tmp_path / "one") < 1e-6
+    assert [line["data"] for line in metrics(run)] == [line["data"] for line in metrics(tmp_path / "one")]
 
 
 @pytest.mark.slow
