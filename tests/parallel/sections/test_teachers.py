@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.resolve.plans import resolve_without_ranks
 from omnitrain.parallel.spawn.pool import RankPool
@@ -101,6 +103,16 @@ def test_a_loss_reads_the_last_hidden_state_of_each_predicting_token() -> None:
     torch.testing.assert_close(torch.cat(read), torch.cat(alone)[pack.text_rows], rtol=1e-5, atol=1e-5)
     assert all(parameter.grad is None for parameter in model.get_submodule("big").parameters())
     assert not model.get_submodule("big").model.training
+
+
+@pytest.mark.parametrize("head", ["inside", "plain"])
+def test_a_pack_without_trained_text_calls_no_function(head: Literal["inside", "plain"]) -> None:
+    model = taught()
+    model.runner.contract = replace(model.runner.contract, head=head)
+    model.runner.token_metrics = {"size": largest}
+    term = model(Pack.from_samples([idle_prompt(model)])).losses["text"]
+    assert (term.count, term.sum.item(), term.metrics["size"].tolist()) == (0, 0.0, [])
+    assert term.sum.requires_grad
 
 
 @pytest.mark.ranks
