@@ -29,7 +29,7 @@ from omnitrain.train.build_from_recipe import build_from_recipe, use_own_functio
 from omnitrain.train.verbs.check import check_recipe
 from tests import tiny
 from tests.parallel.sections.test_ahead import encoded_in_steps
-from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_recipe, tiny_samples, tiny_tokenizer
+from tests.tiny import FOUNDATION, TASKS, tiny_model, tiny_processor, tiny_recipe, tiny_samples, tiny_tokenizer
 from tests.train.test_ranks import assert_same_run, fit
 
 TEACHER = FOUNDATION | {"hidden_size": 48, "num_hidden_layers": 3}
@@ -209,6 +209,13 @@ def test_a_teacher_does_not_read_media() -> None:
     pack = Pack.from_samples(tiny_samples(tiny_processor(model), 2, ["text", "image_to_text"]))
     with pytest.raises(UserError, match="reads text alone, but sample image_to_text/1 has media of image_encoder"):
         model(pack)
+
+
+def test_check_names_rows_with_media_that_a_teacher_would_read(recipe: Path, tmp_path: Path) -> None:
+    with_media = tiny_recipe(tmp_path, rows=len(TASKS))
+    problems = check_recipe(Recipe.load(str(with_media), with_teacher(recipe, text="distilled")))
+    assert len(problems) == len(TASKS) - 1  # all but `text`
+    assert "sample image_to_text/1 has media of image_encoder; train on text" in problems[0]
 
 
 @pytest.mark.parametrize(
