@@ -58,7 +58,7 @@ def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int)
     process.start()
     theirs.close()
     # Also at exit, where multiprocessing would otherwise wait for a process that waits for its reader.
-    hang_up = Finalize(None, _hang_up, args=(ours,), exitpriority=0)
+    end = Finalize(None, _end, args=(process, ours), exitpriority=0)
     try:
         while True:
             try:
@@ -72,17 +72,17 @@ def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int)
         if item.error is not None:
             raise item.error
     finally:
-        hang_up()
-        process.join(_PATIENCE_SECONDS)
-        process.kill()  # it hangs, or has already ended
-        process.join()
+        end()
 
 
-def _hang_up(connection: socket.socket) -> None:
-    """Shut the socket down and close it; closing alone has no effect while forked processes hold it."""
+def _end(process: multiprocessing.Process, connection: socket.socket) -> None:
+    """Shut the socket down and close it, and end the process."""
     with contextlib.suppress(OSError):  # the other side has already ended
-        connection.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)  # closing has no effect while forked processes hold the socket
     connection.close()
+    process.join(_PATIENCE_SECONDS)
+    process.kill()  # it hangs, or has already ended
+    process.join()
 
 
 def end_with_parent() -> None:

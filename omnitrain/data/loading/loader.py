@@ -147,7 +147,7 @@ class StepLoader:
         processor: OmniProcessor,
         data: Data,
         *,
-        seed: int,
+        seed: int = 0,
         state: LoaderState | None = None,
         alone: bool = False,
         without_tails: bool = False,
@@ -160,7 +160,38 @@ class StepLoader:
         media_names: Mapping[str, Sequence[str]] | None = None,
         swap: Swap | None = None,
     ) -> None:
-        """See :func:`build_dataloader`."""
+        """Prepare the steps of a rank. Their samples follow from ``data``, ``seed`` and ``slots``, not from ``ranks``.
+
+        Args:
+            sources: the open data sets of ``data``.
+            processor: turns data rows into samples.
+            data: the recipe's ``data`` node.
+            seed: seed of the data order.
+            state: state to resume from: that of :meth:`StepLoader.state`, merged if there are several ranks.
+            alone: make packs of one sample, for a model that cannot keep several samples apart (``not
+                model.runner.contract.packs``).
+            without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
+                (``model.runner.contract.without_tails``).
+            slots: packs of a step over all ranks, the recipe's ``train.micro_batches``.
+            rank: rank among the ranks that draw data; None: it draws none, and its steps have no packs.
+            ranks: number of ranks that draw data; see :func:`~omnitrain.data.loading.slots.share_of_rank`. With more
+                ranks than slots, several ranks divide the samples of a pack by tokens. If ``ranks`` does not divide
+                ``slots``, some ranks have a pack less than others.
+            idle: a sample with nothing to predict, for a rank that gets no sample of a pack. Required with more ranks
+                than slots.
+            then: makes a step from the rank's packs, in the process that packs; it and its results must be picklable.
+                By default a step is the tuple of packs. If it is a context manager, it is entered before the first row
+                is read and exited at the end, also after an error.
+            peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens``
+                needs.
+            media_names: the model's ``media_of_data``. Required with ``data.pack_elements``.
+            swap: sends a parcel to the data process of each of ``peers`` and returns those that they sent
+                (:meth:`DataProcessGroup.swap`). One of the ranks that hold the same samples then prepares them for all.
+                None: each rank prepares its own.
+
+        Raises:
+            UserError: ``data.pack_elements`` has a component that the model does not have.
+        """
         share, start = share_of_rank(rank, ranks, slots), state or LoaderState()
         if share.num_shares > 1 and idle is None:
             raise ValueError(f"{ranks} ranks share {slots} packs: pass `idle` for ranks whose share is empty")
@@ -330,76 +361,6 @@ def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> No
         raise UserError(*problems)
 
 
-def _recipe_loader(
-    data: Data,
-    processor: OmniProcessor,
-    *,
-    seed: int = 0,
-    state: LoaderState | None = None,
-    alone: bool = False,
-    without_tails: bool = False,
-    slots: int = 1,
-    rank: int | None = 0,
-    ranks: int = 1,
-    idle: Sample | None = None,
-    then: Callable[[Packs], Any] | None = None,
-    peers: Peers = SINGLE_PROCESS,
-    media_names: Mapping[str, Sequence[str]] | None = None,
-    swap: Swap | None = None,
-) -> StepLoader:
-    """Build the loader of a recipe's optimizer steps, or of one rank's share of them; see :func:`build_dataloader`.
-
-    The samples of a step follow from ``data``, ``seed`` and ``slots`` alone, whatever the number of ranks.
-
-    Args:
-        data: the recipe's ``data`` node.
-        processor: turns data rows into samples.
-        seed: seed of the data order.
-        state: state to resume from: that of :meth:`StepLoader.state`, merged if there are several ranks.
-        alone: make packs of one sample, for a model that cannot keep several samples apart
-            (``not model.runner.contract.packs``).
-        without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
-            (``model.runner.contract.without_tails``).
-        slots: packs of a step over all ranks, the recipe's ``train.micro_batches``.
-        rank: rank among the ranks that draw data; None: it draws none, and its steps have no packs.
-        ranks: number of ranks that draw data; see :func:`~omnitrain.data.loading.slots.share_of_rank`. With more ranks
-            than slots, several ranks divide the samples of a pack by tokens. If ``ranks`` does not divide ``slots``,
-            some ranks have a pack less than others.
-        idle: a sample with nothing to predict, for a rank that gets no sample of a pack. Required with more ranks than
-            slots.
-        then: makes a step from the rank's packs, in the process that packs; it and its results must be picklable. By
-            default a step is the tuple of packs. If it is a context manager, it is entered before the first row is read
-            and exited at the end, also after an error.
-        peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens`` needs.
-        media_names: the model's ``media_of_data``. Required with ``data.pack_elements``.
-        swap: sends a parcel to the data process of each of ``peers`` and returns those that they sent
-            (:meth:`DataProcessGroup.swap`). One of the ranks that hold the same samples then prepares them for all.
-            None: each rank prepares its own.
-
-    Raises:
-        DataError: a data set is missing, empty, or lacks a column.
-        UserError: ``data.pack_elements`` has a component that the model does not have.
-    """
-    # The first order draws rows of the whole data set at random, for which parquet files would be read again and again.
-    return StepLoader(
-        open_sources(data.train, copy_parquet=state is not None and state.order_version == 1),
-        processor,
-        data,
-        seed=seed,
-        state=state,
-        alone=alone,
-        without_tails=without_tails,
-        slots=slots,
-        rank=rank,
-        ranks=ranks,
-        idle=idle,
-        then=then,
-        peers=peers,
-        media_names=media_names,
-        swap=swap,
-    )
-
-
 @overload
 def build_dataloader(
     data: Data,
@@ -450,7 +411,7 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
         processor: turns data rows into samples. With a dataset, its rows are then dicts (``messages``, ``images``,
             ``audios``, ``videos``, ``tools``, ``id``, ``task``) or :class:`Row`. None: ``collate_fn`` gets the rows of
             the dataset as they are.
-        **options: with a recipe's data those of :func:`_recipe_loader`; with a dataset:
+        **options: with a recipe's data those of :class:`StepLoader`; with a dataset:
 
             - ``micro_batch_size``: rows of a micro-batch.
             - ``pack_tokens``, in place of it: the most tokens of a micro-batch. Each rank packs its share of the rows
@@ -482,4 +443,7 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
             f"{given[0]}: the `data` of a recipe fills packs up to data.pack_tokens, `slots` packs in a step; for a "
             "fixed number of rows pass one data set, as ot.open_sources(recipe.data.train)[0]"
         )
-    return _recipe_loader(data, processor, **options)
+    state = options.get("state")
+    # The first order draws rows of the whole data set at random, for which parquet files would be read again and again.
+    sources = open_sources(data.train, copy_parquet=state is not None and state.order_version == 1)
+    return StepLoader(sources, processor, data, **options)

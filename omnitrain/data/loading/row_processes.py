@@ -6,6 +6,7 @@ set for the timer that runs while a row is prepared. A decoder that crashes cost
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import wait
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from omnitrain.data.loading.data_process import follow_main_process
@@ -29,7 +31,7 @@ from omnitrain.errors import TrainingError
 
 _MESSAGE_SECONDS = 0.01  # rows that are prepared within this time travel together
 _NAME_CHARACTERS = 1000  # of the id and the source of a row that missed its deadline
-_CURRENT_BYTES = 1 << 14  # two names, in which a character takes up to 6 bytes
+_CURRENT_BYTES = 1 << 15  # two names, in which a character takes up to 12 bytes
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
@@ -83,7 +85,8 @@ class _RowProcess:
         self._send(requests)
 
     def _send(self, requests: list[_Request]) -> None:
-        send(self.connection, encode([request.draw for request in requests]))
+        with contextlib.suppress(ConnectionError):  # the process has ended, which `receive` finds
+            send(self.connection, encode([request.draw for request in requests]))
 
     def receive(self) -> None:
         """Receive some rows, or find that a row ended the process.
@@ -106,10 +109,11 @@ class _RowProcess:
         """Reject the row over which the process ended, and start it anew for the others."""
         self.end()
         code = self._process.exitcode or 0
-        if -code not in (signal.SIGALRM, *_CRASHES):
+        index, *names = json.loads(self._current.value or "[null]")
+        current = next((request.draw for request in self.unanswered if request.draw[0] == index), None)
+        if current is None or -code not in (signal.SIGALRM, *_CRASHES):
             raise TrainingError(f"a process that prepares rows ended with exit code {code} (out of memory?)")
-        index, *names = json.loads(self._current.value)
-        _, source, row = next(request.draw for request in self.unanswered if request.draw[0] == index)
+        _, source, row = current
         if -code == signal.SIGALRM:
             reason = f"not ready within {self._rows.seconds(source):g} s (sample_seconds)"
         else:
@@ -136,7 +140,11 @@ class RowProcesses:
     def __init__(self, rows: PreparedRows, number: int, ahead: int) -> None:
         """Start ``number`` processes that prepare ``rows``, up to ``ahead`` batches each ahead of the consumer."""
         self._most = number * ahead
-        self._processes = [_RowProcess(rows) for _ in range(number)]
+        self._processes: list[_RowProcess] = []
+        # Also at exit, where multiprocessing would otherwise wait for processes that wait for requests.
+        self._end = Finalize(None, _end_all, args=(self._processes,), exitpriority=0)
+        for _ in range(number):
+            self._processes.append(_RowProcess(rows))
 
     def prepare(self, requests: Iterator[Sequence[Draw | Rejected]]) -> Generator[list[Prepared], None, None]:
         """Yield batches of prepared rows in the order of ``requests``; rejected rows stay as they are.
@@ -163,8 +171,12 @@ class RowProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.end()
+        self._end()
+
+
+def _end_all(processes: Sequence[_RowProcess]) -> None:
+    for process in processes:
+        process.end()
 
 
 def prepare_some(rows: PreparedRows, draws: Sequence[Draw]) -> list[Prepared]:

@@ -80,11 +80,14 @@ def cross_entropy_rows(
     """
     if count is None:
         count = int((labels != IGNORED).sum())
-    if function is None:
+    if function is None or not len(labels):  # without tokens, a teacher has no rows for functions
         rows = F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=IGNORED)
     else:
         rows = token_losses(function, logits.float(), labels, teachers)
-    return LossTerm(rows.sum(), count, rows.detach(), token_metrics(metrics or {}, logits, labels, teachers or {}))
+    values = dict.fromkeys(metrics or {}, rows.detach())
+    if len(labels):
+        values = token_metrics(metrics or {}, logits, labels, teachers or {})
+    return LossTerm(rows.sum(), count, rows.detach(), values)
 
 
 def linear_cross_entropy(

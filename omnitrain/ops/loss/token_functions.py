@@ -18,9 +18,13 @@ TeacherRows = Mapping[str, torch.Tensor]
 
 def further_parameters(function: TokenFunction) -> dict[str, bool]:
     """Return parameter of a function after logits and labels -> whether it has a default."""
-    parameters = [*inspect.signature(function).parameters.values()][2:]
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {p.name: p.default is not p.empty for p in parameters if p.kind in named}
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except ValueError:  # compiled functions may not say theirs
+        return {}
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    further = positional[2:] + [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return {p.name: p.default is not p.empty for p in further if p.kind is not p.POSITIONAL_ONLY}
 
 
 def token_losses(

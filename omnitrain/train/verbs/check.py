@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.data.loading.loader import StepLoader, first_samples, require_usable
 from omnitrain.data.packing.budget import PackBudget
+from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.unread_media import require_shown
@@ -23,6 +24,7 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import component_rows
+from omnitrain.models.omni.teacher import with_teacher_inputs
 from omnitrain.optim.adamw import require_fp32, trained_parameters
 from omnitrain.optim.low_bit import require_state_format
 from omnitrain.parallel.expert.load_balance import RouterMonitor
@@ -88,7 +90,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
             limits = functools.partial(PackBudget, recipe.data.pack_tokens, elements, built[0].media_names)
             if (budget := problems.attempt(limits)) is not None:
                 firsts = first_samples(opened[kind], built[1], budget, overlong, without_tails=cut)
-                problems += _check_rows(kind, firsts)
+                problems += _check_rows(kind, firsts, built[0].teachers)
             problems.attempt(functools.partial(require_usable, opened[kind], built[1]))
     if runs and opened["train"]:
         problems.attempt(lambda: require_shown(opened["train"], opened["heldout"], built[1], spared(recipe, built[0])))
@@ -308,8 +310,10 @@ def _show_model(model: OmniModel) -> None:
     show_contract(model.runner.contract, in_full=True)
 
 
-def _check_rows(kind: str, firsts: list[tuple[str, Sample | Rejected | UserError]]) -> list[str]:
-    problems = []
+def _check_rows(
+    kind: str, firsts: list[tuple[str, Sample | Rejected | UserError]], teachers: Sequence[str]
+) -> list[str]:
+    problems = _Problems()
     for name, sample in firsts:
         if isinstance(sample, UserError):
             problems.append(str(sample))
@@ -317,6 +321,8 @@ def _check_rows(kind: str, firsts: list[tuple[str, Sample | Rejected | UserError
             keys = " (data.pack_tokens, data.overlong)" if sample.is_overlong else ""
             problems.append(f"data.{kind}: row {sample.id!r}: {sample.reason}{keys}")
         else:
+            if teachers:
+                problems.attempt(functools.partial(with_teacher_inputs, Pack.from_samples([sample]), teachers))
             length = sum(piece.input_ids.size for piece in sample.pieces)
             trained = sum(map(_num_trained, sample.pieces))
             console.print(f"{kind} {name}: the first row has {length} tokens, {trained} of them trained")

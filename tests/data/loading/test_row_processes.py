@@ -1,8 +1,12 @@
 """Rows that hang or crash, in Python or in C code, cost themselves and the time of their deadline."""
 
+import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import functools
+import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -154,14 +158,54 @@ def test_a_decoder_that_crashes_costs_its_row(processor: OmniProcessor, tmp_path
     ]
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGALRM])
+def test_a_process_that_ended_between_two_rows_is_named(processor: OmniProcessor, tmp_path: Path, number) -> None:
+    loader = build_dataloader(data(tmp_path), processor, alone=True)
+    with contextlib.closing(iter(loader)) as steps:
+        next(steps)
+        (process,) = (child for child in multiprocessing.active_children() if child.name == "rows")
+        os.kill(process.pid, number)
+        process.join()
+        with pytest.raises(TrainingError, match=f"a process that prepares rows ended with exit code -{number:d} "):
+            next(steps)
+
+
+def leave_open(settings: Data, processor: OmniProcessor) -> None:
+    global left_open
+    left_open = iter(build_dataloader(settings, processor, alone=True))
+    next(left_open)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_nobody_closed_does_not_keep_its_process_from_ending(
+    processor: OmniProcessor, tmp_path: Path, workers: int
+) -> None:
+    user = multiprocessing.Process(target=leave_open, args=(data(tmp_path, workers=workers), processor))
+    user.start()
+    user.join(timeout=30)
+    code = user.exitcode
+    user.kill()
+    assert code == 0
+
+
+def test_a_row_may_have_long_names_in_any_script(processor: OmniProcessor) -> None:
+    source = SlowSource([dataclasses.replace(ROWS[0], id="\U0001f600" * 1000, source="\U0001f600" * 1000)], seconds=0)
+    (prepared,) = prepare_some(PreparedRows([source], processor), [(0, 0, 0)])
+    assert isinstance(prepared, Sample)
+
+
 class SlowSource(list[Row]):
     """Rows that take longer to be read than they may take to become samples."""
 
     sample_seconds = 1.0
     shown = True
 
+    def __init__(self, rows: Sequence[Row], seconds: float = 1.2) -> None:
+        super().__init__(rows)
+        self.seconds = seconds
+
     def __getitem__(self, position: int) -> Row:
-        time.sleep(1.2)
+        time.sleep(self.seconds)
         return super().__getitem__(position)
 
 

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omnitrain.ops.loss import cross_entropy
 from omnitrain.ops.loss.cross_entropy import IGNORED, LossTerm, cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.loss.token_functions import further_parameters
 from omnitrain.ops.registry import Backend, choose
 
 ROWS, CLASSES, HIDDEN = 23, 50, 16
@@ -229,3 +231,18 @@ def ignored_and_out_of_range() -> list[float | str]:
 def test_a_shared_vocabulary_ignores_labels_and_refuses_those_out_of_range(ranks):
     for loss, gradient, *errors in ranks.run(ignored_and_out_of_range, timeout_s=60, world=2):
         assert loss == 0 and gradient == 0 and ["a label is out of range" in error for error in errors] == [True] * 2
+
+
+def test_a_function_reads_what_its_parameters_after_logits_and_labels_name():
+    def after_any(*args, big, small=None): ...
+    def by_keyword(logits, *, labels, big): ...
+    def positional(logits, labels, big, /): ...
+
+    assert further_parameters(after_any) == {"big": False, "small": True}
+    assert further_parameters(by_keyword) == {"labels": False, "big": False}
+    assert further_parameters(partial(lambda logits, labels, weight, big: ..., weight=2.0)) == {
+        "weight": True,
+        "big": False,
+    }
+    assert further_parameters(positional) == {}
+    assert further_parameters(F.cosine_similarity) == {}  # compiled, without a signature

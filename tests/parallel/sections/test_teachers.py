@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.resolve.plans import resolve_without_ranks
 from omnitrain.parallel.spawn.pool import RankPool
@@ -27,7 +29,7 @@ from omnitrain.train.build_from_recipe import build_from_recipe, use_own_functio
 from omnitrain.train.verbs.check import check_recipe
 from tests import tiny
 from tests.parallel.sections.test_ahead import encoded_in_steps
-from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_recipe, tiny_samples, tiny_tokenizer
+from tests.tiny import FOUNDATION, TASKS, tiny_model, tiny_processor, tiny_recipe, tiny_samples, tiny_tokenizer
 from tests.train.test_ranks import assert_same_run, fit
 
 TEACHER = FOUNDATION | {"hidden_size": 48, "num_hidden_layers": 3}
@@ -101,6 +103,16 @@ def test_a_loss_reads_the_last_hidden_state_of_each_predicting_token() -> None:
     torch.testing.assert_close(torch.cat(read), torch.cat(alone)[pack.text_rows], rtol=1e-5, atol=1e-5)
     assert all(parameter.grad is None for parameter in model.get_submodule("big").parameters())
     assert not model.get_submodule("big").model.training
+
+
+@pytest.mark.parametrize("head", ["inside", "plain"])
+def test_a_pack_without_trained_text_calls_no_function(head: Literal["inside", "plain"]) -> None:
+    model = taught()
+    model.runner.contract = replace(model.runner.contract, head=head)
+    model.runner.token_metrics = {"size": largest}
+    term = model(Pack.from_samples([idle_prompt(model)])).losses["text"]
+    assert (term.count, term.sum.item(), term.metrics["size"].tolist()) == (0, 0.0, [])
+    assert term.sum.requires_grad
 
 
 @pytest.mark.ranks
@@ -197,6 +209,13 @@ def test_a_teacher_does_not_read_media() -> None:
     pack = Pack.from_samples(tiny_samples(tiny_processor(model), 2, ["text", "image_to_text"]))
     with pytest.raises(UserError, match="reads text alone, but sample image_to_text/1 has media of image_encoder"):
         model(pack)
+
+
+def test_check_names_rows_with_media_that_a_teacher_would_read(recipe: Path, tmp_path: Path) -> None:
+    with_media = tiny_recipe(tmp_path, rows=len(TASKS))
+    problems = check_recipe(Recipe.load(str(with_media), with_teacher(recipe, text="distilled")))
+    assert len(problems) == len(TASKS) - 1  # all but `text`
+    assert "sample image_to_text/1 has media of image_encoder; train on text" in problems[0]
 
 
 @pytest.mark.parametrize(
