@@ -118,20 +118,29 @@ def balanced_shares(samples: Sequence[Sample], num_shares: int) -> list[list[Sam
     return [[sample for sample, owner in zip(samples, owners, strict=True) if owner == k] for k in range(num_shares)]
 
 
-def pack_all(samples: Iterable[Sample], capacity: int, *, alone: bool = False) -> Iterator[Pack]:
-    """Yield packs of a finite stream, for evaluation. Every sample is used once. Arguments as in :func:`fill_pack`.
+def pack_all(samples: Iterable[Sample], capacity: int | PackBudget, *, alone: bool = False) -> Iterator[Pack]:
+    """Yield packs of a finite stream, for evaluation. Every sample is used once.
+
+    Args:
+        samples: the stream.
+        capacity: the most that a pack may hold, or the most tokens. A sample whose media exceed it has its own pack.
+        alone: make packs of one sample.
 
     Raises:
-        ValueError: a sample is longer than ``capacity``.
+        ValueError: a sample has more tokens than a pack may hold.
     """
+    budget = PackBudget(capacity) if isinstance(capacity, int) else capacity
     held: list[Sample] = []
+    room = budget.limits
     for sample in samples:
-        if len(sample) > capacity:
-            raise ValueError(f"sample {sample.id!r} has {len(sample)} tokens, but a pack holds {capacity}")
+        if len(sample) > budget.tokens:
+            raise ValueError(f"sample {sample.id!r} has {len(sample)} tokens, but a pack holds {budget.tokens}")
         is_alone = alone or sample.is_alone or any(other.is_alone for other in held)
-        if held and (is_alone or num_tokens(held) + len(sample) > capacity):
+        sizes = [size for (size,) in budget.sizes([sample])]
+        if held and (is_alone or any(size > left for size, left in zip(sizes, room, strict=True))):
             yield Pack.from_samples(held)
-            held = []
+            held, room = [], budget.limits
         held.append(sample)
+        room = tuple(left - size for size, left in zip(sizes, room, strict=True))
     if held:
         yield Pack.from_samples(held)

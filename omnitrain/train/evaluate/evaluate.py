@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from omnitrain.data.chat.parts import content_parts
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.fill_pack import pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
@@ -145,9 +146,10 @@ class Evaluator:
 
     @cached_property
     def _packs(self) -> list[Pack]:
-        capacity, alone = self._recipe.data.pack_tokens, not self._model.runner.contract.packs
-        samples = self._share.samples(capacity)
-        return all_or_raise(self._peers, lambda: list(pack_all(samples, capacity, alone=alone)))
+        data, alone = self._recipe.data, not self._model.runner.contract.packs
+        budget = PackBudget(data.pack_tokens, data.pack_elements, self._model.media_of_data)
+        samples = self._share.samples(budget.tokens)
+        return all_or_raise(self._peers, lambda: list(pack_all(samples, budget, alone=alone)))
 
     def _answers(self, notify: Progress) -> dict[int, Answer]:
         """Return index -> answer for the readable rows of this rank, while the other ranks answer theirs."""

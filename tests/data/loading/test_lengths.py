@@ -13,6 +13,7 @@ from omnitrain.data.loading.loader import Packs, StepLoader, build_dataloader
 from omnitrain.data.loading.measure import Measure, measure
 from omnitrain.data.loading.slots import merge_states
 from omnitrain.data.packing.budget import PackBudget
+from omnitrain.data.packing.fill_pack import pack_all
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.lengths import sample_within
 from omnitrain.data.render.processor import OmniProcessor
@@ -196,6 +197,15 @@ def test_packs_keep_the_budget_of_each_encoder(processor: OmniProcessor, tmp_pat
     bounded = free.model_copy(update={"pack_elements": limit})
     found = images_per_pack(build_dataloader(bounded, processor, media_names=MEDIA_NAMES), 12)
     assert max(found) == 4 < most
+
+
+def test_held_out_packs_keep_the_budget_too_and_a_larger_sample_is_alone(processor: OmniProcessor) -> None:
+    samples = [
+        sample for i in range(6) if isinstance(sample := processor.sample(tiny_row("images_to_text", i)), Sample)
+    ]
+    of_one = samples[0].elements["image_encoder"]
+    for most, packs in ((2 * of_one, [2, 2, 2]), (of_one - 1, [1] * 6)):
+        assert [len(pack.info.ids) for pack in pack_all(samples, budget(999, image_encoder=most))] == packs
 
 
 def elements(span: Any) -> int:
