@@ -48,7 +48,7 @@ def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any
     for n, part in enumerate(message["content"], 1):
         kind = part.get("type") if isinstance(part, dict) else None
         modality = modality_of_type(kind)
-        if modality not in shown:
+        if not isinstance(kind, str) or modality not in shown:
             parts.append(part)
             continue
         keys = dict.fromkeys((kind, modality, f"{modality}_url", "url", "path", "base64"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,12 +12,14 @@ import pyarrow as pa
 from omnitrain.data.sources.arrow_table import record_of
 from omnitrain.data.sources.examples import EXAMPLES
 from omnitrain.data.sources.files import ReadError
+from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
 
 ENDLESS = 1 << 52  # rows; a float has no larger integers without gaps
 _ROWS_AT_A_TIME = 16
 _MOST_WAITING = 1024  # rows that were passed
 _MOST_BYTES = 1 << 28  # of them
+_MOST_TRIES = 3  # of a place; each of them reads the stream again up to there
 
 
 class _Read(NamedTuple):
@@ -58,6 +60,7 @@ class Stream:
         self._length: int | None = None
         self._skipped = 0
         self._cursors: list[_Cursor] = []
+        self._tries: Counter[int] = Counter()  # position -> how often it could not be read
         self._waiting: OrderedDict[int, _Read] = OrderedDict()
         self._waiting_bytes = 0
         self._first: list[dict[str, Any]] = []
@@ -94,6 +97,7 @@ class Stream:
 
         Raises:
             ReadError: the stream cannot be read here.
+            DataError: the stream has broken several times in the same place, so no later row can be read.
         """
         if position < len(self._first):
             return dict(self._first[position])
@@ -111,7 +115,13 @@ class Stream:
             return self._read(cursor).row
         except (OSError, ValueError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
             self._cursors.remove(cursor)  # its iterator has ended
-            raise ReadError(f"row {position} of the stream: {type(error).__name__}: {error}") from error
+            reason = f"{type(error).__name__}: {error}"
+            place = cursor.position
+            self._tries[place] += 1
+            if self._tries[place] >= _MOST_TRIES:
+                tries = f"breaks at row {place} in each of {_MOST_TRIES} tries"
+                raise DataError(f"data: the stream {tries}: {reason}; mend the data set, or set a `limit`") from error
+            raise ReadError(f"row {position} of the stream: {reason}") from error
 
     def _take_waiting(self, position: int) -> dict[str, Any]:
         row, size = self._waiting.pop(position)

@@ -13,11 +13,11 @@ import pytest
 from omnitrain.data.loading.same_samples import SameSamples
 from omnitrain.data.render import component_media
 from omnitrain.data.sources.media import MediaFile, decode_medium
-from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer
-from tests.tiny import tiny_recipe
+from tests.tiny import tiny_recipe, tiny_row, write_parquet
 
 Indices = list[tuple[int, ...]]  # of the samples of each pack
 
@@ -63,6 +63,22 @@ def test_each_item_is_decoded_once_per_group_of_ranks_that_share_it(
     assert all(indices[rank] == indices[rank ^ 1] for rank in range(world))
     trained = [index for rank in range(0, world, 2) for pack in indices[rank] for index in pack if index >= 0]
     assert len(trained) == len(set(trained)) > 10
+
+
+@pytest.mark.parametrize(("plan", "workers"), [("default.ulysses", 0), ("components.foundation.tp", 1)])
+def test_a_mistake_in_the_data_ends_the_ranks_that_wait_for_them(
+    ranks: RankPool, tmp_path: Path, plan: str, workers: int
+) -> None:
+    """One rank finds it, in a later step; the other has the end of its connection."""
+    recipe, rows = tiny_recipe(tmp_path, text_only=True, steps=40), [tiny_row("text", seed) for seed in range(40)]
+    rows[20].messages[0]["content"][0]["text"] = "long " * 500
+    data = write_parquet(tmp_path / "rows.parquet", rows)
+    overrides = [f"parallel.{plan}=2", f"data.workers={workers}", f"data.train=[{{path: {data}}}]"]
+    with pytest.raises(RankError, match=r"failed on 2 of 2 ranks") as failure:
+        ranks.run(train, recipe, [*overrides, "data.overlong=error"], timeout_s=60, world=2)
+    assert "DataError: row 'text/20': 2506 tokens, but a pack holds at most 160" in str(failure.value)
+    assert "TrainingError: the data failed on another rank" in str(failure.value)
+    assert [*(tmp_path / "run" / "checkpoints").iterdir()]  # the steps before it
 
 
 def test_ranks_that_divide_a_pack_hold_the_same_samples_too() -> None:

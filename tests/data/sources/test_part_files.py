@@ -157,3 +157,10 @@ def test_a_modality_that_the_model_cannot_read_is_named_before_training(tmp_path
 def test_what_is_no_message_is_left_to_those_who_say_so() -> None:
     for odd in ("hello", None, ["hello"], [{"role": "user"}], [{"role": "user", "content": ["a", {"type": "smell"}]}]):
         assert take_files(odd, NO_FILES) == (odd, NO_FILES)
+
+
+def test_a_part_whose_type_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(asks({"type": ["image"]})))
+    (row,) = open_sources([DataSource(path=str(tmp_path / "rows.jsonl"))])[0]
+    with pytest.raises(UserError, match=r"row 'rows\[0\]' of 'rows': content part of type \['image'\]: expected text"):
+        processor().sample(row, index=0)

@@ -24,7 +24,7 @@ from omnitrain.data.sources import stream
 from omnitrain.data.sources.files import ReadError
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.data.sources.stream import Stream
-from omnitrain.errors import UserError
+from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, Data, DataSource, Recipe
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.train.epochs import in_steps
@@ -141,6 +141,19 @@ def test_a_stream_that_breaks_costs_a_row_and_goes_on(monkeypatch: pytest.Monkey
         with pytest.raises(ReadError, match=f"row {position} of the stream: .*the line is dead"):
             found[position]
     assert [found[position]["text"] for position in (72, 70, 99)] == ["72", "70", "99"]
+
+
+def test_a_stream_that_always_breaks_in_the_same_place_is_not_read_again_and_again() -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from ({"text": f"{i}"} for i in range(96))
+        raise OSError("the shard is damaged")
+
+    found = Stream(IterableDataset.from_generator(rows), Columns())
+    for position in (96, 97):
+        with pytest.raises(ReadError, match=f"row {position} of the stream: .*the shard is damaged"):
+            found[position]
+    with pytest.raises(DataError, match=r"the stream breaks at row 96 in each of 3 tries: .*the shard is damaged"):
+        found[98]
 
 
 def test_what_needs_the_length_of_a_stream_is_refused(hub: None, tmp_path: Path) -> None:
