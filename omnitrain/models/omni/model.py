@@ -99,6 +99,8 @@ class OmniModel(ComponentModel):
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
         # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.
         for name, values in sorted({**encoders, **(config.decoders or {})}.items()):
+            if hasattr(type(self), name) or name in vars(self):
+                raise UserError(f"{name!r}: the model has an attribute of this name; choose another component name")
             self.add_module(name, ready.get(name) or _fresh(values, model_class))
         self.post_init()
         take_own_configs(self.children())

@@ -189,6 +189,12 @@ def test_a_pack_has_no_limit_of_the_media_of_a_teacher(recipe: Path) -> None:
         Recipe.load(str(recipe), [*with_teacher(recipe, text="distilled"), "data.pack_elements.big=9"])
 
 
+@pytest.mark.parametrize("name", ["runner", "config", "teachers"])
+def test_a_teacher_may_not_have_the_name_of_an_attribute_of_the_model(name: str) -> None:
+    with pytest.raises(UserError, match=rf"'{name}': the model has an attribute of this name; choose another"):
+        tiny_model(encoders={}, decoders={}, teachers={name: dict(TEACHER)})
+
+
 def test_a_function_that_needs_a_teacher_is_refused_without_one(recipe: Path) -> None:
     given = Recipe.load(str(recipe), with_teacher(recipe, text="distilled")[1:])
     with pytest.raises(UserError, match=r"train.losses.text: found a parameter 'big' .*; expected none"):
