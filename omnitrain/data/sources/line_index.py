@@ -17,9 +17,10 @@ from omnitrain.data.sources.index_file import index_of
 from omnitrain.errors import DataError
 
 _PART = 1 << 24  # bytes that one thread scans
-_BLOCK = 1 << 18  # bytes at a time, few enough for a cache of the processor
-_LINES = 1 << 15  # at a time, likewise
+_BLOCK = 1 << 20  # bytes at a time; a multiple of 8
+_LINES = 1 << 15  # at a time, few enough for a cache of the processor
 _NEWLINE = ord("\n")
+_ONE, _PLACES, _HIGHEST = np.uint64(1), np.uint64(0x0001020304050607), np.uint64(56)
 _SHORT = 64  # bytes; only shorter lines may be blank
 
 _BLANK = re.compile(r"[\s,]*")
@@ -79,12 +80,30 @@ def _ends_of_lines(file: str, reader: FileReader, start: int, stop: int) -> list
     with open(file, "rb", buffering=0) as stream:
         stream.seek(start)
         while start < stop and (count := min(stream.readinto(block), stop - start)):
-            np.equal(characters[:count], _NEWLINE, out=is_newline[:count])
-            ends = np.flatnonzero(is_newline[:count])
-            ends += start + 1
-            found.append(ends)
+            np.equal(characters, _NEWLINE, out=is_newline)
+            is_newline[count:] = False
+            found.append(_true_places(is_newline) + (start + 1))
             start += count
     return found
+
+
+def _true_places(flags: np.ndarray) -> np.ndarray:
+    """Return ``[n]`` int64: where ``flags`` are true, like ``np.flatnonzero``, but faster where few are.
+
+    Eight flags at a time are looked at as one number. A true flag with seven false ones is a power of 256, and the
+    product with ``_PLACES`` has its place in the highest byte.
+
+    Args:
+        flags: ``[n]`` bool, n a multiple of 8.
+    """
+    eights = flags.view("<u8")
+    places = np.flatnonzero(eights != 0)
+    found = eights[places]
+    if (found & (found - _ONE)).any():  # two true flags among eight
+        return np.flatnonzero(flags)
+    places <<= 3
+    places += ((found * _PLACES) >> _HIGHEST).view(np.int64)
+    return places
 
 
 def _spans_of_entries(file: str, reader: FileReader) -> dict[str, np.ndarray]:

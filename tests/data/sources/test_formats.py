@@ -313,6 +313,18 @@ def test_many_short_lines_are_told_from_blank_ones_in_few_reads(
     assert len(reads) <= len(content) / (1000 - 64) + 1
 
 
+@pytest.mark.parametrize("longest", [3, 40, 400])
+def test_lines_are_found_wherever_they_end_in_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longest: int
+) -> None:
+    monkeypatch.setattr(line_index, "_BLOCK", 64)
+    monkeypatch.setattr(line_index, "_PART", 1000)
+    lines = [b"x" * length + b"\n" for length in np.random.default_rng(0).integers(1, longest, 500)]
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(lines))
+    starts, stops = line_index.row_spans(str(tmp_path / "rows.jsonl"), FileReader())
+    assert (stops - starts).tolist() == list(map(len, lines)) and stops[-1] == sum(map(len, lines))
+
+
 @pytest.mark.parametrize("name", ["mkdir", "flock"])
 def test_a_cache_folder_that_cannot_be_used_costs_no_more_than_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
