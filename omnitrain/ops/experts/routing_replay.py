@@ -130,7 +130,9 @@ class _LayersOf(TorchFunctionMode):
         self._hooks: list[Any] = []
 
     def __enter__(self) -> _LayersOf:
-        for name in {name.rpartition(".")[0] for name, _ in experts_in(self._model)}:
+        # The tokens of a teacher's calls are those of other samples, or of these in another order.
+        apart = tuple(f"{name}." for name, part in self._model.named_modules() if getattr(part, "is_teacher", False))
+        for name in {name.rpartition(".")[0] for name, _ in experts_in(self._model) if not name.startswith(apart)}:
             layer = self._model.get_submodule(name)
             self._hooks.append(layer.register_forward_pre_hook(lambda *_, name=name: self._enter_layer(name)))
             self._hooks.append(layer.register_forward_hook(lambda *_: self._leave_layer(), always_call=True))

@@ -20,6 +20,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.experts import Recording
 from omnitrain.parallel.resolve.plans import resolve_without_ranks
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.tiny_model import needed_memory, num_parameters, tiny_model_of
@@ -85,6 +86,17 @@ def with_teacher(recipe: Path, **functions: str) -> list[str]:
         f"train.losses={{{losses}}}",
         f"train.metrics={{{metrics}}}",
     ]
+
+
+def test_decisions_of_a_teachers_routers_are_not_recorded_with_those_of_the_model() -> None:
+    experts = FOUNDATION | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16}
+    experts |= {"num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    model = tiny_model(encoders={}, decoders={}, teachers={"big": experts}, foundation=experts)
+    model.runner.loss_function = distilled
+    pack, recording = Pack.from_samples(texts()), Recording()
+    with recording.recorded(model, pack.info.ids, pack.info.lengths):
+        model(pack)
+    assert recording.decisions and {key[0].partition(".")[0] for key in recording.decisions} == {"foundation"}
 
 
 def test_a_loss_reads_the_last_hidden_state_of_each_predicting_token() -> None:
