@@ -1,4 +1,4 @@
-"""How fast images become samples, beside the same HF processor called in a plain torch ``DataLoader``.
+"""How fast images become samples, compared with the same HF processor in a plain torch ``DataLoader``.
 
 All processes of a side run on one core. Each side prepares the same JPEG files for LLaVA: ours until they are packs,
 the other until they are what the processor returns.
@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -107,7 +107,7 @@ class HFRows(Dataset[Any]):
         return self.processor(text=[text], images=[image], return_tensors="pt")
 
 
-def ours(path: Path) -> Iterator[int]:
+def ours(path: Path) -> Generator[int, None, None]:
     """Yield the number of samples of each pack."""
     renderer = TemplateRenderer(llava(), NativeInputs({"image": SPECIAL.index("<image>")}))
     data = Data.model_validate({"train": [{"path": str(path)}], "workers": 1, "pack_tokens": 8192})
@@ -117,7 +117,7 @@ def ours(path: Path) -> Iterator[int]:
             yield len(pack.info.ids)
 
 
-def plain(path: Path) -> Iterator[int]:
+def plain(path: Path) -> Generator[int, None, None]:
     """Yield the number of samples of each batch."""
     rows = HFRows(path)
     while True:
@@ -133,9 +133,9 @@ def cpu_seconds(pid: int) -> float:
     return own + sum(cpu_seconds(int(child)) for task in tasks for child in (task / "children").read_text().split())
 
 
-def rates(counts: Iterator[int], samples: int) -> tuple[float, float]:
+def rates(counts: Generator[int, None, None], samples: int) -> tuple[float, float]:
     """Return samples per second and per CPU second."""
-    with closing(counts) as taken:  # type: ignore[type-var]
+    with closing(counts) as taken:
         seen = 0
         while seen < WARM:
             seen += next(taken)

@@ -1,4 +1,4 @@
-"""How full packs are, how many packs that takes beside the lower bound, and how fast the packer is.
+"""How full packs are, how many packs there are compared with the lower bound, and how fast the packer is.
 
 Samples have lengths only, so nothing but packing takes time. ``uniform``: lengths 32 to 1,024. ``mixture``: a long tail
 of texts, and samples with images, whose patches have a budget of their own.

@@ -162,9 +162,9 @@ class RowProcesses:
             if not ahead:
                 return
             while ahead[0].num_missing:
-                busy = {process.connection: process for process in self._processes if process.unanswered}
+                busy: dict[Any, _RowProcess] = {one.connection: one for one in self._processes if one.unanswered}
                 for connection in wait(list(busy)):
-                    busy[connection].receive()  # type: ignore[index]
+                    busy[connection].receive()
             yield ahead.popleft().rows
 
     def __enter__(self) -> RowProcesses:

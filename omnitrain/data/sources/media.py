@@ -20,7 +20,7 @@ import soundfile
 from PIL import Image, ImageOps
 
 _BLOCK_FRAMES = 1 << 16
-_TIMED = ("AVIF", "WEBP")  # formats of which Pillow gives the time of a frame, and not only how long it lasts
+_TIMED = ("AVIF", "WEBP")  # Pillow gives the time of a frame of these; of others, only its duration
 
 Read = TypeVar("Read")
 

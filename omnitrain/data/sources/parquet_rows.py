@@ -39,7 +39,7 @@ class _Failure(NamedTuple):
 
 
 class ParquetRows:
-    """Reads rows from row groups, of which it keeps some; see :class:`omnitrain.data.sources.formats.Table`.
+    """Reads rows from row groups, and keeps some row groups in memory; see :class:`omnitrain.data.sources.formats.Table`.
 
     Attributes:
         blocks: rows of each row group.
@@ -176,7 +176,7 @@ class ParquetRows:
         media, named = self._columns.of_media().values(), set(self._columns.model_dump().values())
         leaves = [leaf.path for leaf in self._footers[0].schema if leaf.path.split(".")[0] in named]
         unread = {f"{leaf.removesuffix('.path')}.bytes" for leaf in leaves if leaf.split(".")[0] in media}
-        leaves = [leaf for leaf in leaves if leaf not in unread]  # bytes that have a path beside them
+        leaves = [leaf for leaf in leaves if leaf not in unread]  # objects with a path and bytes: only the path is read
         groups = self._searched(leaves)
         groups = [groups[chosen] for chosen in evenly_spaced(len(groups), URL_READS)]
         for group in groups:

@@ -33,13 +33,7 @@ class CostOrder:
     coupled: bool
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
-        """Return the micro-batches of each data-parallel rank, in the order of ``topology.owners``.
-
-        Args:
-            topology: of the run.
-            tables: what all ranks drew; each data-parallel rank has equally many micro-batches.
-            rates: how long the work takes.
-        """
+        """Return the micro-batches of each data-parallel rank; see :meth:`StepOrder.__call__`."""
         owners, number = topology.owners, len(tables.counts)
         work = rates.of_packs(tables.tokens, tables.squares)[:, owners].T.ravel()  # pack = lane * M + micro-batch
         load = np.zeros(len(work))
