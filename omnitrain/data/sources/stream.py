@@ -41,9 +41,9 @@ class _Cursor:
 class Stream:
     """The rows of a stream by their position; see :class:`omnitrain.data.sources.formats.Table`.
 
-    A row after the last one is a row of the next pass. Slots of a run ask for rows in about the order of the stream, so
-    skipped rows are kept for a while. If a slot asks for a row that is no longer kept, a second cursor reads up to that
-    row, and serves that slot from then on.
+    A row after the last one is a row of the next pass. The slots of a run ask for rows in about the order of the
+    stream, so skipped rows are kept for a while. If a slot asks for a row that is no longer kept, a second cursor reads
+    up to that row, and serves that slot from then on.
 
     Attributes:
         column_names: columns of the first rows.
