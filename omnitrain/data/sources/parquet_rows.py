@@ -39,7 +39,7 @@ class _Failure(NamedTuple):
 
 
 class ParquetRows:
-    """Reads rows from row groups, and keeps some row groups in memory; see :class:`omnitrain.data.sources.formats.Table`.
+    """Reads rows from row groups, and keeps some of them in memory; see :class:`omnitrain.data.sources.formats.Table`.
 
     Attributes:
         blocks: rows of each row group.
