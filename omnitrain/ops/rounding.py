@@ -33,12 +33,12 @@ class Deviation:
     most_scale: float
 
     @property
-    def is_rounding(self) -> bool:
-        """Whether rounding explains it."""
-        return self.distance <= self.most_distance and abs(self.scale) <= self.most_scale
+    def excess(self) -> float:
+        """The deviation as a multiple of what rounding explains; above 1, it is an error."""
+        return max(_ratio(self.distance, self.most_distance), _ratio(abs(self.scale), self.most_scale))
 
     def __str__(self) -> str:
-        if self.distance <= self.most_distance:
+        if _ratio(self.distance, self.most_distance) <= 1:
             return f"multiplied by {1 + self.scale:.4f}, {1 + self.most_scale:.4f} allowed"
         return f"off by {self.distance:.1e} of its norm, {self.most_distance:.1e} allowed"
 
@@ -54,8 +54,6 @@ class Rounding:
     direction. So the part of a change along the tensor itself is compared, too, as one number: it tells a gradient that
     is multiplied by 1.02 from one in which rounding changes each number by a tenth.
 
-    Attributes:
-        visible: an error of all gradients by this factor, less 1, is above a bound.
     """
 
     def __init__(self, expected: Step, draws: Iterable[Step]) -> None:
@@ -66,7 +64,7 @@ class Rounding:
             draws: the step with moved weights, :data:`DRAWS` times.
         """
         self._expected = _tensors(expected)
-        self._most = {name: (0.0, 0.0) for name in self._expected}
+        self._most = dict.fromkeys(self._expected, (0.0, 0.0))
         for draw in draws:
             for name, (distance, along) in self._differences(draw):
                 most = self._most.get(name, (0.0, 0.0))
@@ -98,6 +96,7 @@ class Rounding:
 
     @property
     def visible(self) -> float:
+        """The smallest visible error of all gradients: at 0.02, one sees that they are multiplied by 1.02."""
         norms = {name: _norm(tensor) for name, tensor in self._expected.items() if name != LOSS}
         return min((_factor(1) * self._most[name][1] / norm**2 for name, norm in norms.items() if norm), default=0.0)
 
@@ -107,7 +106,7 @@ class Rounding:
 
     def beyond(self, step: Step) -> dict[str, Deviation]:
         """Return what rounding does not explain; empty if nothing is wrong."""
-        return {name: found for name, found in self.deviations(step).items() if not found.is_rounding}
+        return {name: found for name, found in self.deviations(step).items() if found.excess > 1}
 
     def _deviation(self, name: str, distance: float, along: float) -> Deviation:
         expected = self._expected.get(name)
@@ -147,6 +146,12 @@ def nudge(weights: Mapping[str, Tensor], dtype_of: Callable[[str], torch.dtype],
         up = torch.rand(weight.shape, generator=generator) < 0.5
         towards = torch.where(up.to(weight.device), torch.inf, -torch.inf).to(dtype)
         weight.copy_(torch.nextafter(weight.to(dtype), towards))
+
+
+def _ratio(found: float, most: float) -> float:
+    if not found:
+        return 0.0
+    return found / most if most and not math.isnan(found) else math.inf
 
 
 def _factor(numbers: int) -> float:

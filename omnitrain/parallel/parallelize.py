@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -363,12 +363,20 @@ def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None
 
 def _set_compute_dtypes(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
     """Tell the code of each HF model in which dtypes its components compute."""
-    computed = {name: plan.precision and dtype_of(plan.precision.compute) for name, plan in plans.items()}
-    dtypes = {p: computed[name] for name, parameters in model.components.items() for p in parameters.values()}
+    computed = {name: dtype_of(plan.precision.compute) if plan.precision else None for name, plan in plans.items()}
     must_stay_fp32 = stays_fp32(model)
+    dtypes = {
+        parameter: torch.float32 if must_stay_fp32(path) else computed[name]
+        for name, parameters in model.components.items()
+        for path, parameter in parameters.items()
+    }
     for name, module in model.named_children():
-        around = computed[FOUNDATION] if name == FOUNDATION else None
-        compute_in(module, dtypes, around, lambda path, prefix=f"{name}.": must_stay_fp32(prefix + path))
+        assert isinstance(module, PreTrainedModel)
+        compute_in(module, dtypes, computed.get(name), partial(_in_model, must_stay_fp32, name))
+
+
+def _in_model(must_stay_fp32: Callable[[str], bool], root: str, name: str) -> bool:
+    return must_stay_fp32(f"{root}.{name}")
 
 
 def _spread_experts(

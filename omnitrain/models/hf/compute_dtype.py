@@ -18,7 +18,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 _COMPUTE_DTYPE = "omnitrain_compute_dtype"
 _stored_dtype: Any = PreTrainedModel.dtype
-PreTrainedModel.dtype = property(lambda self: vars(self).get(_COMPUTE_DTYPE) or _stored_dtype.fget(self))  # type: ignore[method-assign,assignment]
+PreTrainedModel.dtype = property(lambda self: vars(self).get(_COMPUTE_DTYPE) or _stored_dtype.fget(self))
 
 
 def compute_in(
