@@ -74,8 +74,8 @@ def test_a_message_says_what_was_found_and_what_rounding_explains() -> None:
     rounding = Rounding((1.0, {"w": torch.tensor([3.0, 4.0])}), [(1.0, {"w": torch.tensor([3.0, 4.05])})])
     (across,) = rounding.beyond((1.0, {"w": torch.tensor([4.0, 3.0])})).values()
     (along,) = rounding.beyond((1.0, {"w": torch.tensor([3.15, 4.2])})).values()
-    assert str(across) == "off by 2.8e-01 of its norm, 2.4e-02 allowed"
-    assert str(along) == "off by 5.0e-02 of its norm, 2.4e-02 allowed"
+    assert str(across) == "off by 2.8e-01 of its norm, 3.0e-02 allowed"
+    assert str(along) == "off by 5.0e-02 of its norm, 3.0e-02 allowed"
     wide = Rounding((1.0, {"w": torch.tensor([3.0, 4.0])}), [(1.0, {"w": torch.tensor([3.08, 3.94])})])
     (scaled,) = wide.beyond((1.0, {"w": torch.tensor([3.06, 4.08])})).values()
     assert str(scaled) == "multiplied by 1.0200, 1.0000 allowed"
