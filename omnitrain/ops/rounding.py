@@ -12,8 +12,8 @@ from torch import Tensor
 
 DRAWS = 6
 FACTOR = 3.0
-"""Of seven normal numbers of one spread, the last is above 3 times the largest of the others once in 370 times; if it is
-half as spread, once in 14,000; at 0.3, which is the spread measured for tensor parallel ranks, once in 280,000."""
+"""Of seven normal numbers, the last is above 3 times the largest of the others once in 370 times; if it is spread half as
+much, once in 14,000; if 0.3 times as much, which is what tensor parallel ranks were measured at, once in 280,000."""
 Step = tuple[float, Mapping[str, Tensor]]
 """The loss of a training step, and parameter name -> its gradient."""
 LOSS = "loss"
