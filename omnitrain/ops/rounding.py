@@ -12,8 +12,8 @@ from torch import Tensor
 
 DRAWS = 6
 FACTOR = 3.0
-"""Of seven normal numbers, the last is above 3 times the largest of the others once in 370 times; if it is spread half as
-much, once in 14,000; if 0.3 times as much, which is what tensor parallel ranks were measured at, once in 280,000."""
+"""Of seven normal numbers, the last is above 3 times the largest of the others once in 370 times; if it is spread half
+as much, once in 14,000; if 0.3 times as much, which is what tensor parallel ranks were measured at, once in 280,000."""
 Step = tuple[float, Mapping[str, Tensor]]
 """The loss of a training step, and parameter name -> its gradient."""
 LOSS = "loss"
@@ -79,22 +79,26 @@ class Rounding:
         """Run the step as it is, and with moved weights; the weights are restored.
 
         Args:
-            step: computes the loss and the gradients, the same in each call.
+            step: computes the loss and the gradients, the same for the same weights; it may change them.
             weights: name -> weights that the step reads.
             dtype_of: see :func:`nudge`.
         """
         kept = {name: weight.detach().clone() for name, weight in weights.items()}
 
-        def moved(seed: int) -> Step:
-            try:
-                nudge(weights, dtype_of, seed)
-                return step()
-            finally:
-                with torch.no_grad():
-                    for name, weight in weights.items():
-                        weight.copy_(kept[name])
+        @torch.no_grad()
+        def restore() -> None:
+            for name, weight in weights.items():
+                weight.copy_(kept[name])
 
-        return cls(step(), map(moved, range(DRAWS)))
+        def moved(seed: int) -> Step:
+            restore()
+            nudge(weights, dtype_of, seed)
+            return step()
+
+        try:
+            return cls(step(), map(moved, range(DRAWS)))
+        finally:
+            restore()
 
     @property
     def visible(self) -> float:
