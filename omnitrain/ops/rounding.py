@@ -49,13 +49,13 @@ class Deviation:
 class Rounding:
     """Bounds for a training step that is computed in another way, in the same precision.
 
-    They come from the step itself, run again with every weight moved to a neighbouring number (:func:`nudge`). Each
-    such draw changes the loss and all gradients as rounding does, but more: a product is rounded by half the spacing of
-    numbers at most, and a weight moves by a whole one. Another way to compute the step (other ranks, other sums) may
-    change a tensor by :data:`FACTOR` times the largest change of the draws. Rounding has no preferred direction. So the
-    part of a change along the tensor itself is compared, too, as one number: it tells a gradient that is multiplied by
-    1.02 from one in which rounding changes each number by a tenth.
-
+    They come from the step itself, run again with every weight moved to a neighbouring number (:func:`nudge`), and then
+    every gradient, which is rounded when it is made. Each such draw changes the loss and all gradients as rounding
+    does, but more: a product is rounded by half the spacing of numbers at most, and a weight moves by a whole one.
+    Another way to compute the step (other ranks, other sums) may change a tensor by :data:`FACTOR` times the largest
+    change of the draws. Rounding has no preferred direction. So the part of a change along the tensor itself is
+    compared, too, as one number: it tells a gradient that is multiplied by 1.02 from one in which rounding changes each
+    number by a tenth.
     """
 
     def __init__(self, expected: Step, draws: Iterable[Step]) -> None:
@@ -63,7 +63,7 @@ class Rounding:
 
         Args:
             expected: the step.
-            draws: the step with moved weights, :data:`DRAWS` times.
+            draws: the step with moved weights and gradients, :data:`DRAWS` times.
         """
         self._expected = _tensors(expected)
         self._most = dict.fromkeys(self._expected, (0.0, 0.0))
@@ -76,7 +76,7 @@ class Rounding:
     def measure(
         cls, step: Callable[[], Step], weights: Mapping[str, Tensor], dtype_of: Callable[[str], torch.dtype]
     ) -> Rounding:
-        """Run the step as it is, and with moved weights; the weights are restored.
+        """Run the step as it is, and with moved weights and gradients; the weights are restored.
 
         Args:
             step: computes the loss and the gradients, the same for the same weights; it may change them.
@@ -93,7 +93,10 @@ class Rounding:
         def moved(seed: int) -> Step:
             restore()
             nudge(weights, dtype_of, seed)
-            return step()
+            loss, gradients = step()
+            made = {name: gradient.clone() for name, gradient in gradients.items()}
+            nudge(made, dtype_of, seed)
+            return loss, made
 
         try:
             return cls(step(), map(moved, range(DRAWS)))
