@@ -148,9 +148,9 @@ def test_reasoning_is_trained_where_the_template_writes_it() -> None:
 @pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts_of_any_name_are_trained_by_a_template_that_reads_any_name(read: str, given: str) -> None:
     template = (
-        f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{% if m.{read} %}}<think>{{{{ m.{read} | trim }}}}</think>{{% endif %}}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.READ %}<think>{{ m.READ | trim }}</think>{% endif %}"
         "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    ).replace("READ", read)
     talk = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", given: " 5\n", "content": "5"}]
     assert trained(template, talk, None) == ["<think>5</think>5<|im_end|>"]
 
