@@ -13,6 +13,7 @@ from omnitrain.data.render.unread_media import LOOKED_AT
 from omnitrain.data.sources.part_files import FILE_KEYS
 from omnitrain.data.sources.rows import Row, RowSource
 from omnitrain.data.sources.turns import FIELDS, PART
+from omnitrain.recipe import Recipe
 
 # Keys that say nothing about what is trained.
 HARMLESS = frozenset(
@@ -22,17 +23,18 @@ _MESSAGE = frozenset({*FIELDS, "tool_calls"})
 _SHOWN_COLUMNS = 12  # of a note
 
 
-def unread_notes(sources: Iterable[RowSource], renderer: Renderer, *, scored: bool = False) -> list[str]:
+def unread_notes(sources: Iterable[RowSource], renderer: Renderer, recipe: Recipe) -> list[str]:
     """Return a line for each data set with keys that nothing reads.
 
     Args:
         sources: the data sets.
         renderer: the chat format, which may read further keys.
-        scored: whether a scorer of the recipe gets the rows, and may read all columns.
+        recipe: the recipe; if it has a scorer, this may read all columns.
 
     Raises:
         UserError: see :meth:`RowSource.__getitem__`.
     """
+    scored = recipe.evaluation is not None and recipe.evaluation.scorer is not None
     return [note for source in sources if (note := _note(source, renderer.reads | HARMLESS, scored))]
 
 
