@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import av
 import numpy as np
 import pytest
 
-from omnitrain.data.sources.media import MediaFile, _av_clip, decode_clip, decode_soundtrack
+from omnitrain.data.sources.clips import evenly, film_clip
+from omnitrain.data.sources.media import MediaFile, decode_clip, decode_soundtrack
 
 FRAMES_PER_SECOND = 4
 
@@ -47,7 +49,7 @@ def test_half_an_hour_costs_no_more_than_half_a_minute_for_as_many_frames() -> N
     for seconds in (30, 1800):
         with av.open(io.BytesIO(film(seconds))) as container:
             counting = Counting(container)
-            assert len(_av_clip(counting, 12).frames) == 12
+            assert len(film_clip(counting, evenly(12), 0, math.inf).frames) == 12
             counts[seconds] = counting.num_decoded
     assert counts[30] <= 30 * FRAMES_PER_SECOND and counts[1800] <= 1.5 * counts[30]
 
