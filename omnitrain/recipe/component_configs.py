@@ -43,6 +43,7 @@ class VisionEncoderConfig(PreTrainedConfig):
         projector: ``{"kind": ..., "factor": ...}``.
         hidden_size: hidden size of the foundation.
         max_frames: maximum number of frames to read from a video.
+        fps: frames to read from a second of a video; None: all, up to ``max_frames``.
     """
 
     model_type = "omnitrain_vision_encoder"
@@ -52,6 +53,7 @@ class VisionEncoderConfig(PreTrainedConfig):
     projector: dict | None = None
     hidden_size: int = 0
     max_frames: int = 32
+    fps: float | None = None
 
 
 class AudioEncoderConfig(PreTrainedConfig):

@@ -67,12 +67,8 @@ def by_transformers(processor: ProcessorMixin, row: Row) -> dict[str, Any]:
     output = processor(
         text=[processor.apply_chat_template(row.messages, tokenize=False)],
         videos=[frames],
-        video_metadata=[
-            [
-                {"total_num_frames": len(f), "fps": c.rate, "frames_indices": list(range(len(f)))}
-                for f, c in zip(frames, clips, strict=True)
-            ]
-        ],
+        video_metadata=[[expansion.video_metadata(clip) for clip in clips]],
+        videos_kwargs={"fps": clips[0].rate},
         audio=heard,
         sampling_rate=16_000,
         load_audio_from_video=True,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFile
 
 from omnitrain.data.sources.pictures import as_rgb
 
@@ -73,7 +73,7 @@ def evenly(most: int) -> Choose:
     return lambda total, rate: np.linspace(0, total - 1, min(total, most)).round()
 
 
-def animation_clip(animation: Image.Image, choose: Choose, start: float, stop: float) -> Clip:
+def animation_clip(animation: ImageFile.ImageFile, choose: Choose, start: float, stop: float) -> Clip:
     """Decode frames of an animation with Pillow, which goes straight to a frame of AVIF; others need those before."""
     chosen = _choose(_animation_times(animation), choose, start, stop)
     frames = []
@@ -83,7 +83,7 @@ def animation_clip(animation: Image.Image, choose: Choose, start: float, stop: f
     return chosen.clip(frames)
 
 
-def _animation_times(animation: Image.Image) -> list[float]:
+def _animation_times(animation: ImageFile.ImageFile) -> list[float]:
     """Return when each frame begins, in seconds. Of AVIF the first and the last are known, so the others are even."""
     total = getattr(animation, "n_frames", 1)
     if total > 1 and animation.format == "AVIF":
@@ -91,21 +91,21 @@ def _animation_times(animation: Image.Image) -> list[float]:
         animation.load()
         return list(np.linspace(0, animation.info["timestamp"] / 1000, total).tolist())
     if total > 1 and animation.format == "WEBP":
-        durations = _webp_durations(animation.fp)
+        durations = _webp_durations(cast(BinaryIO, animation.fp))
     else:
         durations = [_duration(animation, index) for index in range(total)]
     return [0.0, *(np.cumsum(durations[:-1]) / 1000).tolist()]
 
 
-def _duration(animation: Image.Image, index: int) -> float:
+def _duration(animation: ImageFile.ImageFile, index: int) -> float:
     animation.seek(index)
     return float(animation.info.get("duration", 0))
 
 
-def _webp_durations(stream: BinaryIO) -> list[int]:
+def _webp_durations(stream: BinaryIO) -> list[float]:
     """Return the milliseconds of each frame, which stand in chunks of the file (ANMF)."""
     stream.seek(12)
-    durations = []
+    durations: list[float] = []
     while len(head := stream.read(8)) == 8:
         end = stream.tell() + int.from_bytes(head[4:], "little")
         if head[:4] == b"ANMF":
@@ -138,9 +138,7 @@ def film_clip(container: Any, choose: Choose, start: float, stop: float) -> Clip
     return chosen.clip([frames[shown[index]] for index in chosen.indices])
 
 
-def _clip_without_times(
-    container: Any, stream: Any, total: int, choose: Choose, start: float, stop: float
-) -> Clip:
+def _clip_without_times(container: Any, stream: Any, total: int, choose: Choose, start: float, stop: float) -> Clip:
     """Decode all frames of an old format that gives none of their times; the stream's rate is all that is known."""
     rate = float(stream.average_rate or 0)
     chosen = _choose([index / rate if rate else 0.0 for index in range(total)], choose, start, stop)

@@ -15,11 +15,12 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import soundfile
-from PIL import Image
+from PIL import Image, ImageFile
 
 from omnitrain.data.sources.clips import Choose, Clip, animation_clip, evenly, film_clip, film_sound
 from omnitrain.data.sources.containers import require_uncut
 from omnitrain.data.sources.pictures import as_rgb
+from omnitrain.data.sources.reading import UNSAID, Reading
 
 _BLOCK_FRAMES = 1 << 16
 
@@ -34,11 +35,13 @@ class MediaFile:
         stream: the file; it can seek.
         start: where the part begins, in seconds.
         stop: where it ends; None: with the file.
+        reading: how it is read, as far as its part of a message or its data set says it.
     """
 
     stream: BinaryIO
     start: float = 0.0
     stop: float | None = None
+    reading: Reading = UNSAID
 
     @classmethod
     def of(cls, data: bytes) -> MediaFile:
@@ -120,21 +123,21 @@ def decode_audio(file: MediaFile) -> Waveform:
     return Waveform(samples, rate)
 
 
-def decode_clip(file: MediaFile, max_frames: int, choose: Choose | None = None) -> Clip:
-    """Decode at most ``max_frames`` RGB frames, evenly spaced in time from the first to the last.
+def decode_clip(file: MediaFile, max_frames: int | Choose) -> Clip:
+    """Decode at most ``max_frames`` RGB frames, evenly spaced in time from the first to the last, or chosen ones.
 
     Of a part of a file, these are its frames from ``start`` to ``stop``. Pillow reads animated WebP, AVIF, PNG and
     GIF; other formats need PyAV (``pip install omnitrain[video]``).
 
     Args:
         file: the file.
-        max_frames: the most frames.
-        choose: chooses frames in another way.
+        max_frames: the most frames, or a function that chooses frames in another way.
 
     Raises:
         ValueError: ``file`` is not a video, is damaged or cut, or needs PyAV, which is missing.
     """
-    choose, part = choose or evenly(max_frames), (file.start, math.inf if file.stop is None else file.stop)
+    choose = evenly(max_frames) if isinstance(max_frames, int) else max_frames
+    part = (file.start, math.inf if file.stop is None else file.stop)
     animation = _animation(file)
     if animation is None:
         return _with_av(file, lambda container: film_clip(container, choose, *part))
@@ -144,7 +147,7 @@ def decode_clip(file: MediaFile, max_frames: int, choose: Choose | None = None) 
         raise ValueError(f"unreadable video of {file.size} bytes: {_cause(error)}") from error
 
 
-def _animation(file: MediaFile) -> Image.Image | None:
+def _animation(file: MediaFile) -> ImageFile.ImageFile | None:
     """Open a file of a format that Pillow reads; None: it is another one, or damaged."""
     try:
         image = Image.open(file.begun())
@@ -153,8 +156,8 @@ def _animation(file: MediaFile) -> Image.Image | None:
     return None if image.format == "MPEG" else image  # of which Pillow reads only the size
 
 
-def decode_medium(modality: str, file: MediaFile, max_frames: int) -> Image.Image | Waveform | list[Image.Image]:
-    """Decode an image, a sound, or at most ``max_frames`` frames of a video.
+def decode_medium(modality: str, file: MediaFile, choose: Choose) -> Image.Image | Waveform | Clip:
+    """Decode an image, a sound, or the frames of a video that ``choose`` chooses.
 
     Raises:
         ValueError: ``file`` is damaged, or not of ``modality``.
@@ -163,7 +166,7 @@ def decode_medium(modality: str, file: MediaFile, max_frames: int) -> Image.Imag
         return decode_image(file)
     if modality == "audio":
         return decode_audio(file)
-    return decode_clip(file, max_frames).frames
+    return decode_clip(file, choose)
 
 
 def decode_soundtrack(file: MediaFile) -> Waveform | None:

@@ -14,13 +14,15 @@ import torch
 from pydantic import BaseModel, ValidationError
 from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 
+from omnitrain.data.render.hf_visuals import pixel_arguments
+from omnitrain.data.sources.reading import Reading
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.files import load_adapters
 from omnitrain.models.components.protocols import DecoderMixin, EncoderMixin
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.towers import tower_from_source
-from omnitrain.models.encoders.vision import VisionEncoder
+from omnitrain.models.encoders.vision import VisionEncoder, image_processor
 from omnitrain.models.hf.load import (
     Source,
     as_config,
@@ -348,7 +350,12 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         return AudioEncoder(AudioEncoderConfig(**shared, processor=extractor), tower).to(dtype)
     load = partial(AutoImageProcessor.from_pretrained, backend="pil")
     processor = _settings(spec, load, partial(_image_processor_for, tower.config))
-    vision = VisionEncoderConfig(**shared, processor=processor, max_frames=spec.max_frames)
+    limits = Reading(min_pixels=spec.min_pixels, max_pixels=spec.max_pixels)
+    try:
+        processor |= pixel_arguments(image_processor(dict(processor)), {}, limits)
+    except UserError as error:
+        raise UserError(f"model.encoders.{name}.{error}") from None
+    vision = VisionEncoderConfig(**shared, processor=processor, max_frames=spec.max_frames, fps=spec.fps)
     return VisionEncoder(vision, tower).to(dtype)
 
 

@@ -326,6 +326,8 @@ def _check_rows(
             length = sum(piece.input_ids.size for piece in sample.pieces)
             trained = sum(map(_num_trained, sample.pieces))
             console.print(f"{kind} {name}: the first row has {length} tokens, {trained} of them trained")
+            if lowered := sum(piece.num_lowered for piece in sample.pieces):
+                console.print(f"{kind} {name}: `max_frames` lowers the rate of {lowered} video of this row")
     return problems
 
 

@@ -83,8 +83,10 @@ def plain(family: str, conversation: Row) -> dict[str, np.ndarray]:
         return {"type": "text", "text": p["text"]} if kind == "text" else {"type": kind, kind: next(waiting[kind])}
 
     messages = [{"role": m["role"], "content": [shown(p) for p in m["content"]]} for m in conversation.messages]
-    details = [expansion._metadata(len(clip.frames), clip.rate) for clip in media["video"]]
-    options = {"return_tensors": "pt"} | ({"video_metadata": [details]} if details else {})
+    details = [expansion.video_metadata(clip) for clip in media["video"]]
+    options: dict[str, Any] = {"return_tensors": "pt"} | ({"video_metadata": [details]} if details else {})
+    if details:  # a rate that processors may read, as users of Qwen's utilities give it
+        options["videos_kwargs"] = {"fps": details[0]["fps"]}
     processor = FAMILIES[family]()[0]
     made = processor.apply_chat_template(messages, tokenize=True, return_dict=True, processor_kwargs=options)
     return {name: np.asarray(value) for name, value in made.items()}

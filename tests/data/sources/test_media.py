@@ -179,9 +179,20 @@ def test_a_part_that_is_none_is_an_error(start: Any, stop: Any) -> None:
         pass
 
 
-def test_only_a_sound_has_parts() -> None:
-    file = {"path": "a.webm", "start": 1.0}
-    with pytest.raises(ValueError, match="only a sound may have"), sound_row(file).open_media("video", 0):
+@pytest.mark.parametrize(
+    ("file", "modality", "message"),
+    [
+        ({"start": 1.0}, "image", "image 1 has 'start', which only audio or video may have"),
+        ({"fps": 1.0}, "audio", "audio 1 has 'fps', which only video may have"),
+        ({"fps": 1.0, "nframes": 4}, "video", "video 1 has 'nframes' and another key that says the same"),
+        ({"start": 1, "video_start": 1}, "video", "video 1 has 'video_start' and another key that says the same"),
+        ({"max_pixels": 0}, "image", "image 1 has max_pixels 0; expected a number above 0"),
+        ({"nframes": 2.5}, "video", "video 1 has num_frames 2.5; expected a number above 0"),
+    ],
+)
+def test_keys_that_a_medium_cannot_have_are_named(file: dict[str, Any], modality: str, message: str) -> None:
+    row = Row("a", "s", [], {modality: [{"path": "a"} | file]}, {})
+    with pytest.raises(ValueError, match=message), row.open_media(modality, 0):
         pass
 
 
