@@ -101,7 +101,8 @@ class FrameChoice:
         if self._sampler is None or rate is None or total <= least or (self._fps is not None and asked >= total):
             return evenly(min(max(asked, least), self._limit))(total, rate)
         positions = self._sampled(total, rate, self._said_fps)
-        return positions[evenly(self._limit)(len(positions), None).astype(int)]
+        has_room = len(positions) <= self._limit
+        return positions if has_room else np.linspace(positions[0], positions[-1], self._limit)
 
     def _sampled(self, total: int, rate: float, fps: float | None) -> np.ndarray:
         """Return the frames that the processor chooses of a video of constant rate."""
