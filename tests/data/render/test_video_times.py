@@ -67,7 +67,9 @@ def row(data: bytes, *others: bytes, **keys: Any) -> Row:
         {"role": "user", "content": [*shown, {"type": "text", "text": "?"}]},
         {"role": "assistant", "content": "x"},
     ]
-    return Row("r", "s", messages, {"image": [], "audio": [], "video": [{"bytes": one} | keys for one in (data, *others)]}, {})
+    return Row(
+        "r", "s", messages, {"image": [], "audio": [], "video": [{"bytes": one} | keys for one in (data, *others)]}, {}
+    )
 
 
 def sample_of(made: tuple[ProcessorMixin, NativeInputs], shown: Row, **options: Any) -> Sample:
@@ -195,7 +197,11 @@ def test_limits_of_pixels_are_those_of_each_frame() -> None:
 @pytest.mark.parametrize(
     ("made", "options", "message"),
     [
-        (choosing(sample_frames=lambda metadata, **_: [0, 1]), {"fps": 1}, "fps: Choosing chooses frames without a rate"),
+        (
+            choosing(sample_frames=lambda metadata, **_: [0, 1]),
+            {"fps": 1},
+            "fps: Choosing chooses frames without a rate",
+        ),
         (FAMILIES["internvl"](), {"max_pixels": 99}, "max_pixels: GotOcr2ImageProcessorPil does not choose the size"),
         (FAMILIES["qwen2_vl"](), {"min_pixels": 99}, "min_pixels: TinyVideoProcessor does not choose the size"),
         (choosing(), {"min_pixels": 99, "max_pixels": 9}, "min_pixels 99 is above max_pixels 9"),

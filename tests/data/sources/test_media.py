@@ -63,6 +63,84 @@ def test_sound_that_is_not_finite_is_damage() -> None:
         decode_audio(MediaFile(stream))
 
 
+def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> MediaFile:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return MediaFile(stream)
+
+
+STROKE = np.zeros((8, 8), np.uint8)
+STROKE[2:6, 3:5] = 255  # opaque; all colours are black, hidden ones, too
+SHEET = np.stack([np.zeros_like(STROKE)] * 3 + [STROKE], axis=-1)
+
+
+def palette() -> Image.Image:
+    sheet = Image.fromarray(STROKE // 255).convert("P")
+    sheet.putpalette([0, 0, 0] * 2)
+    return sheet
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        saved(Image.fromarray(SHEET)),
+        saved(Image.fromarray(SHEET[..., 2:])),
+        saved(palette(), transparency=0),
+        saved(palette(), "GIF", transparency=0),
+        saved(Image.fromarray(SHEET), "WEBP", lossless=True, exact=True),
+        saved(Image.fromarray(SHEET), "TIFF"),
+        saved(Image.fromarray(SHEET[..., :3] + (255 - STROKE[..., None])), transparency=(255, 255, 255)),
+    ],
+    ids=["RGBA", "LA", "palette", "GIF", "WebP", "TIFF", "colour"],
+)
+def test_what_is_transparent_is_a_white_page(file: MediaFile) -> None:
+    np.testing.assert_array_equal(np.asarray(decode_image(file)), 255 - STROKE[..., None].repeat(3, axis=-1))
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "PNG", "GIF"])
+def test_frames_of_an_animation_are_on_white_too(kind: str) -> None:
+    frames = [Image.fromarray(np.roll(SHEET, index, axis=1)) for index in range(3)]
+    options = {"lossless": True, "exact": True} if kind == "WEBP" else {"disposal": 2}
+    clip = decode_clip(saved(frames[0], kind, save_all=True, append_images=frames[1:], duration=100, **options), 3)
+    for index, frame in enumerate(clip.frames):
+        np.testing.assert_array_equal(np.asarray(frame)[..., 0], 255 - np.roll(STROKE, index, axis=1))
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "PNG", "GIF"])
+def test_frames_of_an_animation_are_evenly_spaced_in_time(kind: str) -> None:
+    frames = [Image.new("RGB", (16, 16), (12 * index, 0, 0)) for index in range(21)]
+    durations = [100] * 11 + [1000] * 10  # 1.1 s at 10 fps, then 1 fps
+    options = {"lossless": True} if kind == "WEBP" else {}
+    file = saved(frames[0], kind, save_all=True, append_images=frames[1:], duration=durations, **options)
+    clip = decode_clip(file, 6)
+    assert clip.times == pytest.approx([0, 2.1, 4.1, 6.1, 8.1, 10.1])
+    assert [round(np.asarray(frame)[0, 0, 0] / 12) for frame in clip.frames] == [0, 12, 14, 16, 18, 20]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "kind", "shown"),
+    [
+        (np.array([[0, 0.5, 1]], np.float32), "TIFF", [0, 128, 255]),
+        (np.array([[0, 100, 255]], np.float32), "TIFF", [0, 100, 255]),
+        (np.array([[0, 100, 255]], np.int32), "TIFF", [0, 100, 255]),
+        (np.array([[0, 50_000, 65_535]], np.int32), "TIFF", [0, 195, 255]),
+        (np.array([[0, 50_000, 100_000]], np.int32), "TIFF", [0, 128, 255]),
+        (np.array([[0, 2048, 4095]], np.uint16), "TIFF", [0, 128, 255]),
+        (np.array([[0, 25_700, 65_535]], np.uint16), "TIFF", [0, 100, 255]),
+        (np.array([[0, 2570, 4112]], np.uint16), "PNG", [0, 10, 16]),
+    ],
+    ids=["unit", "bytes as floats", "bytes", "16 bits", "more", "12 bits", "16", "PNG"],
+)
+def test_pixels_that_are_no_bytes_are_scaled(pixels: np.ndarray, kind: str, shown: list[int]) -> None:
+    np.testing.assert_allclose(np.asarray(decode_image(saved(Image.fromarray(pixels), kind)))[0, :, 0], shown, atol=0.5)
+
+
+@pytest.mark.parametrize("pixels", [[[-1.0, 1.0]], [[0.0, np.nan]], [[0.0, np.inf]]])
+def test_pixels_that_are_no_colours_are_damage(pixels: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="its pixels are from .* to .*; expected numbers from 0"):
+        decode_image(saved(Image.fromarray(np.array(pixels, np.float32)), "TIFF"))
+
+
 def test_sixteen_bit_images_are_scaled_not_clipped() -> None:
     stream = io.BytesIO()
     Image.fromarray(np.array([[0, 257 * 100, 65535]], dtype=np.uint16)).save(stream, format="PNG")
