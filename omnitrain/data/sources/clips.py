@@ -125,16 +125,19 @@ def film_clip(container: Any, choose: Choose, start: float, stop: float) -> Clip
     chosen = _choose([float((time - shown[0]) * stream.time_base) for time in shown], choose, start, stop)
     frames: dict[int, Image.Image] = {}
     decoded: Iterator[Any] = iter(())
-    last = None
+    frame = None
     for time in dict.fromkeys(shown[index] for index in chosen.indices):
         key = keys[max(0, bisect_right(keys, time, key=itemgetter(0)) - 1)]
-        if last is None or key[0] > last:  # else the frames up to this one are decoded anyway
+        if frame is None or key[0] > frame.pts:  # else the frames up to this one are decoded anyway
             decoded = _frames_from(container, stream, key, time)
-        for frame in decoded:
-            last = frame.pts
-            if last >= time:
-                frames[time] = _upright(frame)
+        while frame is None or frame.pts < time:
+            following = next(decoded, None)
+            if following is None:  # the decoder leaves frames out that it cannot make
                 break
+            frame = following
+        if frame is None:
+            raise ValueError("no frame can be decoded")
+        frames[time] = _upright(frame)
     return chosen.clip([frames[shown[index]] for index in chosen.indices])
 
 

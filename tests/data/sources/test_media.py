@@ -137,7 +137,7 @@ def test_pixels_that_are_no_bytes_are_scaled(pixels: np.ndarray, kind: str, show
 
 @pytest.mark.parametrize("pixels", [[[-1.0, 1.0]], [[0.0, np.nan]], [[0.0, np.inf]]])
 def test_pixels_that_are_no_colours_are_damage(pixels: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="its pixels are from .* to .*; expected numbers from 0"):
+    with pytest.raises(ValueError, match=r"its pixels are from .* to .*; expected numbers from 0"):
         decode_image(saved(Image.fromarray(np.array(pixels, np.float32)), "TIFF"))
 
 
