@@ -112,8 +112,18 @@ class MediaExpander:
             raise UserError(f"data.audio_in_video: {self.name} cannot read videos with their sound; remove the setting")
         if "video" in modalities:
             self.frame_choice(None).choose()
-        for modality in sorted(_GROUP.keys() & modalities):
-            self._pixel_arguments(modality, reading, num_frames=2 * (modality == "video"))
+        self._require_read(reading, sorted(_GROUP.keys() & modalities))
+
+    def _require_read(self, reading: Reading, modalities: Sequence[str]) -> None:
+        """Raise for limits of pixels that the processor reads of none of its modalities."""
+        problems = []
+        for modality in modalities:
+            try:
+                self._pixel_arguments(modality, reading, num_frames=2 * (modality == "video"))
+            except UserError as error:
+                problems.append(error)
+        if problems and len(problems) == len(modalities):
+            raise problems[0]
 
     def decode(self, modality: str, file: MediaFile) -> Medium:
         """Decode the medium of an encoded file.

@@ -40,12 +40,19 @@ class Reading:
     max_pixels: int | None = None
 
     def over(self, other: Reading) -> Reading:
-        """Return what is said here, and for the rest what ``other`` says; a number of frames replaces a rate."""
+        """Return what is said here, and for the rest what ``other`` says, unless it contradicts.
+
+        A number of frames replaces a rate, and a limit of pixels one that is on its wrong side.
+        """
         said = {name: value for name, value in asdict(self).items() if value is not None}
         if self.num_frames is not None:
             other = replace(other, fps=None, max_frames=None)
         elif self.fps is not None:
             other = replace(other, num_frames=None)
+        if (self.min_pixels or 0) > (other.max_pixels or math.inf):
+            other = replace(other, max_pixels=None)
+        if (self.max_pixels or math.inf) < (other.min_pixels or 0):
+            other = replace(other, min_pixels=None)
         return replace(other, **said)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from transformers import ProcessorMixin
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
@@ -194,6 +196,21 @@ def test_limits_of_pixels_are_those_of_each_frame() -> None:
     assert sizes[-1] == {"shortest_edge": 8 * 64, "longest_edge": 8 * 4096}
 
 
+def test_each_image_of_a_conversation_may_have_limits_of_its_own() -> None:
+    shown = Image.fromarray(np.zeros((16, 16, 3), np.uint8))
+    stream = io.BytesIO()
+    shown.save(stream, "PNG")
+    files = [{"bytes": stream.getvalue()} | limits for limits in ({}, {"max_pixels": 64}, {"min_pixels": 1024})]
+    asked = [*({"type": "image"} for _ in files), {"type": "text", "text": "?"}]
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": "x"}]
+    media = {"image": files, "audio": [], "video": []}
+    sample = sample_of(FAMILIES["qwen2_vl"](), Row("r", "s", messages, media, {}), max_pixels=144)
+    grids = [span.item.features["image_grid_thw"].reshape(3).tolist() for span in sample.spans]
+    assert grids == [[1, 6, 6], [1, 4, 4], [1, 16, 16]]  # patches of 2 x 2 pixels
+    with pytest.raises(UserError, match="max_pixels: TinyVideoProcessor does not choose the size"):
+        sample_of(FAMILIES["qwen2_vl"](), row(film([0.0, 1.0])), max_pixels=144)
+
+
 @pytest.mark.parametrize(
     ("made", "options", "message"),
     [
@@ -203,10 +220,9 @@ def test_limits_of_pixels_are_those_of_each_frame() -> None:
             "fps: Choosing chooses frames without a rate",
         ),
         (FAMILIES["internvl"](), {"max_pixels": 99}, "max_pixels: GotOcr2ImageProcessorPil does not choose the size"),
-        (FAMILIES["qwen2_vl"](), {"min_pixels": 99}, "min_pixels: TinyVideoProcessor does not choose the size"),
         (choosing(), {"min_pixels": 99, "max_pixels": 9}, "min_pixels 99 is above max_pixels 9"),
     ],
-    ids=["rate", "tiles", "no size", "order"],
+    ids=["rate", "tiles", "order"],
 )
 def test_a_key_that_the_processor_does_not_read_is_named(made: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
