@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageFile
@@ -20,6 +20,7 @@ Choose = Callable[[int, float | None], np.ndarray]
 Positions may be fractions. Of a real video, the frame that is nearest in time to each position is taken.
 """
 
+_KEPT_BYTES = 1 << 28  # of an animation's frames that are decoded to find their times
 _JOINED_SECONDS = 0.05  # blocks of sound less than this apart are one
 _UPRIGHT = {  # display matrix (x from x and y, y from x and y) -> how Pillow turns the picture
     (0, 1, -1, 0): Image.Transpose.ROTATE_270,
@@ -75,43 +76,35 @@ def evenly(most: int) -> Choose:
 
 def animation_clip(animation: ImageFile.ImageFile, choose: Choose, start: float, stop: float) -> Clip:
     """Decode frames of an animation with Pillow, which goes straight to a frame of AVIF; others need those before."""
-    chosen = _choose(_animation_times(animation), choose, start, stop)
-    frames = []
-    for index in chosen.indices:
-        animation.seek(index)
-        frames.append(as_rgb(animation.copy()))
-    return chosen.clip(frames)
+    decoded: dict[int, Image.Image] = {}
+    chosen = _choose(_animation_times(animation, decoded), choose, start, stop)
+    wanted = dict.fromkeys(chosen.indices)
+    frames = {index: as_rgb(decoded.pop(index, None) or _frame_at(animation, index)) for index in wanted}
+    return chosen.clip([frames[index] for index in chosen.indices])
 
 
-def _animation_times(animation: ImageFile.ImageFile) -> list[float]:
-    """Return when each frame begins, in seconds. Of AVIF the first and the last are known, so the others are even."""
+def _animation_times(animation: ImageFile.ImageFile, decoded: dict[int, Image.Image]) -> list[float]:
+    """Return when each frame begins, in seconds, and keep the frames that are decoded to find it, if there is room.
+
+    Of AVIF the last one is enough: the first begins at 0, and the others count as even.
+    """
     total = getattr(animation, "n_frames", 1)
-    if total > 1 and animation.format == "AVIF":
-        animation.seek(total - 1)
-        animation.load()
+    if animation.format == "AVIF":
+        decoded[total - 1] = _frame_at(animation, total - 1)
         return list(np.linspace(0, animation.info["timestamp"] / 1000, total).tolist())
-    if total > 1 and animation.format == "WEBP":
-        durations = _webp_durations(cast(BinaryIO, animation.fp))
-    else:
-        durations = [_duration(animation, index) for index in range(total)]
-    return [0.0, *(np.cumsum(durations[:-1]) / 1000).tolist()]
+    begins = [0.0]
+    has_room = total * animation.width * animation.height * 4 <= _KEPT_BYTES
+    for index in range(total):
+        frame = _frame_at(animation, index)
+        begins.append(begins[-1] + animation.info.get("duration", 0) / 1000)
+        if has_room:
+            decoded[index] = frame
+    return begins[:-1]
 
 
-def _duration(animation: ImageFile.ImageFile, index: int) -> float:
+def _frame_at(animation: ImageFile.ImageFile, index: int) -> Image.Image:
     animation.seek(index)
-    return float(animation.info.get("duration", 0))
-
-
-def _webp_durations(stream: BinaryIO) -> list[float]:
-    """Return the milliseconds of each frame, which stand in chunks of the file (ANMF)."""
-    stream.seek(12)
-    durations: list[float] = []
-    while len(head := stream.read(8)) == 8:
-        end = stream.tell() + int.from_bytes(head[4:], "little")
-        if head[:4] == b"ANMF":
-            durations.append(int.from_bytes(stream.read(16)[12:15], "little"))
-        stream.seek(end + end % 2)
-    return durations
+    return animation.copy()
 
 
 def film_clip(container: Any, choose: Choose, start: float, stop: float) -> Clip:
