@@ -350,13 +350,20 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         return AudioEncoder(AudioEncoderConfig(**shared, processor=extractor), tower).to(dtype)
     load = partial(AutoImageProcessor.from_pretrained, backend="pil")
     processor = _settings(spec, load, partial(_image_processor_for, tower.config))
-    limits = Reading(min_pixels=spec.min_pixels, max_pixels=spec.max_pixels)
-    try:
-        processor |= pixel_arguments(image_processor(dict(processor)), {}, limits)
-    except UserError as error:
-        raise UserError(f"model.encoders.{name}.{error}") from None
+    processor |= _pixel_limits(name, spec, processor)
     vision = VisionEncoderConfig(**shared, processor=processor, max_frames=spec.max_frames, fps=spec.fps)
     return VisionEncoder(vision, tower).to(dtype)
+
+
+def _pixel_limits(name: str, spec: Encoder, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the image processor that change for `min_pixels` and `max_pixels`."""
+    if spec.min_pixels is None and spec.max_pixels is None:
+        return {}
+    limits = Reading(min_pixels=spec.min_pixels, max_pixels=spec.max_pixels)
+    try:
+        return pixel_arguments(image_processor(dict(settings)), {}, limits)
+    except UserError as error:
+        raise UserError(f"model.encoders.{name}.{error}") from None
 
 
 def _is_audio(name: str, spec: Encoder) -> bool:

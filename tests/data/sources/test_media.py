@@ -8,6 +8,7 @@ import pytest
 import soundfile
 from PIL import AvifImagePlugin, ExifTags, Image, ImageSequence
 
+from omnitrain.data.sources import clips
 from omnitrain.data.sources.media import (
     MediaFile,
     Waveform,
@@ -106,8 +107,12 @@ def test_frames_of_an_animation_are_on_white_too(kind: str) -> None:
         np.testing.assert_array_equal(np.asarray(frame)[..., 0], 255 - np.roll(STROKE, index, axis=1))
 
 
+@pytest.mark.parametrize("room", [0, clips._KEPT_BYTES])
 @pytest.mark.parametrize("kind", ["WEBP", "PNG", "GIF"])
-def test_frames_of_an_animation_are_evenly_spaced_in_time(kind: str) -> None:
+def test_frames_of_an_animation_are_evenly_spaced_in_time(
+    kind: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clips, "_KEPT_BYTES", room)
     frames = [Image.new("RGB", (16, 16), (12 * index, 0, 0)) for index in range(21)]
     durations = [100] * 11 + [1000] * 10  # 1.1 s at 10 fps, then 1 fps
     options = {"lossless": True} if kind == "WEBP" else {}
