@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 _MKV_SEGMENT = b"\x18\x53\x80\x67"
+_BOXES = (b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"mfra", b"sidx", b"wide", b"free", b"skip", b"uuid")
 _TO_THE_END = (0, 0xFFFFFFFF)  # what a writer that cannot go back leaves in a RIFF header
 
 
@@ -40,11 +41,10 @@ def _mp4_end(stream: BinaryIO, size: int) -> int:
     end = 0
     while end < size:
         stream.seek(end)
-        length = int.from_bytes(stream.read(4), "big")
+        length, kind = int.from_bytes(stream.read(4), "big"), stream.read(4)
         if length == 1:
-            stream.read(4)
             length = int.from_bytes(stream.read(8), "big")
-        if length < 8:
+        if length < 8 or kind not in _BOXES:  # what is no box may follow the last one
             return 0
         end += length
     return end
@@ -71,6 +71,6 @@ def _varint(stream: BinaryIO) -> int | None:
 
 _CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[BinaryIO, int], int]], ...] = (
     (lambda head: head[:4] == b"RIFF", _riff_end),
-    (lambda head: head[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"), _mp4_end),
+    (lambda head: head[4:8] in _BOXES, _mp4_end),
     (lambda head: head[:4] == b"\x1a\x45\xdf\xa3", _mkv_end),
 )

@@ -171,3 +171,8 @@ def test_a_film_that_was_written_as_a_stream_says_no_length() -> None:
     at = data.index(b"\x18\x53\x80\x67") + 4
     data[at : at + 8] = b"\x01" + b"\xff" * 7  # unknown, as ffmpeg writes to a pipe
     assert len(decode_clip(MediaFile.of(bytes(data)), 99).frames) == 40
+
+
+def test_what_follows_the_last_box_is_not_missed() -> None:
+    data = films.film([0.0, 0.1], "mp4", "mpeg4", size=(64, 48))
+    assert len(decode_clip(MediaFile.of(data + b"\x7f\xff\xff\xffjunk and more"), 99).frames) == 2
