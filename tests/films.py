@@ -46,7 +46,7 @@ def film(
         video.codec_context.time_base = Fraction(1, 1000)
         sound = container.add_stream("pcm_s16le", rate=RATE, layout="mono") if heard else None
         for index, time in enumerate(times):
-            picture = np.full((size[1], size[0], 3), STEP * index, np.uint8)
+            picture = np.full((size[1], size[0], 3), STEP * index % 256, np.uint8)
             picture[: white[1], : white[0]] = 255
             frame = av.VideoFrame.from_ndarray(picture, "rgb24")
             frame.pts, frame.time_base = round(time * 1000), Fraction(1, 1000)

@@ -21,6 +21,7 @@ Positions may be fractions. Of a real video, the frame that is nearest in time t
 """
 
 _KEPT_BYTES = 1 << 28  # of an animation's frames that are decoded to find their times
+_AROUND_SECONDS = 1.0  # of sound that is decoded around a part, since packets are not in the order of their times
 _JOINED_SECONDS = 0.05  # blocks of sound less than this apart are one
 _UPRIGHT = {  # display matrix (x from x and y, y from x and y) -> how Pillow turns the picture
     (0, 1, -1, 0): Image.Transpose.ROTATE_270,
@@ -225,12 +226,15 @@ def film_sound(container: Any, start: float, stop: float) -> tuple[np.ndarray, i
     blocks: list[tuple[float | None, np.ndarray]] = []
     shown: list[float] = []
     for packet in container.demux([stream for stream in (heard, seen) if stream is not None]):
-        if packet.stream is heard:
+        time = None if packet.pts is None else float(packet.pts * packet.time_base)
+        after = start if time is None or not shown else time - shown[0]
+        is_near = start - _AROUND_SECONDS <= after <= stop + _AROUND_SECONDS
+        if packet.stream is heard and is_near:
             frames = [*packet.decode(), *(() if packet.size else (None,))]
             made = [block for frame in frames for block in resampler.resample(frame)]
             blocks += [(block.time, block.to_ndarray().reshape(-1)) for block in made]
-        elif packet.size and packet.pts is not None and not packet.is_discard:
-            shown.append(float(packet.pts * packet.time_base))
+        elif packet.stream is seen and time is not None and not packet.is_discard:
+            shown.append(time)
     shown.sort()
     zero = next((time for time in shown if time >= shown[0] + start), None)
     samples = _joined(blocks, zero, heard.rate)

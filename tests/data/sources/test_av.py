@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from omnitrain.data.sources import clips
 from omnitrain.data.sources.clips import _joined, evenly, film_clip
 from omnitrain.data.sources.media import MediaFile, decode_clip, decode_soundtrack
 from tests import films
@@ -118,6 +119,16 @@ def test_a_part_has_the_pictures_and_the_sound_of_its_seconds() -> None:
     assert np.abs(sound.samples).argmax() / sound.rate == pytest.approx(0.5, abs=0.002)
     with pytest.raises(ValueError, match=r"no frames from 4 s to 5 s; it has 3\.9 s"):
         decode_clip(MediaFile(io.BytesIO(data), 4.0, 5.0), 99)
+
+
+def test_of_a_part_of_a_long_film_only_its_sound_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: list[int] = []
+    monkeypatch.setattr(clips, "_joined", lambda found, *rest: blocks.append(len(found)) or _joined(found, *rest))
+    data = films.film([float(i) for i in range(60)], heard=(0.0, 60.0), click=31.0)
+    part = decode_soundtrack(MediaFile(io.BytesIO(data), 30.0, 33.0))
+    assert part is not None and len(part.samples) == 3 * part.rate
+    assert np.abs(part.samples).argmax() / part.rate == pytest.approx(1.0, abs=0.002)
+    assert blocks == [51]  # of 600 tenths of a second: those of the part and of a second around it
 
 
 def test_a_gap_in_the_sound_is_silent() -> None:
