@@ -80,7 +80,7 @@ def animation_clip(animation: ImageFile.ImageFile, choose: Choose, start: float,
     decoded: dict[int, Image.Image] = {}
     chosen = _choose(_animation_times(animation, decoded), choose, start, stop)
     wanted = dict.fromkeys(chosen.indices)
-    frames = {index: as_rgb(decoded.pop(index, None) or _frame_at(animation, index)) for index in wanted}
+    frames = {index: as_rgb(decoded[index] if index in decoded else _frame_at(animation, index)) for index in wanted}
     return chosen.clip([frames[index] for index in chosen.indices])
 
 
