@@ -10,12 +10,13 @@ from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
-from omnitrain.data.sources.reading import reading_keys
+from omnitrain.data.sources.reading import READING_KEYS, reading_keys
 from omnitrain.data.sources.turns import MARKERS
 
 # Type of a part -> its modality. Parts whose type is a modality may have a file, the others must have one.
 _MODALITIES = {kind: m for m in MARKERS for kind in (m, f"{m}_url", f"input_{m}")}
 _EXPECTED = "expected a path, a URL, a data: URL, bytes, or an object with url, path, bytes or data (base64)"
+FILE_KEYS = frozenset({"bytes", "path", "url", "data", *READING_KEYS})  # of an object that is a file
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,10 @@ def take_files(messages: Any, media: Mapping[str, Sequence[Any]]) -> tuple[Any, 
 
 
 def _without_files(message: Any, where: str, shown: dict[str, list[_GivenFile]]) -> Any:
-    """Return a message without files and how they are read, and append the file of each media part to ``shown``."""
+    """Return a message without files and how they are read, and append the file of each media part to ``shown``.
+
+    What is left in a part has no effect.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     parts = []
@@ -76,20 +80,15 @@ def _without_files(message: Any, where: str, shown: dict[str, list[_GivenFile]])
             raise ValueError(f"{what}: found {sorted(given)}; expected one of them")
         if not given and kind != modality:
             raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
-        said = reading_keys(part)
-        shown[modality].append(_given_file(given, said, what))
-        rest = {name: value for name, value in part.items() if name not in given and name not in said}
+        inside = [value for value in given.values() if isinstance(value, dict)]
+        file = next((_file_of(value, key, what) for key, value in given.items()), None)
+        shown[modality].append(
+            _GivenFile(file, {k: v for keys in (part, *inside) for k, v in reading_keys(keys).items()})
+        )
+        read = {*given, *FILE_KEYS} if given else READING_KEYS
+        rest = {name: value for keys in (*inside, part) for name, value in keys.items() if name not in read}
         parts.append(rest | {"type": modality})
     return message | {"content": parts}
-
-
-def _given_file(given: Mapping[str, Any], said: Mapping[str, Any], what: str) -> _GivenFile:
-    """Return the file of a part (``given`` has one key at most), with the keys of the part that say how it is read."""
-    for key, value in given.items():
-        return _GivenFile(
-            _file_of(value, key, what), {**said, **(reading_keys(value) if isinstance(value, dict) else {})}
-        )
-    return _GivenFile(None, said)
 
 
 def _file_of(value: Any, key: str, what: str) -> Any:

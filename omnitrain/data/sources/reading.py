@@ -19,6 +19,7 @@ _KEYS = {
     "min_pixels": ("min_pixels", ("image", "video")),
     "max_pixels": ("max_pixels", ("image", "video")),
 }
+READING_KEYS = frozenset(_KEYS)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.unread_keys import unread_notes
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
@@ -51,7 +52,8 @@ def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs
         for pack in drawn[:packs]
     ]
     rejected = [view_rejected(one, _row(loader, one.index)) for one in loader.rejected.values()]
-    return DataPreview(name, tuple(views), tuple(rejected), processor.frames_of)
+    unread = unread_notes(loader.sources, processor.renderer, resolved)
+    return DataPreview(name, tuple(views), tuple(rejected), processor.frames_of, tuple(unread))
 
 
 def recipe_and_name(recipe: Recipe | str | Path, overrides: Sequence[str]) -> tuple[Recipe, str]:
