@@ -20,6 +20,7 @@ from omnitrain.data.sources.json_lines import kinds_of
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.part_files import modality_of_type, take_files
 from omnitrain.data.sources.stream import Stream
+from omnitrain.data.sources.tar_shards import TarShards
 from omnitrain.data.sources.turns import MARKERS, as_messages, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
@@ -189,6 +190,7 @@ class RowSource(Sequence[Row]):
 
     def _row(self, position: int, record: dict[str, Any]) -> Row:
         default, columns = f"{self.name}[{position}]", self.columns
+        record = dict.fromkeys(self._table.column_names) | record  # a record may lack columns
         media = {m: _as_list(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
         row = Row(
             id=_text(record.pop(columns.id, None), default),
@@ -213,6 +215,8 @@ class RowSource(Sequence[Row]):
         if columns.response is None:
             messages, files = take_files(as_messages(record.pop(columns.messages), marked=self._marked), media)
             return {"messages": messages, "media": {m: self._located(files[m]) for m in MODALITIES}}
+        if lacking := self._lacking(record, media):
+            raise ValueError(f"the row has no file in {' and '.join(lacking)}")
         turns = []
         for role, name in (("system", columns.system), ("user", columns.prompt), ("assistant", columns.response)):
             text = "" if name is None else _required(record.pop(name), name)
@@ -223,6 +227,18 @@ class RowSource(Sequence[Row]):
                 parts = [*shown, *([{"type": "text", "text": text}] if text else [])]
                 turns.append({"role": role, "content": parts if shown else text})
         return {"messages": as_messages(turns, marked=self._marked)}
+
+    def _lacking(self, record: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Return the columns without the file that a row with a response needs, with the keys that name them.
+
+        In a tar shard, each media column is a file that belongs to the row. Elsewhere a row with a prompt needs none.
+        """
+        names = {m: getattr(self.columns, f"{m}s") for m in MODALITIES}
+        held = [m for m, name in names.items() if name in self._table.column_names]
+        empty = [f"{names[m]!r} (columns.{m}s)" for m in held if not any(map(is_file, media[m]))]
+        needs_all = isinstance(self._table, TarShards)
+        has_prompt = self.columns.prompt is not None and record.get(self.columns.prompt) != ""
+        return empty if needs_all or (len(empty) == len(held) and not has_prompt) else []
 
     def _located(self, files: list[Any]) -> list[Any]:
         """Return files whose paths begin with the folder of the media."""
@@ -409,5 +425,5 @@ def _located(file: Any, folder: str) -> Any:
 
 def _required(text: Any, name: str | None) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"column {name!r} has {text!r}, expected a text")
+        raise ValueError(f"column {name!r} has {'no value' if text is None else repr(text)}, expected a text")
     return text
