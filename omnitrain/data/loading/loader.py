@@ -274,7 +274,8 @@ def order_of(sources: Sequence[Sized], data: Data, seed: int, slots: int, state:
     if state.order_version == 1:
         return FirstOrder([len(source) for source in sources], [source.weight for source in data.train], seed, slots)
     shares = _shares(sources, data, state.tokens_per_draw or [1.0] * len(sources))
-    return SampleOrder(shares, seed, slots, [stage.from_step for stage in data.stages])
+    stage_steps = [stage.from_step for stage in data.stages]
+    return SampleOrder(shares, seed, slots, stage_steps, mixes_epochs=state.order_version < 3)
 
 
 def _shares(sources: Sequence[Sized], data: Data, tokens_per_draw: Sequence[float]) -> list[SourceShare]:
