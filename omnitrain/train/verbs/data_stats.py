@@ -8,7 +8,7 @@ from pathlib import Path
 from omnitrain.data.loading.measure import Measured, Packing, measure, pack_measures
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.data.sources.rows import open_sources
+from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.recipe import Recipe
@@ -55,15 +55,27 @@ def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, ro
                 found.append(row)
                 activity.update(f"measuring {source.name}: {len(found):,} of {min(rows, len(source)):,} rows")
             measured.append(found)
-    return DataStats.of(name, resolved, sources, measured, _packing(resolved, measured, budget, contract))
+    return DataStats.of(name, resolved, sources, measured, _packing(resolved, sources, measured, budget, contract))
 
 
 def _packing(
-    recipe: Recipe, measured: Sequence[Sequence[Measured]], budget: PackBudget, contract: Contract
+    recipe: Recipe,
+    sources: Sequence[RowSource],
+    measured: Sequence[Sequence[Measured]],
+    budget: PackBudget,
+    contract: Contract,
 ) -> Packing | None:
     """Fill packs as a run does; None: all rows were rejected."""
     if all(isinstance(row, Rejected) for rows in measured for row in rows):
         return None
-    packs = min(_MOST_PACKS, recipe.train.steps * recipe.train.micro_batches)
-    alone = not contract.packs
-    return pack_measures(measured, recipe.data, budget, seed=recipe.train.seed, packs=packs, alone=alone)
+    # Some rows of large data sets stand for all, so the share of these that one of many slots has would be too small.
+    slots = recipe.train.micro_batches if [*map(len, measured)] == [*map(len, sources)] else 1
+    return pack_measures(
+        measured,
+        recipe.data,
+        budget,
+        seed=recipe.train.seed,
+        packs=min(_MOST_PACKS, recipe.train.steps * recipe.train.micro_batches // slots),
+        alone=not contract.packs,
+        slots=slots,
+    )
