@@ -16,6 +16,7 @@ import numpy as np
 from omnitrain.data.sources.documents import Document, TextFiles
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.formats import files_of, open_table, suffix_of
+from omnitrain.data.sources.inline_files import as_file, is_inline
 from omnitrain.data.sources.json_lines import kinds_of
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.part_files import modality_of_type, take_files
@@ -76,7 +77,7 @@ class Row:
                 f"the messages show {modality} {position + 1}, but the row has {len(values)} files; put files in a "
                 f"separate column (`columns.{modality}s`)"
             )
-        value = values[position]
+        value = _as_file(values[position], f"{modality} {position + 1}")
         data = value.get("bytes") if isinstance(value, dict) else value
         if isinstance(data, bytes):
             return data
@@ -99,12 +100,14 @@ class Row:
             ValueError: see :meth:`media_bytes`; or the part of the file to decode is wrong.
         """
         values, place = self.media.get(modality, []), f"{modality} {position + 1}"
-        value = values[position] if position < len(values) else None
+        value = _as_file(values[position], place) if position < len(values) else None
         path, has_bytes = _path_of(value), isinstance(value, dict) and value.get("bytes")
         start, stop = _part_of(value, place, modality)
         with ExitStack() as stack:
-            if path is None or has_bytes or is_url(path):
-                stream: BinaryIO = io.BytesIO(self.media_bytes(modality, position))
+            if isinstance(value, bytes):
+                stream: BinaryIO = io.BytesIO(value)
+            elif path is None or has_bytes or is_url(path):
+                stream = io.BytesIO(self.media_bytes(modality, position))
             else:
                 try:
                     stream = stack.enter_context(open(path, "rb"))
@@ -377,7 +380,9 @@ def _missing_columns(found: Sequence[str], source: DataSource, *, needs_messages
 
 def is_file(value: Any) -> bool:
     """Whether a value of a media column is a file; null, an empty path and empty bytes are not."""
-    return any(value.values()) if isinstance(value, dict) else bool(value)
+    if isinstance(value, dict):
+        return any(map(is_file, value.values()))
+    return value.size > 0 if isinstance(value, np.ndarray) else bool(value)
 
 
 def _as_list(column: Any) -> list[Any]:
@@ -394,6 +399,13 @@ def _unreadable(place: str, path: str | None, error: OSError) -> ValueError:
     is_relative = path is not None and not Path(path).is_absolute()
     hint = f" in {Path.cwd()}; set `media_folder` of the data source to the folder of its media" if is_relative else ""
     return ValueError(f"{place} cannot be read from its file: {error}{hint}")
+
+
+def _as_file(value: Any, place: str) -> Any:
+    try:
+        return as_file(value)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def _part_of(value: Any, place: str, modality: str) -> tuple[float, float | None]:
@@ -417,7 +429,9 @@ def _part_of(value: Any, place: str, modality: str) -> tuple[float, float | None
 def _located(file: Any, folder: str) -> Any:
     """Prepend ``folder`` to the path of a file, if it has one."""
     if isinstance(file, str) and file:
-        return file if is_url(file) else f"{folder.rstrip('/')}/{file}" if is_url(folder) else str(Path(folder, file))
+        if is_url(file) or is_inline(file):
+            return file
+        return f"{folder.rstrip('/')}/{file}" if is_url(folder) else str(Path(folder, file))
     if isinstance(file, dict) and file.get("path") and not file.get("bytes"):
         return file | {"path": _located(file["path"], folder)}
     return file
