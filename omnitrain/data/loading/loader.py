@@ -36,6 +36,12 @@ from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
 
 _PACKS_AHEAD = 4
+# Arguments of VeOmni's function of this name that have no effect here.
+_FOREIGN = {
+    *("dataloader_type", "dataloader_batch_size", "max_seq_len", "train_steps", "rmpad", "rmpad_with_pos_ids"),
+    *("dyn_bsz", "dyn_bsz_margin", "dyn_bsz_buffer_size", "bsz_warmup_ratio", "bsz_warmup_init_mbtoken"),
+    *("build_collate_fn", "collate_fn_kwargs", "drop_last", "pin_memory", "prefetch_factor"),
+}
 _MEASURED_ROWS = 64  # of each source, for weights by tokens
 
 Packs = tuple[Pack, ...]
@@ -390,7 +396,7 @@ def build_dataloader(
     micro_batch_size: int | None = None,
     pack_tokens: int | None = None,
     global_batch_size: int | None = None,
-    collate_fn: Collate | None = None,
+    collate_fn: Collate | Sequence[Collate] | None = None,
     shuffle: bool | None = None,
     num_workers: int = 0,
     seed: int = 0,
@@ -401,7 +407,13 @@ def build_dataloader(
 ) -> DatasetLoader: ...
 
 
-def build_dataloader(data: Any, processor: OmniProcessor | None = None, **options: Any) -> StepLoader | DatasetLoader:
+@overload
+def build_dataloader(*, dataset: MapDataset | Iterable[Any], **options: Any) -> DatasetLoader: ...
+
+
+def build_dataloader(
+    data: Any = None, processor: OmniProcessor | None = None, *, dataset: Any = None, **options: Any
+) -> StepLoader | DatasetLoader:
     """Build the loader of a training loop: optimizer steps of one rank, the same samples on any number of ranks.
 
     With the ``data`` of a recipe, packs are filled up to ``data.pack_tokens``, without end. With a dataset, a step has
@@ -412,6 +424,7 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
         processor: turns data rows into samples. With a dataset, its rows are then dicts (``messages``, ``images``,
             ``audios``, ``videos``, ``tools``, ``id``, ``task``) or :class:`Row`. None: ``collate_fn`` gets the rows of
             the dataset as they are.
+        dataset: another name of ``data``.
         **options: with a recipe's data those of :class:`StepLoader`; with a dataset:
 
             - ``micro_batch_size``: rows of a micro-batch.
@@ -419,7 +432,7 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
               of a step. Longer samples are skipped.
             - ``global_batch_size``: rows of an optimizer step over all ranks, a multiple of ``micro_batch_size`` and at
               least one micro-batch for each rank. By default each rank has one micro-batch.
-            - ``collate_fn``: makes a micro-batch of a list of rows. By default an
+            - ``collate_fn``: makes a micro-batch of a list of rows (or a list with this function). By default an
               :class:`~omnitrain.data.render.packing_collator.OmniDataCollatorWithPacking`.
             - ``shuffle``: shuffle the rows of each epoch, by ``seed``; by default only of a map-style dataset. An
               iterable dataset is read in its own order.
@@ -435,6 +448,14 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
         DataError: a data set is missing, empty, or lacks a column.
         UserError: the sizes do not fit the ranks, or ``data`` is no dataset.
     """
+    if (data is None) == (dataset is None):
+        raise UserError("data: expected the `data` of a recipe, or a dataset (`dataset=`)")
+    data = dataset if data is None else data
+    if foreign := sorted(_FOREIGN & options.keys()):
+        raise UserError(
+            f"{', '.join(foreign)}: arguments of another library; remove them, and pass pack_tokens=, the most tokens "
+            "of a pack, or micro_batch_size=, its rows"
+        )
     if not isinstance(data, Data):
         return DatasetLoader(data, processor, **options)
     if processor is None:
