@@ -38,15 +38,13 @@ def test_a_collator_with_named_features_and_a_loader_of_a_dataset_make_packs() -
     collate = OmniDataCollatorWithPacking(
         native_of(), packing_features=PER_TOKEN, concat_features=["pixel_values", "image_grid_thw"]
     )
-    loader = build_dataloader(
-        dataset=rows, micro_batch_size=3, global_batch_size=3, collate_fn=[collate], shuffle=False
-    )
-    ((pack,),) = list(loader)
+    sizes = {"micro_batch_size": 3, "global_batch_size": 3, "shuffle": False}
+    ((pack,),) = list(build_dataloader(dataset=rows, collate_fn=[collate], **sizes))
     assert torch.equal(pack.input_ids, OmniDataCollatorWithPacking(native_of())(rows).input_ids)
-    patches = pack.inputs["image"].groups[0].features["pixel_values"] if "image" in pack.inputs else None
-    assert sum(len(row.get("pixel_values", ())) for row in rows) == sum(
-        len(group.features["pixel_values"]) for batch in pack.inputs.values() for group in batch.groups
-    ), patches
+    groups = [group for batch in pack.inputs.values() for group in batch.groups]
+    assert sum(len(group.features["pixel_values"]) for group in groups) == sum(
+        len(row.get("pixel_values", ())) for row in rows
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +93,7 @@ def test_the_state_has_the_meshes_and_groups_of_the_listing(state: ot.ParallelSt
     query = torch.arange(48.0).view(2, 3, 4, 2)
     whole = ot.gather_seq_scatter_heads(query, seq_dim=1, head_dim=2, group=state.ulysses_group)
     assert torch.equal(ot.gather_heads_scatter_seq(whole, seq_dim=1, head_dim=2, group=state.ulysses_group), query)
-    with pytest.raises(UserError, match="dp_mode is 'ddp'; expected one of .*; DDP is replicate"):
+    with pytest.raises(UserError, match=r"dp_mode is 'ddp'; expected one of .*; DDP is replicate"):
         ot.init_parallel_state(dp_mode="ddp")  # type: ignore[arg-type]
 
 

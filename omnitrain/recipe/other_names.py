@@ -101,7 +101,7 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "group_by_length": Here("", _PACKED),
         "remove_unused_columns": Here("", f"{_REMOVE} scorers get all columns"),
     },
-    "many": {
+    "Others": {
         "epochs": Here("train.epochs"),
         "batch_size": Here("train.samples_per_step", _SAMPLES),
         "lr": Here("train.optimizer.learning_rate"),
