@@ -43,6 +43,7 @@ _FOREIGN = {
     *("build_collate_fn", "collate_fn_kwargs", "drop_last", "pin_memory", "prefetch_factor"),
 }
 _MEASURED_ROWS = 64  # of each source, for weights by tokens
+_FIRST_ROWS = 16  # of each source; one of them must be usable
 
 Packs = tuple[Pack, ...]
 
@@ -335,9 +336,10 @@ def first_samples(
     *,
     without_tails: bool = False,
 ) -> list[tuple[str, Sample | Rejected | UserError]]:
-    """Prepare the first row of every metrics source of each data set, and return it with the source's name.
+    """Prepare the first usable row of every metrics source of each data set, and return it with the source's name.
 
-    This shows quickly whether a model can use the data.
+    This shows quickly whether a model can use the data. A row's ``index`` is its position in the source. If all of the
+    first rows are rejected, the first one is returned.
 
     Args:
         sources: the data sets.
@@ -347,9 +349,14 @@ def first_samples(
         without_tails: see :func:`build_dataloader`.
     """
     rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong)
-    groups = [(s, name, group[0]) for s, table in enumerate(sources) for name, group in table.by_source().items()]
-    prepared = prepare_some(rows, [(i, s, row) for i, (s, _, row) in enumerate(groups)])
-    return [(name, row) for (_, name, _), row in zip(groups, prepared, strict=True)]
+    groups = [(s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items()]
+    firsts = prepare_some(rows, [(0, s, group[0]) for s, _, group in groups])
+    found = []
+    for (s, name, group), first in zip(groups, firsts, strict=True):
+        others = range(1, min(len(group), _FIRST_ROWS) if isinstance(first, Rejected) else 1)
+        tried = prepare_some(rows, [(i, s, group[i]) for i in others]) if others else []
+        found.append((name, next((one for one in tried if not isinstance(one, Rejected)), first)))
+    return found
 
 
 def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
