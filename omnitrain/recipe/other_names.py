@@ -36,8 +36,10 @@ _LENGTH = "the length of a pack; longer samples: `data.overlong`"
 _LIST = "a list of data sets, each with a `path`"
 _PROCESSOR = "a folder or Hub id; unset: the chat template saved with the foundation"
 _STEPS = "a number of steps"
+_BALANCE = "with `train.experts.loss`"
 _REMOVE = "remove it:"
 _PACKED = f"{_REMOVE} samples are always packed, without padding"
+_NO_PREFERENCES = f"{_REMOVE} there is no training on preferences or rewards"
 _ANSWERS = f"{_REMOVE} only the assistant's messages are trained"
 _DIVIDED = f"{_REMOVE} ranks divide the packs of a step among themselves"
 _QUANTIZED = f"{_REMOVE} a quantized checkpoint is dequantized when it is loaded"
@@ -99,6 +101,8 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "do_eval": Here("evaluation", "with `data.heldout`"),
         "resume_from_checkpoint": Here("", f"{_REMOVE} `omnitrain resume RUN` continues a run"),
         "group_by_length": Here("", _PACKED),
+        "overwrite_output_dir": Here("", f"{_REMOVE} an earlier run in `output_dir` is moved aside"),
+        "ddp_find_unused_parameters": Here("", f"{_REMOVE} a rank without media calls its encoders, too"),
         "remove_unused_columns": Here("", f"{_REMOVE} scorers get all columns"),
     },
     "Others": {
@@ -128,6 +132,12 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "template": Here("data.processor", _PROCESSOR),
         "dataset": Here("data.train", _LIST),
     },
+    "TRL, LLaMA-Factory, axolotl": {
+        "trust_remote_code": Here("", f"{_REMOVE} code of a checkpoint is not run; `plugins` import your own classes")
+    },
+    "LLaMA-Factory, ms-swift, axolotl": {
+        "streaming": Here("data.train.0.streaming", "of a data set of the Hub; files are read where they are")
+    },
     "LLaMA-Factory, axolotl": {"flash_attn": Here("model.ops.attention", "`auto` chooses")},
     "TRL": {
         "use_peft": Here("parallel.default.lora"),
@@ -140,7 +150,7 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "assistant_only_loss": Here("", _ANSWERS),
         "eval_packing": Here("", _PACKED),
         "truncation_mode": Here("data.overlong", "`drop`, `error` or `split`; nothing is truncated"),
-        "router_aux_loss_coef": Here("train.experts.weight"),
+        "router_aux_loss_coef": Here("train.experts.weight", _BALANCE),
     },
     "LLaMA-Factory": {
         "stage": Here("", f"{_REMOVE} `omnitrain run` trains on answers, or on documents (`columns.text`)"),
@@ -155,6 +165,8 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "mix_strategy": Here("data.train.0.weight", "of each data set"),
         "interleave_probs": Here("data.train.0.weight", "of each data set"),
         "neat_packing": Here("", _PACKED),
+        "default_system": Here("data.train.0.columns.system", "a column with the text"),
+        "pref_loss": Here("", _NO_PREFERENCES),
         "train_on_prompt": Here("", _ANSWERS),
         "mask_history": Here("", f"{_REMOVE} a message with `weight: 0` is not trained"),
         "preprocessing_num_workers": Here("data.workers"),
@@ -171,10 +183,10 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "adapter_name_or_path": Here("model.checkpoint", "the folder of a run with adapters"),
         "quantization_bit": Here("", _QUANTIZED),
         "enable_liger_kernel": Here("model.ops", "`liger` of each operation, such as `model.ops.rms_norm=liger`"),
-        "moe_aux_loss_coef": Here("train.experts.weight"),
+        "moe_aux_loss_coef": Here("train.experts.weight", _BALANCE),
         "pure_bf16": Here("train.precision=bf16", "weights that train stay fp32"),
         "use_muon": Here("train.optimizer.kind=muon"),
-        "early_stopping_steps": Here("train.early_stopping.patience"),
+        "early_stopping_steps": Here("train.early_stopping.patience", "with `metric`"),
         "plot_loss": Here("train.report", "report.html has the curves"),
         "export_dir": Here("", f"{_REMOVE} `omnitrain export RUN FOLDER` writes the model"),
     },
@@ -182,6 +194,9 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "tuner_type": Here("parallel.default.lora", "for `lora`; unset, all weights train"),
         "train_type": Here("parallel.default.lora", "for `lora`; unset, all weights train"),
         "target_modules": Here("parallel.default.lora.targets", "a list of globs"),
+        "columns": Here("data.train.0.columns"),
+        "adapters": Here("model.checkpoint", "the folder of a run with adapters"),
+        "rlhf_type": Here("", _NO_PREFERENCES),
         "val_dataset": Here("data.heldout", _LIST),
         "split_dataset_ratio": Here("data.heldout", f"{_LIST}; split the rows before the run"),
         "interleave_prob": Here("data.train.0.weight", "of each data set"),
@@ -203,11 +218,12 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "tensor_model_parallel_size": Here("parallel.default.tp"),
         "pipeline_model_parallel_size": Here("parallel.default.pp"),
         "context_parallel_size": Here("parallel.default.cp"),
-        "moe_aux_loss_coeff": Here("train.experts.weight"),
+        "moe_aux_loss_coeff": Here("train.experts.weight", _BALANCE),
     },
     "axolotl": {
         "base_model": Here("model.foundation"),
         "adapter": Here("parallel.default.lora", "for `lora`; unset, all weights train"),
+        "rl": Here("", _NO_PREFERENCES),
         "lora_target_linear": Here("parallel.default.lora.targets", "a list of globs"),
         "lora_modules_to_save": Here("parallel.default.lora.targets", "only adapters train in that component"),
         "datasets": Here("data.train", _LIST),
@@ -237,13 +253,14 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "flash_attention": Here("model.ops.attention=flash", "`auto` chooses"),
         "saves_per_epoch": Here("train.save_every", _STEPS),
         "evals_per_epoch": Here("evaluation.loss_every", _STEPS),
-        "early_stopping_patience": Here("train.early_stopping.patience"),
+        "early_stopping_patience": Here("train.early_stopping.patience", "with `metric`"),
         "wandb_project": Here("train.track.project", "with `train.track.to=[wandb]`"),
         "wandb_name": Here("train.track.name"),
         "use_tensorboard": Here("train.track.to=[tensorboard]"),
         "freeze_mm_modules": Here("model.freeze=[image_encoder]"),
         "unfrozen_parameters": Here("model.freeze", "names what does not train"),
         "dp_shard_size": Here("parallel.default.dp_shard"),
+        "sequence_parallel_degree": Here("parallel.default.cp"),
         "tensor_parallel_size": Here("parallel.default.tp"),
         "expert_parallel_size": Here("parallel.default.ep"),
     },
@@ -281,7 +298,7 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "init_device": Here("", f"{_REMOVE} no rank holds the whole model"),
         "enable_full_determinism": Here("", f"{_REMOVE} a run depends on `train.seed` alone"),
         "freeze_audio_tower": Here("model.freeze=[audio_encoder]"),
-        "encoder_data_balance": Here("parallel.default.place=world"),
+        "encoder_data_balance": Here("parallel.default.place=world", "of all encoders"),
     },
 }
 

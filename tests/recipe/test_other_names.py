@@ -38,6 +38,7 @@ def test_every_other_name_leads_to_a_key_of_a_recipe_or_says_why_there_is_none()
 def test_names_of_training_arguments_are_those_of_transformers() -> None:
     now = set(TrainingArguments.__dataclass_fields__)
     once = {"evaluation_strategy", "train_batch_size", "no_cuda", "group_by_length", "warmup_ratio"}
+    once |= {"overwrite_output_dir"}
     of_scripts = {"train_file", "validation_file", "dataset_name", "tokenizer_name", "predict_with_generate"}
     assert set(OF_TRAINERS["HF Trainer"]) - once - of_scripts <= now
 
