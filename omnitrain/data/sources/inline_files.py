@@ -16,7 +16,7 @@ from PIL import Image
 
 from omnitrain.data.sources.media import Waveform
 
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")  # shorter texts, and those with a dot, are paths
+_BASE64 = re.compile(r"[A-Za-z0-9+/]{64}")  # shorter texts, and those with a dot, are paths
 _BEGINNINGS = {
     "image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\x00", b"MM\x00*"),
     "audio": (b"fLaC", b"OggS", b"ID3", b"\xff\xfb"),
@@ -39,7 +39,7 @@ def is_inline(text: str) -> bool:
     """Whether a text is a ``data:`` URL, or base64 of a media file, and no path."""
     if text.startswith("data:"):
         return True
-    return _BASE64.fullmatch(text) is not None and modality_of_bytes(base64.b64decode(text[:16])) is not None
+    return _BASE64.match(text) is not None and modality_of_bytes(base64.b64decode(text[:16])) is not None
 
 
 def bytes_of_text(text: str) -> bytes:
@@ -71,11 +71,11 @@ def as_file(value: Any) -> Any:
     if isinstance(value, str):
         return bytes_of_text(value) if is_inline(value) else value
     if isinstance(value, Image.Image):
-        return _png(value)
+        return _encoded(value)
     if isinstance(value, Waveform):
         return _wav(value.samples, value.rate)
     if not isinstance(value, Mapping):
-        return _png_of_array(value) if hasattr(value, "__array__") else value
+        return _encoded_array(value) if hasattr(value, "__array__") else value
     if value.get("array") is not None:
         return {**value, "bytes": _wav(value["array"], value.get("sampling_rate")), "path": None, "array": None}
     path = value.get("path")
@@ -91,18 +91,22 @@ def _decoded(text: str) -> bytes:
         raise ValueError(f"invalid base64: {error}") from None
 
 
-def _png(image: Image.Image) -> bytes:
+def _encoded(image: Image.Image) -> bytes:
+    """Return an image as a file that keeps each pixel."""
     stream = io.BytesIO()
-    image.save(stream, "PNG", compress_level=1)
+    if image.mode in ("CMYK", "F", "LAB", "YCbCr"):  # PNG has no such pixels
+        image.save(stream, "TIFF")
+    else:
+        image.save(stream, "PNG", compress_level=1)
     return stream.getvalue()
 
 
-def _png_of_array(value: Any) -> bytes:
+def _encoded_array(value: Any) -> bytes:
     pixels = np.asarray(value)
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or pixels.shape[2:] not in ((), (3,), (4,)):
         what = f"an array of {pixels.dtype} {list(pixels.shape)}"
         raise ValueError(f"found {what}; expected pixels ({_IMAGE}) or a sound ({_SOUND})")
-    return _png(Image.fromarray(pixels))
+    return _encoded(Image.fromarray(pixels))
 
 
 def _wav(samples: Any, rate: Any) -> bytes:

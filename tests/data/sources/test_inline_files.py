@@ -39,6 +39,7 @@ IMAGES = {
     "data URL": f"data:image/png;base64,{text('PNG')}",
     "path is base64": {"bytes": None, "path": text("PNG")},
     "PIL": Image.fromarray(PIXELS),
+    "PIL CMYK": Image.fromarray(PIXELS).convert("CMYK"),
     "array": PIXELS,
     "tensor": torch.from_numpy(PIXELS),
 }
