@@ -24,6 +24,7 @@ from omnitrain.data.sources.rows import RowSource
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
 
+_MIXED_EPOCHS = 2  # the order of which epochs meet in packs
 TEXT, PREDICTED = "text", " predicted"
 
 
@@ -165,7 +166,7 @@ def pack_measures(
     seed: int,
     packs: int,
     alone: bool,
-    slots: int = 1,
+    slots: int | None = 1,
 ) -> Packing:
     """Fill packs with measured rows, in the order in which the first slot of a run draws them.
 
@@ -176,11 +177,13 @@ def pack_measures(
         seed: seed of the data order.
         packs: number of packs.
         alone: make packs of one sample.
-        slots: packs of a step. Each slot has its share of the rows of an epoch.
+        slots: packs of a step. Each slot has its share of the rows of an epoch. None: the rows are some of larger data
+            sets, which end later.
     """
     endless = [source.model_copy(update={"epochs": None}) for source in data.train]
     data = data.model_copy(update={"train": endless})
-    state = LoaderState()
+    state = LoaderState() if slots is not None else LoaderState(order_version=_MIXED_EPOCHS)
+    slots = slots or 1
     if data.weights_by == "tokens":
         state = replace(state, tokens_per_draw=tuple(map(_tokens_per_draw, measured)))
     order = order_of(measured, data, seed, slots, state)

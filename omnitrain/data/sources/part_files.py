@@ -16,6 +16,10 @@ _EXPECTED = (
     "expected a path, a URL, a data: URL, base64, bytes, a PIL image, an array, or an object with url, path, bytes or "
     "data (base64)"
 )
+_TIMES = ("start", "stop")
+FILE_KEYS = frozenset(
+    {"bytes", "path", "url", "data", "array", "sampling_rate", *_TIMES}
+)  # of an object that is a file
 
 
 def modality_of_type(kind: Any) -> Any:
@@ -43,7 +47,10 @@ def take_files(messages: Any, media: Mapping[str, Sequence[Any]]) -> tuple[Any, 
 
 
 def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any:
-    """Return a message without files, and append the file of each media part (None: it has none) to ``shown``."""
+    """Return a message without files, and append the file of each media part (None: it has none) to ``shown``.
+
+    What is left in a part has no effect.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     parts = []
@@ -61,7 +68,9 @@ def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any
         if not given and kind != modality:
             raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
         shown[modality].append(next((_part_of_file(part, value, key, what) for key, value in given.items()), None))
-        rest = {name: value for name, value in part.items() if name not in given}
+        read = {*given, *FILE_KEYS} if given else {}
+        inside = [value for value in given.values() if isinstance(value, dict)]
+        rest = {name: value for keys in (*inside, part) for name, value in keys.items() if name not in read}
         parts.append(rest | {"type": modality})
     return message | {"content": parts}
 
@@ -69,7 +78,7 @@ def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any
 def _part_of_file(part: dict[str, Any], value: Any, key: str, what: str) -> Any:
     """Return a file, or with ``start`` or ``stop`` (seconds) of the part or its value, an object with these."""
     file, given = _file_of(value, key, what), part | (value if isinstance(value, dict) else {})
-    times = {name: given[name] for name in ("start", "stop") if given.get(name) is not None}
+    times = {name: given[name] for name in _TIMES if given.get(name) is not None}
     return {"bytes" if isinstance(file, bytes) else "path": file} | times if times else file
 
 

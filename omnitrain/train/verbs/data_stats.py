@@ -8,6 +8,7 @@ from pathlib import Path
 from omnitrain.data.loading.measure import Measured, Packing, measure, pack_measures
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected
+from omnitrain.data.render.unread_keys import unread_notes
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
@@ -55,7 +56,9 @@ def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, ro
                 found.append(row)
                 activity.update(f"measuring {source.name}: {len(found):,} of {min(rows, len(source)):,} rows")
             measured.append(found)
-    return DataStats.of(name, resolved, sources, measured, _packing(resolved, sources, measured, budget, contract))
+    unread = unread_notes(sources, processor.renderer, resolved)
+    packing = _packing(resolved, sources, measured, budget, contract)
+    return DataStats.of(name, resolved, sources, measured, packing, unread)
 
 
 def _packing(
@@ -68,14 +71,13 @@ def _packing(
     """Fill packs as a run does; None: all rows were rejected."""
     if all(isinstance(row, Rejected) for rows in measured for row in rows):
         return None
-    # Some rows of large data sets stand for all, so the share of these that one of many slots has would be too small.
-    slots = recipe.train.micro_batches if [*map(len, measured)] == [*map(len, sources)] else 1
+    slots = recipe.train.micro_batches if [*map(len, measured)] == [*map(len, sources)] else None
     return pack_measures(
         measured,
         recipe.data,
         budget,
         seed=recipe.train.seed,
-        packs=min(_MOST_PACKS, recipe.train.steps * recipe.train.micro_batches // slots),
+        packs=min(_MOST_PACKS, recipe.train.steps * recipe.train.micro_batches // (slots or 1)),
         alone=not contract.packs,
         slots=slots,
     )
