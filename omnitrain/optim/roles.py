@@ -14,8 +14,9 @@ Role: TypeAlias = Literal["matrix", "vector", "table"]
 
 
 def roles_of(model: nn.Module) -> dict[nn.Parameter, Role]:
-    """Return the role of each parameter, by what it is in its module. Shapes do not tell: a layer's experts have biases
-    ``[experts, features]``, and norms of the heads have weights ``[heads, features]``.
+    """Return the role of each parameter, by what it is in its module.
+
+    Shapes do not tell: experts have biases ``[experts, features]``, and norms of heads weights ``[heads, features]``.
 
     - ``matrix``: the weight of a linear layer ``[out, in]``, and those of all experts of a layer ``[experts, ...]``.
     - ``vector``: a norm, a bias (by its name), and all else with fewer than two dims.
