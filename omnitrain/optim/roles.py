@@ -33,7 +33,8 @@ def roles_of(model: nn.Module) -> dict[nn.Parameter, Role]:
             roles[parameter] = "vector" if is_vector else "table"
     linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
     experts = [getattr(module, name) for _, module in experts_in(model) for name in matrix_names(module)]
-    return roles | dict.fromkeys((*linears, *experts), "matrix")
+    matrices: dict[nn.Parameter, Role] = dict.fromkeys((*linears, *experts), "matrix")
+    return roles | matrices
 
 
 def decayed_parameters(model: nn.Module) -> set[nn.Parameter]:

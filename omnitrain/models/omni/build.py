@@ -81,12 +81,11 @@ def build_foundation_model(
         require_sub_configs(source)
     if isinstance(source, PreTrainedModel) and is_spread(source):
         raise UserError("the model is parallelized already; build a new model for another layout")
-    part_of, has_own_head = foundation_config, False
-    if isinstance(source, str):
-        config = foundation_config(config_at(source))
-        part_of, has_own_head = lambda _: config, untie_as_in_files(config, foundation_class(config), source)
+    config = foundation_config(config_at(source)) if isinstance(source, str) else None
+    has_own_head = config is not None and untie_as_in_files(config, foundation_class(config), str(source))
     with _on(init_device), weights_left_in_files():
-        model = resolve(_described(source, init_device), foundation_class, torch_dtype, part_of)
+        described = _described(source, init_device)
+        model = resolve(described, foundation_class, torch_dtype, lambda whole: config or foundation_config(whole))
     model.has_own_head = has_own_head
     if model.get_output_embeddings() is None:
         raise UserError(
