@@ -29,7 +29,7 @@ def test_two_images_of_a_sample_have_the_loss_of_plain_transformers_which_cuts_o
     """``batch_num_images`` says that the images are two: without it, the tower would look for the tiles of each."""
     found = tried("llava_onevision", "image", kind)
     assert not found.refusal and found.error <= TOLERANCE < found.effect
-    model, native, samples = samples_of("llava_onevision", "image", kind)
+    _, native, samples = samples_of("llava_onevision", "image", kind)
     assert [sample["batch_num_images"].tolist() for sample in samples] == [[1], [2]]
     packed = Pack.from_samples(to_samples(native, samples))
     collated = OmniDataCollatorWithPacking(native_inputs(native))(samples)

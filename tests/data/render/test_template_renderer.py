@@ -273,7 +273,7 @@ def test_an_output_that_the_foundation_takes_and_would_not_get_is_refused() -> N
     native = dataclasses.replace(native, media_arguments=passed, **taken)
     processor = OmniProcessor(TemplateRenderer(made, native), {}, {})
     with pytest.raises(
-        UserError, match="Qwen2VLProcessor returns image_grid_thw for image; .* passes only pixel_values"
+        UserError, match=r"Qwen2VLProcessor returns image_grid_thw for image; .* passes only pixel_values"
     ):
         processor.sample(row("i+what", "A"))
     assert processor.sample(row("v+what", "A")).spans
