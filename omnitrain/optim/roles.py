@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -31,10 +31,9 @@ def roles_of(model: nn.Module) -> dict[nn.Parameter, Role]:
         for name, parameter in module.named_parameters(recurse=False):
             is_vector = is_norm or parameter.ndim < 2 or "bias" in name.split("_")
             roles[parameter] = "vector" if is_vector else "table"
-    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
-    experts = [getattr(module, name) for _, module in experts_in(model) for name in matrix_names(module)]
-    matrices: dict[nn.Parameter, Role] = dict.fromkeys((*linears, *experts), "matrix")
-    return roles | matrices
+    matrices: list[Any] = [module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+    matrices += [getattr(module, name) for _, module in experts_in(model) for name in matrix_names(module)]
+    return roles | dict.fromkeys(matrices, "matrix")
 
 
 def decayed_parameters(model: nn.Module) -> set[nn.Parameter]:
