@@ -1,4 +1,7 @@
-"""Two media in one sample, as transformers' processors return them: the loss of plain transformers, or refused."""
+"""Two media in one sample, as transformers' processors return them: the loss of plain transformers, or refused.
+
+All families: ``pytest -m slow tests/models/test_two_media.py``; ``-k`` picks some.
+"""
 
 from __future__ import annotations
 

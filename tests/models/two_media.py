@@ -132,7 +132,8 @@ def _arguments(
         images = [_image(number, interface, SIZES[kind][min(number, 1)]) for number in numbers]
         made = dict(processor(images=[images], return_tensors="pt"))
     taken = inspect.signature(type(model).forward).parameters
-    return {name: torch.as_tensor(value) for name, value in made.items() if name in taken}
+    tensors = {name: torch.as_tensor(value) for name, value in made.items() if name in taken}
+    return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
 
 
 def image_processor(model: PreTrainedModel, interface: ModalityInterface) -> Any:
@@ -158,7 +159,8 @@ def image_processor(model: PreTrainedModel, interface: ModalityInterface) -> Any
         "image_grid_pinpoints": [list(pair) for pair in interface.probe.pinpoints],
         "resample": Image.Resampling.BICUBIC,
     }
-    return kind(**{name: value for name, value in settings.items() if hasattr(kind, name) or name in _valid(kind)})
+    known = {name for name, value in settings.items() if value and (hasattr(kind, name) or name in _valid(kind))}
+    return kind(**{name: settings[name] for name in known})
 
 
 def _valid(kind: Any) -> set[str]:
