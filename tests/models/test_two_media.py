@@ -25,7 +25,7 @@ def require_exact(found: Tried) -> None:
     assert found.error <= TOLERANCE < found.effect or found.refusal, found
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("kind", [pytest.param("equal sizes", marks=pytest.mark.slow), "sizes of their own"])
 def test_two_images_of_a_sample_have_the_loss_of_plain_transformers_which_cuts_only_single_ones_into_tiles(
     kind: str,
 ) -> None:

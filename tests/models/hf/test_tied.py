@@ -26,6 +26,10 @@ from tests.tiny import tiny_model, tiny_processor
 HEAD = "lm_head.weight"
 
 
+def slow(*families: str) -> list[Any]:
+    return [pytest.param(family, marks=pytest.mark.slow) for family in families]
+
+
 def saved(folder: Path, family: str = "qwen3", *, equal: bool = False, **text: Any) -> PreTrainedModel:
     """A checkpoint with both tensors, whose config ties them at the top, or in its ``text_config`` with ``text``."""
     config = FAMILIES[family]()
@@ -50,7 +54,7 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=torch.arange(10, 40)[None]).logits
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llava", "qwen3_vl", "llava in text_config"])
+@pytest.mark.parametrize("family", ["qwen3", "llava in text_config", *slow("llava", "qwen3_vl")])
 def test_the_head_of_the_files_is_loaded_untied_and_stays_so_in_what_is_saved(family: str, tmp_path: Path) -> None:
     """llava reads the flag of its text_config where the top has none."""
     family, _, flag = family.partition(" in ")
@@ -67,7 +71,7 @@ def test_the_head_of_the_files_is_loaded_untied_and_stays_so_in_what_is_saved(fa
     assert torch.equal(logits(auto.from_pretrained(tmp_path / "hf")), logits(plain))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llava"])
+@pytest.mark.parametrize("family", ["qwen3", *slow("llava")])
 def test_an_export_with_the_files_of_its_source_says_that_it_is_not_tied(family: str, tmp_path: Path) -> None:
     """The two may become equal by training, or be cast to equal values."""
     saved(tmp_path / "source", family)
