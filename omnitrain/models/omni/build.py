@@ -86,7 +86,7 @@ def build_foundation_model(
     with _on(init_device), weights_left_in_files():
         described = _described(source, init_device)
         model = resolve(described, foundation_class, torch_dtype, lambda whole: config or foundation_config(whole))
-    model.has_own_head = has_own_head
+    model.has_own_head = has_own_head or getattr(model, "has_own_head", False)
     if model.get_output_embeddings() is None:
         raise UserError(
             f"{type(model).__name__} has no language-model head; the foundation must be a causal language model"

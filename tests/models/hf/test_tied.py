@@ -93,6 +93,7 @@ def test_every_rank_finds_the_same_model_with_or_without_weights(tmp_path: Path)
     whole, shapes = (ot.build_omni_model(foundation=tmp_path / "source", init_device=on) for on in ("cpu", "meta"))
     assert [n for n, _ in whole.named_parameters()] == [n for n, _ in shapes.named_parameters()]
     assert f"foundation.{HEAD}" in dict(shapes.named_parameters()) and shapes.config.has_own_head
+    assert ot.build_omni_model(foundation=ot.build_foundation_model(tmp_path / "source")).config.has_own_head
     assert weights_problems(Model(foundation={"path": str(tmp_path / "source")})) == []
 
 
