@@ -220,7 +220,7 @@ STANDS: dict[str, Always | Idle] = {
     "Optimizer.momentum": idle("`kind: adamw` does not use it", "train.optimizer.momentum=0.9"),
     "Optimizer.weight_decay": SIZE,
     "Optimizer.weight_decays": idle(
-        "longer names cover all trained matrices of 'foundation'",
+        "longer names cover all trained parameters with weight decay of 'foundation'",
         "train.optimizer.weight_decays={foundation: 0.1, foundation.model: 0.2}",
         base="text",
     ),

@@ -27,7 +27,7 @@ from omnitrain.data.render.expansion import MediaExpander, has_one_call, shown_b
 from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.render.in_forward import ForwardEncoder, ForwardInsert
 from omnitrain.data.render.media_texts import AttachedInsert, Insert, NativeInsert, PlacedTokens
-from omnitrain.data.render.native import NativeInputs
+from omnitrain.data.render.native import NativeInputs, unpassed
 from omnitrain.data.render.renderer import Encoded, single_token
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.reading import Reading
@@ -207,7 +207,18 @@ class TemplateRenderer:
             if part.modality in self.native.in_forward:
                 return ForwardInsert(at, "", medium)
             expansion = self._native_expander.expand(medium)
+        for modality, features in expansion.features.items():
+            self._require_passed(modality, features)
         return NativeInsert(at, expansion.text, row.id, medium, expansion)
+
+    def _require_passed(self, modality: str, features: Features) -> None:
+        """Raise if the processor returns arguments that the foundation takes and would not get."""
+        passed = self.native.media_arguments.get(modality)
+        if passed is not None and (lost := unpassed(features, passed, self.native.forward_arguments)):
+            raise UserError(
+                f"{self._native_expander.name} returns {', '.join(lost)} for {modality}; of its outputs omnitrain "
+                f"passes only {', '.join(passed)} to this foundation, so it cannot be trained with {modality}"
+            )
 
     def _require_one_way(self, inserts: Sequence[Insert]) -> None:
         if apart := sorted({insert.medium.modality for insert in inserts if isinstance(insert, NativeInsert)}):

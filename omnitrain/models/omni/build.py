@@ -35,6 +35,7 @@ from omnitrain.models.hf.load import (
     resolve,
 )
 from omnitrain.models.hf.stored_tensor import read_weights, weights_left_in_files
+from omnitrain.models.hf.tied import untie_as_in_files
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.teacher import Teacher
 from omnitrain.peers import is_spread
@@ -82,8 +83,12 @@ def build_foundation_model(
         require_sub_configs(source)
     if isinstance(source, PreTrainedModel) and is_spread(source):
         raise UserError("the model is parallelized already; build a new model for another layout")
+    config = foundation_config(config_at(source)) if isinstance(source, str) else None
+    has_own_head = config is not None and untie_as_in_files(config, foundation_class(config), str(source))
     with _on(init_device), weights_left_in_files():
-        model = resolve(_described(source, init_device), foundation_class, torch_dtype, foundation_config)
+        described = _described(source, init_device)
+        model = resolve(described, foundation_class, torch_dtype, lambda whole: config or foundation_config(whole))
+    model.has_own_head = has_own_head or getattr(model, "has_own_head", False)
     if model.get_output_embeddings() is None:
         raise UserError(
             f"{type(model).__name__} has no language-model head; the foundation must be a causal language model"
@@ -166,6 +171,7 @@ def build_omni_model(
             foundation=as_dict(base.config),
             unused_tensors=getattr(loaded, "unused_tensors", None),
             source_path=getattr(loaded, "source_path", None),
+            has_own_head=getattr(loaded, "has_own_head", False),
             **{
                 kind: {name: as_dict(component.config) for name, component in group.items()}
                 for kind, group in attached.items()

@@ -280,6 +280,21 @@ def test_a_processor_of_another_model_is_refused() -> None:
         OmniProcessor(TemplateRenderer(made, other), {}, {}).sample(row("i", "b"))
 
 
+def test_an_output_that_the_foundation_takes_and_would_not_get_is_refused() -> None:
+    made, native = FAMILIES["qwen2_vl"]()
+    taken = {
+        "forward_arguments": frozenset({"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"})
+    }
+    passed = {"image": ("pixel_values",), "video": ("pixel_values_videos", "video_grid_thw")}
+    native = dataclasses.replace(native, media_arguments=passed, **taken)
+    processor = OmniProcessor(TemplateRenderer(made, native), {}, {})
+    with pytest.raises(
+        UserError, match=r"Qwen2VLProcessor returns image_grid_thw for image; .* passes only pixel_values"
+    ):
+        processor.sample(row("i+what", "A"))
+    assert processor.sample(row("v+what", "A")).spans
+
+
 @pytest.mark.parametrize("family", ROWS)
 def test_a_medium_has_a_place_for_each_row_that_its_model_makes(family: str) -> None:
     processor = processor_of(family)
