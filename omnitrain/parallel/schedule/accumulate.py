@@ -81,12 +81,5 @@ def accumulate_gradients(
         for state, parameters in layout.by_tp_ranks(model):
             add_up_over_tp(parameters, state)
         if layout.pipeline is not None:
-            add_up_over_stages(model, layout.pipeline, _active(model, batch))
+            add_up_over_stages(model, layout.pipeline)
     return total
-
-
-def _active(model: OmniModel, batch: StepBatch) -> list[str]:
-    """The parameters of components that run in this step on some rank."""
-    plan = batch.plan
-    components = {c.name for c in plan.topology.components if plan.last_active(c.name) is not None}
-    return [name for component in components for name in model.components[component]]
