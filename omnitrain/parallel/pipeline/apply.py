@@ -218,6 +218,16 @@ def units_by_stage(
     return {stage: tuple(names) for stage, names in units.items()}
 
 
+def keep_on_first_stage(model: nn.Module, pipeline: Pipeline) -> None:
+    """Before a step: let one rank keep the gradients of earlier steps that :func:`add_up_over_stages` sums.
+
+    All stages that hold such a parameter have the same, which would otherwise count once for each of them.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and pipeline.held_by[name][0] != pipeline.stages.rank:
+            parameter.grad.zero_()
+
+
 def add_up_over_stages(model: nn.Module, pipeline: Pipeline) -> None:
     """Sum the gradients of parameters that several stages hold, such as tied embeddings.
 

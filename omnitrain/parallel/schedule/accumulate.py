@@ -11,11 +11,11 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.timing import SpanRecorder
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.pipeline.apply import add_up_over_stages
+from omnitrain.parallel.pipeline.apply import add_up_over_stages, keep_on_first_stage
 from omnitrain.parallel.schedule.executor import Executor, ForwardContext, OnOutput, OnPhase
 from omnitrain.parallel.schedule.table import schedule_of
 from omnitrain.parallel.step.media_dispatch import StepBatch
-from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
+from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp, keep_on_first_tp_rank
 from omnitrain.recipe.suggest import hint
 
 
@@ -75,8 +75,13 @@ def accumulate_gradients(
         recorder=recorder,
         upcoming=upcoming,
     )
-    total = executor.run(schedule)
     layout = layout_of(model)
+    if layout is not None:
+        for state, parameters in layout.by_tp_ranks(model):
+            keep_on_first_tp_rank(parameters, state)
+        if layout.pipeline is not None:
+            keep_on_first_stage(model, layout.pipeline)
+    total = executor.run(schedule)
     if layout is not None:
         for state, parameters in layout.by_tp_ranks(model):
             add_up_over_tp(parameters, state)

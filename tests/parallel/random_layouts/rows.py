@@ -1,0 +1,314 @@
+"""Random layouts: a row is a model, how it is spread over ranks, what trains, and how. One line of text names a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from omnitrain.recipe import ComponentPlan, ParallelPlan
+from omnitrain.recipe.layout import Layout, parse_layout
+from omnitrain.recipe.lora import Lora
+
+STEPS = 2
+EMPTY = "-"  # an empty field in a line
+LORA = Lora(targets=["*"], rank=3, alpha=6.0)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model can be asked for; omnitrain refuses the rest in words.
+
+    Attributes:
+        encoders: components that read media.
+        sections: words of sections for them.
+        tensor: whether transformers has a tensor parallel plan for its layers.
+        experts: whether expert parallelism can share its experts.
+        deep: whether its layers can be repeated, for pipelines of four stages.
+    """
+
+    encoders: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    tensor: bool = False
+    experts: bool = False
+    deep: bool = True
+
+
+_IMAGE = {"encoders": ("image_encoder",), "sections": ("vision",)}
+_OMNI = {"encoders": ("image_encoder", "audio_encoder"), "sections": ("vision", "audio", "encoders", "vision+audio")}
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family(tensor=True),
+    "qwen3_moe": Family(tensor=True, experts=True),
+    "deepseek_v3": Family(tensor=True, experts=True),
+    "glm4_moe": Family(experts=True),
+    "gpt_oss": Family(experts=True),
+    "qwen3_next": Family(experts=True),
+    "gemma4_moe": Family(experts=True, deep=False),
+    "qwen3_vl": Family(**_IMAGE),
+    "qwen3_vl_moe": Family(**_IMAGE, experts=True),
+    "ernie4_5_vl_moe": Family(**_IMAGE, experts=True),
+    "qwen3_5": Family(**_IMAGE, tensor=True),
+    "qwen2_5_vl": Family(**_IMAGE),
+    "internvl": Family(**_IMAGE, tensor=True),
+    "gemma3": Family(**_IMAGE, tensor=True),
+    "llava_onevision": Family(**_IMAGE),
+    "qwen2_5_omni_thinker": Family(**_OMNI, tensor=True),
+    "qwen3_omni_moe_thinker": Family(**_OMNI, tensor=True, experts=True),
+    "any_to_any": Family(
+        encoders=("image_encoder", "audio_encoder"),
+        sections=(*_OMNI["sections"], "vision_tower", "towers"),
+        tensor=True,
+    ),
+    "reading": Family(**_OMNI, tensor=True),
+    "taught": Family(sections=("big",), encoders=("big",)),
+    "taught_by_experts": Family(sections=("big",), encoders=("big",)),
+}
+WEIGHTS = {"any_to_any": 3, "qwen3_moe": 2, "qwen3_vl_moe": 2}
+
+
+class Row(NamedTuple):
+    """A layout of a model; an empty field is written as ``-``.
+
+    Attributes:
+        model: a key of :data:`FAMILIES`.
+        layout: words of :func:`parse_layout`.
+        place: the rank that encodes an item, with the micro-batches of a window (``world.2``).
+        trained: what trains: ``all``; all but the encoders (``frozen``); ``encoders`` alone; ``lora`` of all components
+            with values, or of the plan, which begins with zeros (``planned-lora``).
+        optimizer: ``sgd``, ``adamw``, ``muon``, ``int8``.
+        precision: ``fp32``, or the field of a plan's precision that is bf16: ``compute``, ``param``.
+        packs: how the samples of a step lie on ranks: ``even``, ``uneven``, ``empty`` (one rank has none).
+        settings: further words: see :data:`SETTINGS`.
+        seed: of the samples of each step.
+    """
+
+    model: str
+    layout: str
+    place: str
+    trained: str
+    optimizer: str
+    precision: str
+    packs: str
+    settings: str
+    seed: int
+
+    def __str__(self) -> str:
+        return " ".join(str(value) or EMPTY for value in self)
+
+    @classmethod
+    def parse(cls, line: str) -> Row:
+        *words, seed = (word.replace(EMPTY, "") if word == EMPTY else word for word in line.split())
+        return cls(*words, seed=int(seed))  # type: ignore[arg-type]
+
+    @property
+    def parsed(self) -> Layout:
+        return parse_layout(self.layout)
+
+    @property
+    def words(self) -> list[str]:
+        return self.settings.split(",") if self.settings else []
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the foundation: those of the family, or four where there are as many stages."""
+        return 4 if self.num_stages > 2 else 2
+
+    @property
+    def num_stages(self) -> int:
+        layout = self.parsed
+        return layout.pp * (2 if layout.zbv else layout.chunks)
+
+    @property
+    def num_data_ranks(self) -> int:
+        layout = self.parsed
+        return layout.dp_replicate * layout.dp_shard
+
+    def plan(self) -> ParallelPlan:
+        """The plan of all components."""
+        plan = self.parsed.plan()
+        family, own = FAMILIES[self.model], dict[str, dict[str, Any]]()
+        in_main = [name for name in family.encoders if plan.section_of(name) == "main" and not self._is_divided(name)]
+        if self.place:
+            place, _, window = self.place.partition(".")
+            fields: dict[str, Any] = {"place": place}
+            if window:
+                fields["window"] = int(window) if window.isdecimal() else window
+            own |= {name: dict(fields) for name in in_main}
+        own["foundation"] = {key: value for word in self.words for key, value in SETTINGS[word].items()}
+        if "calls" in self.words:
+            for name in family.encoders:
+                if not self._is_divided(name):
+                    own.setdefault(name, {})["call_elements"] = 400
+        if self.trained == "planned-lora":
+            for name in ("foundation", *family.encoders):
+                if not self._is_divided(name) and not self.model.startswith("taught"):
+                    own.setdefault(name, {})["lora"] = LORA
+            own["foundation"]["lora"] = LORA
+        if self.trained == "frozen":
+            for name in family.encoders:
+                parts = [f"{name}.tower", f"{name}.projector"] if self._is_divided(name) else [name]
+                for part in parts:
+                    own.setdefault(part, {})["freeze"] = True
+        default = plan.default
+        if self.precision != "fp32":
+            default = default.model_copy(update={"precision": {self.precision: "bfloat16"}})
+        default = ComponentPlan.model_validate(default.model_dump(exclude_none=True))
+        components = {name: ComponentPlan(**fields) for name, fields in own.items() if fields}
+        return ParallelPlan(default=default, components=components, sections=plan.sections)
+
+    def _is_divided(self, encoder: str) -> bool:
+        return encoder in self.parsed.plan().divided_encoders()
+
+    def cells(self, num_samples: int) -> Iterator[list[list[list[int]]]]:
+        """Yield for each step ``[data rank][micro-batch][...]``, the numbers of samples in a pack."""
+        rng, ranks = np.random.default_rng(self.seed), self.num_data_ranks
+        layout = self.parsed
+        most = max(2, 2 * layout.pp - 1) if layout.zbv else max(2, layout.pp)
+        for step in range(STEPS):
+            numbers = [most] * ranks if self.packs == "even" else rng.integers(1, most + 1, ranks).tolist()
+            numbers[int(rng.integers(ranks))] = most  # as many as a schedule needs
+            if self.packs == "empty" and ranks > 1:
+                numbers[(numbers.index(most) + 1 + step) % ranks if ranks > 2 else 1 - numbers.index(most)] = 0
+            cells = [[[] for _ in range(number)] for number in numbers]
+            places = [pack for of_rank in cells for pack in of_rank]
+            for pack in places:
+                pack.append(int(rng.integers(num_samples)))
+            for _ in range(int(rng.integers(0, len(places) + 1))):
+                places[int(rng.integers(len(places)))].append(int(rng.integers(num_samples)))
+            yield cells
+
+
+# Word -> fields of the foundation's plan.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "compile": {"compile": True},
+    "sequence": {"sequence_parallel": True},
+    "async": {"async_ulysses": True},
+    "chunks": {"expert_chunks": 2},
+    "delay": {"delay_wgrad": True},
+    "rows": {"expert_rows": 8},
+    "parts": {"recompute": "parts"},
+    "selective": {"recompute": "selective"},
+    "tensors": {"offloaded_tensors": ["mlp_input"]},
+    "clip": {},
+    "calls": {},
+    "again": {},  # two calls of accumulate_gradients before an update
+}
+
+
+def draw(seed: int, number: int, optimizers: Sequence[str] = ("sgd", "adamw", "muon")) -> list[Row]:
+    """``number`` rows, no two alike."""
+    rng, rows = np.random.default_rng(seed), dict[Row, None]()
+    while len(rows) < number:
+        rows[_drawn(rng, optimizers)] = None
+    return list(rows)
+
+
+def _pick(rng: np.random.Generator, weights: Mapping[str, float]) -> str:
+    total = sum(weights.values())
+    return str(rng.choice(list(weights), p=[weight / total for weight in weights.values()]))
+
+
+def _drawn(rng: np.random.Generator, optimizers: Sequence[str]) -> Row:
+    model = _pick(rng, {name: WEIGHTS.get(name, 1) for name in FAMILIES})
+    family = FAMILIES[model]
+    world = int(_pick(rng, {"2": 9, "4": 9, "8": 2}))
+    trained = _pick(
+        rng,
+        {"all": 4, "lora": 2, "planned-lora": 1}
+        | ({"frozen": 1, "encoders": 1} if family.encoders and not model.startswith("taught") else {}),
+    )
+    sections, left = _sections(rng, family, world, trained)
+    main, axes = _main(rng, family, left)
+    is_separate = not sections and bool(family.encoders) and not model.startswith("taught")
+    place = _place(rng, axes, sections) if is_separate else ""
+    optimizer = str(rng.choice([name for name in optimizers if "lora" not in trained or name != "muon"]))
+    packs = _pick(rng, {"even": 2, "uneven": 2, "empty": 1})
+    settings = _settings(rng, family, axes, main)
+    layout = "+".join([*sections, main])
+    return Row(model, layout, place, trained, optimizer, "fp32", packs, settings, int(rng.integers(1000)))
+
+
+def _sections(rng: np.random.Generator, family: Family, world: int, trained: str) -> tuple[list[str], int]:
+    """Words of sections, and the ranks that are left for ``main``."""
+    if not family.sections or rng.random() > 0.35:
+        return [], world
+    word = str(rng.choice(family.sections))
+    left, words = world, []
+    for name in word.split("+"):
+        ranks = 1 if left <= 2 or rng.random() < 0.6 else 2
+        if left - ranks < 1:
+            break
+        left -= ranks
+        is_frozen = name == "big" or trained == "frozen"
+        setting = _pick(rng, {"": 3, "window2": 1, "slots1": 1} | ({"ahead": 2} if is_frozen else {"twice": 1}))
+        words.append(f"{name}{ranks}" + (f".{setting}" if setting else ""))
+    return words, left
+
+
+def _main(rng: np.random.Generator, family: Family, ranks: int) -> tuple[str, dict[str, int]]:
+    """The layout's words of ``main``, and axis -> degree."""
+    names = ["dp", "pp", "sp", "cp", *(["tp"] if family.tensor else [])]
+    if "big" in family.sections:
+        names.remove("pp")
+    axes = dict.fromkeys((*names, "tp"), 1)
+    for factor in _factors(ranks):
+        axis = _pick(rng, {name: 3 if name in ("dp", "pp") else 1 for name in names})
+        largest = {"tp": 2, "pp": 4 if family.deep else 2}.get(axis, 8)
+        axis = axis if axes[axis] * factor <= largest and factor == 2 else "dp"
+        axes[axis] *= factor
+    words = [f"{axis}{axes[axis]}" for axis in ("pp", "tp") if axes.get(axis, 1) > 1]
+    if axes["dp"] > 1:
+        copies = [f"dp{axes['dp']}", f"replicate{axes['dp']}"]
+        copies += [f"hsdp2x{axes['dp'] // 2}"] if axes["dp"] % 2 == 0 else []
+        words.append(copies[int(rng.choice(3, p=[0.6, 0.2, 0.2])) % len(copies)])
+    words += [f"{axis}{axes[axis]}" for axis in ("cp", "sp") if axes[axis] > 1]
+    axes["ep"] = 1
+    shared = axes["dp"] * axes["cp"] * axes["sp"] if "replicate" not in "".join(words) else 1
+    if family.experts and shared > 1 and rng.random() < 0.8:
+        axes["ep"] = 4 if shared % 4 == 0 and rng.random() < 0.3 and "hsdp" not in "".join(words) else 2
+        words.append(f"ep{axes['ep']}")
+    if axes.get("pp", 1) > 1:
+        deep = family.deep and axes["pp"] == 2
+        schedule = _pick(rng, {"": 3, "gpipe": 1} | ({"v2": 2, "zbv": 2} if deep else {}))
+        words.append(schedule)
+    if axes["ep"] > 1 and not {"gpipe", "zbv"} & set(words) and rng.random() < 0.25:
+        words.append("paired")
+    words.append(_pick(rng, {"": 6, "recompute": 2, "offload": 1}))
+    return ".".join(filter(None, words)) or "dp1", axes
+
+
+def _factors(number: int) -> list[int]:
+    found = []
+    for prime in (2, 3, 5, 7):
+        while number % prime == 0:
+            found.append(prime)
+            number //= prime
+    return found
+
+
+def _place(rng: np.random.Generator, axes: Mapping[str, int], sections: Sequence[str]) -> str:
+    if axes.get("pp", 1) > 1:
+        return _pick(rng, {"": 2, "local": 1, "world": 2, "world.1": 1, "world.2": 1})
+    shares = max(axes["sp"], axes["cp"], axes["tp"]) > 1
+    return _pick(rng, {"": 2, "local": 1, "world": 2, "world.2": 1, "world.step": 1} | ({"group": 1} if shares else {}))
+
+
+def _settings(rng: np.random.Generator, family: Family, axes: Mapping[str, int], main: str) -> str:
+    chances = {"clip": 0.3, "again": 0.15}
+    if axes["tp"] > 1:
+        chances["sequence"] = 0.5
+    if axes["sp"] > 1:
+        chances["async"] = 0.5
+    if axes["ep"] > 1:
+        chances |= {"chunks": 0.25, "delay": 0.25}
+    if family.experts:
+        chances |= {"rows": 0.2}
+    if family.encoders and "big" not in family.encoders:
+        chances |= {"calls": 0.15}
+    if "recompute" not in main and "offload" not in main:
+        chances |= {"parts": 0.1} if family.experts else {"selective": 0.1}
+        chances |= {"tensors": 0.1} if family.experts else {}
+    chosen = [word for word, chance in chances.items() if rng.random() < chance]
+    return ",".join(word for word in chosen if not (word == "selective" and "tensors" in chosen))
