@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from omnitrain.errors import UserError
+from omnitrain.models.foundation.skipped_modules import SkippedInStep
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.timing import SpanRecorder
 from omnitrain.parallel.expert.load_balance import RouterMonitor
@@ -16,6 +17,7 @@ from omnitrain.parallel.schedule.executor import Executor, ForwardContext, OnOut
 from omnitrain.parallel.schedule.table import schedule_of
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp, keep_on_first_tp_rank
+from omnitrain.peers import SINGLE_PROCESS, GlooGroup
 from omnitrain.recipe.suggest import hint
 
 
@@ -81,7 +83,10 @@ def accumulate_gradients(
             keep_on_first_tp_rank(parameters, state)
         if layout.pipeline is not None:
             keep_on_first_stage(model, layout.pipeline)
+    skipped = SkippedInStep(model.runner.skipped_modules)
     total = executor.run(schedule)
+    if model.runner.skipped_modules:
+        skipped.drop_gradients(SINGLE_PROCESS if layout is None else GlooGroup.of_models())
     if layout is not None:
         for state, parameters in layout.by_tp_ranks(model):
             add_up_over_tp(parameters, state)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omnitrain.parallel.spawn.pool import RankError, RankPool
-from tests.parallel.random_layouts.models import Example, examples_of, samples_in
+from tests.parallel.random_layouts.models import Example, bare, examples_of, kinds_of, samples_in
 from tests.parallel.random_layouts.on_ranks import Mutant, train
 from tests.parallel.random_layouts.reference import Outcome, Reference
 from tests.parallel.random_layouts.rows import STEPS, Row
@@ -41,19 +41,19 @@ class Compared:
     errors: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.status:9} {self.worst:6.2f} {self.row}  {self.where} {self.reason}"
+        return f"{self.status:9} {self.worst:6.2f} {self.blind:.0%} {self.row}  {self.where} {self.reason}"
 
 
 @lru_cache(maxsize=4)
 def _reference(row: Row) -> tuple[Reference, list[Example]]:
     reference = Reference(row)
-    return reference, examples_of(reference.ours if row.trained == "all" else Reference(row._replace(trained="all")).ours, row)
+    return reference, examples_of(bare(row), row)
 
 
 def compare(pool: RankPool, row: Row, mutant: Mutant | None = None, timeout_s: float = 120) -> Compared:
     """Train the row on its ranks, and in one process."""
     reference, examples = _reference(row)
-    steps = list(row.cells(len(examples)))
+    steps = list(row.cells(kinds_of(examples)))
     samples = [example.sample for example in examples]
     try:
         found = pool.run(train, row, samples, steps, mutant, timeout_s=timeout_s, world=row.parsed.num_ranks)
@@ -87,7 +87,9 @@ def judged(row: Row, found: Sequence[Outcome], expected: Outcome, nudged: Sequen
             expected_names = {name for name in tensors}
             for name in sorted(expected_names ^ held.keys()):
                 side = tensors.get(name, held.get(name, [None])[0])
-                errors[f"{'no gradient' if name in tensors else 'a gradient'} of {name} ({float(side.abs().max()):.1e})"] = float("inf")
+                errors[
+                    f"{'no gradient' if name in tensors else 'a gradient'} of {name} ({float(side.abs().max()):.1e})"
+                ] = float("inf")
         for name in tensors.keys() & held.keys():
             wanted = tensors[name]
             noise = max(float((getattr(other, what).get(name, wanted) - wanted).abs().max()) for other in nudged)
@@ -103,4 +105,6 @@ def judged(row: Row, found: Sequence[Outcome], expected: Outcome, nudged: Sequen
     worst = errors[where]
     wrong = {name: error for name, error in errors.items() if not error <= 1}
     reason = f"{len(wrong)} wrong: " + ", ".join(list(wrong)[:6]) if wrong else ""
-    return Compared(row, "different" if wrong else "equal", reason, worst, sum(blind) / max(1, len(blind)), where, errors)
+    return Compared(
+        row, "different" if wrong else "equal", reason, worst, sum(blind) / max(1, len(blind)), where, errors
+    )

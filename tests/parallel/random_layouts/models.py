@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from tests.families import FAMILIES as CONFIGS
 from tests.models.staged import with_layers
-from tests.parallel.random_layouts.rows import FAMILIES, LORA, Row
+from tests.parallel.random_layouts.rows import TRAINED, Row
 from tests.parallel.sections.test_teachers import EXPERTS, TEACHER, distilled
 from tests.tiny import FOUNDATION, MODEL, TASKS, tiny_model, tiny_processor, tiny_samples
 
@@ -66,28 +66,42 @@ def bare(row: Row) -> OmniModel:
 
 def build(row: Row) -> OmniModel:
     """The model of a row before it is spread, with the adapters and frozen parameters that its plan does not set."""
-    model = bare(row)
-    if row.trained == "lora":
-        add_adapters(model, row)
+    model, trained = bare(row), TRAINED[row.trained]
+    if trained.lora:
+        add_lora(model, find_in_all(model, _whole(row, trained.lora), trained.adapters))
         generator = torch.Generator().manual_seed(1)
         for name in sorted(model.adapter_names):
             model.get_parameter(name).data.normal_(std=0.1, generator=generator)
-    if row.trained == "encoders":
-        for name, parameter in model.components["foundation"].items():
-            parameter.requires_grad_(False)
+    _freeze(model, _whole(row, trained.held))
     return model
 
 
-def add_adapters(model: OmniModel, row: Row) -> None:
-    """Those of a row's plan, or the same with values."""
-    names = [n for n in ("foundation", *FAMILIES[row.model].encoders) if n in model.components and n != "big"]
-    add_lora(model, find_in_all(model, names, LORA))
+def build_as_planned(row: Row) -> OmniModel:
+    """The model with what its plan sets, too, in one process."""
+    model, trained = build(row), TRAINED[row.trained]
+    if trained.planned:
+        add_lora(model, find_in_all(model, _whole(row, trained.planned), trained.adapters))
+    _freeze(model, _whole(row, trained.frozen))
+    return model
+
+
+def _whole(row: Row, kinds: Collection[str]) -> list[str]:
+    """The components of these kinds; towers with their projectors."""
+    return list(dict.fromkeys(name.partition(".")[0] for name in row.components(kinds)))
+
+
+def _freeze(model: OmniModel, components: Collection[str]) -> None:
+    for name in components:
+        for parameter in model.components[name].values():
+            parameter.requires_grad_(False)
 
 
 def examples_of(model: OmniModel, row: Row) -> list[Example]:
     """Samples of all modalities; some without a trained token, and texts with other words."""
     if is_family(row):
-        probes = [taken for probe in probe_samples(model.foundation, model.runner.native) if (taken := _taken(model, probe))]
+        probes = [
+            taken for probe in probe_samples(model.foundation, model.runner.native) if (taken := _taken(model, probe))
+        ]
         found = [Example(probe.sample, probe.arguments) for probe in probes]
     else:
         tasks = ["text"] if row.model.startswith("taught") else TASKS if row.model == "any_to_any" else TASKS[:5]
@@ -99,6 +113,18 @@ def examples_of(model: OmniModel, row: Row) -> list[Example]:
 def _taken(model: OmniModel, probe: Probe) -> Probe | None:
     """The probe, or None: some models refuse images and videos in one sample."""
     return probe if len(set(probe.modalities)) < 2 or "ernie" not in type(model.foundation).__name__.lower() else None
+
+
+def kinds_of(examples: Sequence[Example]) -> list[str]:
+    """``text``, ``media`` or ``silent`` of each."""
+    return [
+        "silent"
+        if not example.sample.loss_mask[1:].any() and not any(span.is_target for span in example.sample.spans)
+        else "media"
+        if example.sample.spans
+        else "text"
+        for example in examples
+    ]
 
 
 def samples_in(examples: Sequence[Example], cells: Sequence[Sequence[Sequence[int]]]) -> list[Example]:

@@ -22,7 +22,7 @@ from omnitrain.recipe import Optimizer
 from omnitrain.recipe.parallel import MAIN
 from omnitrain.train.lr_groups import matrices_of
 from tests.parallel.random_layouts.models import build
-from tests.parallel.random_layouts.reference import BETAS, DECAY, EPS, MAX_NORM, MOMENTUM, RATE, Outcome
+from tests.parallel.random_layouts.reference import BETAS, DECAY, EPS, LOSS_WEIGHTS, MAX_NORM, MOMENTUM, RATE, Outcome
 from tests.parallel.random_layouts.rows import Row
 
 Mutant = tuple[int, str, float]  # rank, parameter, factor of its gradient
@@ -54,7 +54,12 @@ def packs_of(model: OmniModel, samples: Sequence[Sample], cells: Sequence[Sequen
     return [pack for some in drawn for pack in pack_all(some, 10_000, alone=alone)]
 
 
-def train(row: Row, samples: Sequence[Sample], steps: Sequence[Sequence[Sequence[Sequence[int]]]], mutant: Mutant | None = None) -> Outcome | str:
+def train(
+    row: Row,
+    samples: Sequence[Sample],
+    steps: Sequence[Sequence[Sequence[Sequence[int]]]],
+    mutant: Mutant | None = None,
+) -> Outcome | str:
     """The steps on this rank; what it refuses in words."""
     try:
         return _train(row, samples, steps, mutant)
@@ -62,7 +67,9 @@ def train(row: Row, samples: Sequence[Sample], steps: Sequence[Sequence[Sequence
         return str(error)
 
 
-def _train(row: Row, samples: Sequence[Sample], steps: Sequence[Sequence[Sequence[Sequence[int]]]], mutant: Mutant | None) -> Outcome:
+def _train(
+    row: Row, samples: Sequence[Sample], steps: Sequence[Sequence[Sequence[Sequence[int]]]], mutant: Mutant | None
+) -> Outcome:
     plan = row.plan()
     state = init_state_of(plan)
     model = ot.build_parallelize_model(build(row), parallel_plan=plan, enable_mixed_precision=None)
@@ -73,8 +80,19 @@ def _train(row: Row, samples: Sequence[Sample], steps: Sequence[Sequence[Sequenc
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for number, batch in enumerate(batches):
         for again in range(2 if "again" in row.words else 1):
-            follows = batch if again == 0 and "again" in row.words else batches[number + 1] if number + 1 < len(batches) else None
-            loss = ot.accumulate_gradients(model, batch, upcoming=follows if layout.encodes_ahead else None).double()
+            follows = (
+                batch
+                if again == 0 and "again" in row.words
+                else batches[number + 1]
+                if number + 1 < len(batches)
+                else None
+            )
+            loss = ot.accumulate_gradients(
+                model,
+                batch,
+                loss_weights=LOSS_WEIGHTS if "weights" in row.words else None,
+                upcoming=follows if layout.encodes_ahead else None,
+            ).double()
         dist.all_reduce(loss)
         if mutant is not None and dist.get_rank() == mutant[0] and number == 0:
             _local(trained[mutant[1]].grad).mul_(mutant[2])

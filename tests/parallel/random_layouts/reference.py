@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig
 
-from omnitrain.models.adapters.lora import adapters_of
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.model import OmniModel
-from tests.parallel.random_layouts.models import Example, add_adapters, bare, build, foundation_of, is_family, parts_of
-from tests.parallel.random_layouts.rows import FAMILIES, Row
+from tests.parallel.random_layouts.models import Example, bare, build_as_planned, foundation_of, is_family, parts_of
+from tests.parallel.random_layouts.rows import Row
 from tests.parallel.sections.test_teachers import distilled
 
 RATE, MOMENTUM, DECAY, EPS, MAX_NORM = 0.02, 0.9, 0.1, 1e-3, 0.05
 BETAS = (0.9, 0.95)
+LOSS_WEIGHTS = {"text": 0.7}
 
 
 @dataclass
@@ -63,7 +63,9 @@ class PlainParts(nn.Module):
         parts = parts_of(row)
         self.foundation = _fresh(parts["foundation"])
         for name in model.encoder_names:
-            self.add_module(name, _fresh(parts["teachers"]["big"]) if name == "big" else PlainEncoder(model.encoders[name]))
+            self.add_module(
+                name, _fresh(parts["teachers"]["big"]) if name == "big" else PlainEncoder(model.encoders[name])
+            )
         for name in model.decoder_names:
             self.add_module(name, PlainDecoder(model.decoders[name]))
 
@@ -107,7 +109,7 @@ class PlainEncoder(nn.Module):
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
-        config = AutoConfig.for_model(**{**encoder.config.tower})
+        config = AutoConfig.for_model(**encoder.config.tower)
         self.tower = type(encoder.tower)(config).train()
         self.projector = copy.deepcopy(encoder.projector)
         self.is_vision = hasattr(encoder, "time_projector")
@@ -174,13 +176,7 @@ class Reference:
 
     def __init__(self, row: Row) -> None:
         self.row = row
-        self.ours = build(row)
-        if row.trained == "planned-lora":
-            add_adapters(self.ours, row)
-        if row.trained == "frozen":
-            for name in FAMILIES[row.model].encoders:
-                for parameter in self.ours.components[name].values():
-                    parameter.requires_grad_(False)
+        self.ours = build_as_planned(row)
         if is_family(row):
             self.plain = PlainFamily(row)
         else:
@@ -226,7 +222,8 @@ class Reference:
         total = 0.0
         for example in examples:
             sums = functional_call(self.plain, self.effective(leaves), (example,))
-            losses = [sums[name] / counts[name] for name in sums if counts[name]]
+            weights = LOSS_WEIGHTS if "weights" in self.row.words else {}
+            losses = [weights.get(name, 1.0) * sums[name] / counts[name] for name in sums if counts[name]]
             loss = torch.stack(losses).sum() if losses else None
             if loss is not None:
                 total += loss.item()
@@ -247,7 +244,11 @@ class Reference:
                 gradients = {name: 2 * gradient for name, gradient in gradients.items()}
             if not outcome.losses:
                 outcome.gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-            norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt() if gradients else torch.zeros(())
+            norm = (
+                torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
+                if gradients
+                else torch.zeros(())
+            )
             outcome.losses.append(loss)
             outcome.norms.append(float(norm))
             factor = min(1.0, MAX_NORM / (float(norm) + 1e-6)) if "clip" in self.row.words else 1.0
@@ -269,7 +270,9 @@ class Reference:
             state["t"] = state.get("t", torch.zeros(())) + 1
             for key, beta, power in (("m", BETAS[0], gradient), ("v", BETAS[1], gradient.square())):
                 state[key] = state.get(key, torch.zeros_like(gradient)) * beta + (1 - beta) * power
-            first, second = (state[key] / (1 - beta ** float(state["t"])) for key, beta in zip("mv", BETAS, strict=True))
+            first, second = (
+                state[key] / (1 - beta ** float(state["t"])) for key, beta in zip("mv", BETAS, strict=True)
+            )
             value *= 1 - RATE * (DECAY if value.ndim >= 2 else 0.0)
             value -= RATE * first / (second.sqrt() + EPS)
 
@@ -283,7 +286,7 @@ class Reference:
         if module in (self.plain.foundation.get_output_embeddings(), self.plain.foundation.get_input_embeddings()):
             return False
         is_experts = weight in ("gate_up_proj", "down_proj") and self.values[name].ndim == 3
-        return weight == "weight" and isinstance(module, nn.Linear) or is_experts
+        return (weight == "weight" and isinstance(module, nn.Linear)) or is_experts
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -302,7 +305,11 @@ def nudged(values: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     found = {}
     for name, value in values.items():
         up = torch.rand(value.shape, generator=generator) < 0.5
-        found[name] = torch.nextafter(value, torch.where(up, torch.inf, -torch.inf).to(value.dtype)) if value.is_floating_point() else value
+        found[name] = (
+            torch.nextafter(value, torch.where(up, torch.inf, -torch.inf).to(value.dtype))
+            if value.is_floating_point()
+            else value
+        )
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +15,46 @@ from omnitrain.recipe.lora import Lora
 
 STEPS = 2
 EMPTY = "-"  # an empty field in a line
-LORA = Lora(targets=["*"], rank=3, alpha=6.0)
+ALL = ("foundation", "encoders", "decoders")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What trains, by kinds of components.
+
+    Attributes:
+        frozen: frozen by the plan; ``one``: the first encoder.
+        held: whose parameters need no gradient before the plan.
+        lora: that have adapters with values, before the plan.
+        planned: that get adapters by the plan, which begin with zeros.
+        targets: globs of the adapted matrices.
+    """
+
+    frozen: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()
+    planned: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ("*",)
+
+    @property
+    def adapters(self) -> Lora:
+        return Lora(targets=list(self.targets), rank=3, alpha=6.0)
+
+
+TRAINED = {
+    "all": Trained(),
+    "frozen": Trained(frozen=("encoders",)),
+    "frozen-one": Trained(frozen=("one",)),
+    "frozen-foundation": Trained(frozen=("foundation",)),
+    "frozen-decoders": Trained(frozen=("decoders",)),
+    "encoders": Trained(held=("foundation",)),
+    "lora": Trained(lora=("foundation", "encoders")),
+    "lora-foundation": Trained(lora=("foundation",)),
+    "lora-encoders": Trained(lora=("encoders",)),
+    "lora-experts": Trained(lora=("foundation",), targets=("experts.*",)),
+    "planned-lora": Trained(planned=("foundation", "encoders")),
+    "planned-experts": Trained(planned=("foundation",), targets=("experts.*",)),
+}
 
 
 @dataclass(frozen=True)
@@ -23,6 +63,7 @@ class Family:
 
     Attributes:
         encoders: components that read media.
+        decoders: components that write media.
         sections: words of sections for them.
         tensor: whether transformers has a tensor parallel plan for its layers.
         experts: whether expert parallelism can share its experts.
@@ -30,6 +71,7 @@ class Family:
     """
 
     encoders: tuple[str, ...] = ()
+    decoders: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
     tensor: bool = False
     experts: bool = False
@@ -58,12 +100,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3_omni_moe_thinker": Family(**_OMNI, tensor=True, experts=True),
     "any_to_any": Family(
         encoders=("image_encoder", "audio_encoder"),
+        decoders=("image_decoder", "audio_decoder"),
         sections=(*_OMNI["sections"], "vision_tower", "towers"),
         tensor=True,
     ),
     "reading": Family(**_OMNI, tensor=True),
-    "taught": Family(sections=("big",), encoders=("big",)),
-    "taught_by_experts": Family(sections=("big",), encoders=("big",)),
+    "taught": Family(sections=("big",)),
+    "taught_by_experts": Family(sections=("big",)),
 }
 WEIGHTS = {"any_to_any": 3, "qwen3_moe": 2, "qwen3_vl_moe": 2}
 
@@ -75,11 +118,11 @@ class Row(NamedTuple):
         model: a key of :data:`FAMILIES`.
         layout: words of :func:`parse_layout`.
         place: the rank that encodes an item, with the micro-batches of a window (``world.2``).
-        trained: what trains: ``all``; all but the encoders (``frozen``); ``encoders`` alone; ``lora`` of all components
-            with values, or of the plan, which begins with zeros (``planned-lora``).
+        trained: a key of :data:`TRAINED`.
         optimizer: ``sgd``, ``adamw``, ``muon``, ``int8``.
         precision: ``fp32``, or the field of a plan's precision that is bf16: ``compute``, ``param``.
-        packs: how the samples of a step lie on ranks: ``even``, ``uneven``, ``empty`` (one rank has none).
+        packs: how the samples of a step lie on ranks: ``even``, ``uneven``, ``empty`` (one rank has none), ``silent``
+            (nothing trains in the first step), ``text`` (no media in the last step).
         settings: further words: see :data:`SETTINGS`.
         seed: of the samples of each step.
     """
@@ -125,58 +168,71 @@ class Row(NamedTuple):
         layout = self.parsed
         return layout.dp_replicate * layout.dp_shard
 
+    def components(self, kinds: Collection[str]) -> list[str]:
+        """The components of these kinds, towers and projectors apart if sections divide them."""
+        family = FAMILIES[self.model]
+        found = {"foundation": ["foundation"], "decoders": list(family.decoders), "encoders": [], "one": []}
+        for encoder in family.encoders:
+            parts = [f"{encoder}.tower", f"{encoder}.projector"] if self._is_divided(encoder) else [encoder]
+            found["encoders"] += parts
+            found["one"] += parts if encoder == family.encoders[0] else []
+        return [name for kind in kinds for name in found[kind]]
+
     def plan(self) -> ParallelPlan:
         """The plan of all components."""
-        plan = self.parsed.plan()
-        family, own = FAMILIES[self.model], dict[str, dict[str, Any]]()
-        in_main = [name for name in family.encoders if plan.section_of(name) == "main" and not self._is_divided(name)]
-        if self.place:
-            place, _, window = self.place.partition(".")
-            fields: dict[str, Any] = {"place": place}
-            if window:
-                fields["window"] = int(window) if window.isdecimal() else window
-            own |= {name: dict(fields) for name in in_main}
-        own["foundation"] = {key: value for word in self.words for key, value in SETTINGS[word].items()}
+        plan, trained = self.parsed.plan(), TRAINED[self.trained]
+        own: dict[str, dict[str, Any]] = {"foundation": {}}
+        for word in self.words:
+            own["foundation"] |= SETTINGS[word]
+        in_main = [name for name in FAMILIES[self.model].encoders if plan.section_of(name) == "main"]
+        own |= {name: self._fields_of_place() for name in in_main if not self._is_divided(name)}
         if "calls" in self.words:
-            for name in family.encoders:
+            for name in FAMILIES[self.model].encoders:
                 if not self._is_divided(name):
                     own.setdefault(name, {})["call_elements"] = 400
-        if self.trained == "planned-lora":
-            for name in ("foundation", *family.encoders):
-                if not self._is_divided(name) and not self.model.startswith("taught"):
-                    own.setdefault(name, {})["lora"] = LORA
-            own["foundation"]["lora"] = LORA
-        if self.trained == "frozen":
-            for name in family.encoders:
-                parts = [f"{name}.tower", f"{name}.projector"] if self._is_divided(name) else [name]
-                for part in parts:
-                    own.setdefault(part, {})["freeze"] = True
+        for name in self.components(trained.planned):
+            own.setdefault(name, {})["lora"] = trained.adapters
+        for name in self.components(trained.frozen):
+            own.setdefault(name, {})["freeze"] = True
         default = plan.default
         if self.precision != "fp32":
-            default = default.model_copy(update={"precision": {self.precision: "bfloat16"}})
-        default = ComponentPlan.model_validate(default.model_dump(exclude_none=True))
+            default = ComponentPlan(**_set(default), precision={self.precision: "bfloat16"})
         components = {name: ComponentPlan(**fields) for name, fields in own.items() if fields}
         return ParallelPlan(default=default, components=components, sections=plan.sections)
+
+    def _fields_of_place(self) -> dict[str, Any]:
+        place, _, window = self.place.partition(".")
+        if place == "shared":
+            return {"ulysses": self.parsed.ulysses * self.parsed.cp}
+        if place == "replicate":
+            return {"mode": "replicate"}
+        found: dict[str, Any] = {"place": place} if place else {}
+        return found | ({"window": int(window) if window.isdecimal() else window} if window else {})
 
     def _is_divided(self, encoder: str) -> bool:
         return encoder in self.parsed.plan().divided_encoders()
 
-    def cells(self, num_samples: int) -> Iterator[list[list[list[int]]]]:
-        """Yield for each step ``[data rank][micro-batch][...]``, the numbers of samples in a pack."""
+    def cells(self, kinds: Sequence[str]) -> Iterator[list[list[list[int]]]]:
+        """Yield for each step ``[data rank][micro-batch][...]``, the numbers of samples in a pack.
+
+        Args:
+            kinds: of each sample: ``text``, ``media`` or ``silent``.
+        """
         rng, ranks = np.random.default_rng(self.seed), self.num_data_ranks
         layout = self.parsed
         most = max(2, 2 * layout.pp - 1) if layout.zbv else max(2, layout.pp)
         for step in range(STEPS):
-            numbers = [most] * ranks if self.packs == "even" else rng.integers(1, most + 1, ranks).tolist()
-            numbers[int(rng.integers(ranks))] = most  # as many as a schedule needs
+            wanted = {("silent", 0): "silent", ("text", STEPS - 1): "text"}.get((self.packs, step))
+            numbers = [index for index, kind in enumerate(kinds) if wanted in (None, kind)]
+            sizes = [most] * ranks if self.packs == "even" else rng.integers(1, most + 1, ranks).tolist()
+            first = int(rng.integers(ranks))
+            sizes[first] = most  # as many as a schedule needs
             if self.packs == "empty" and ranks > 1:
-                numbers[(numbers.index(most) + 1 + step) % ranks if ranks > 2 else 1 - numbers.index(most)] = 0
-            cells = [[[] for _ in range(number)] for number in numbers]
-            places = [pack for of_rank in cells for pack in of_rank]
-            for pack in places:
-                pack.append(int(rng.integers(num_samples)))
-            for _ in range(int(rng.integers(0, len(places) + 1))):
-                places[int(rng.integers(len(places)))].append(int(rng.integers(num_samples)))
+                sizes[(first + 1 + step % (ranks - 1)) % ranks] = 0
+            cells = [[[int(rng.choice(numbers))] for _ in range(size)] for size in sizes]
+            packs = [pack for of_rank in cells for pack in of_rank]
+            for _ in range(int(rng.integers(0, len(packs) + 1))):
+                packs[int(rng.integers(len(packs)))].append(int(rng.choice(numbers)))
             yield cells
 
 
@@ -193,8 +249,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tensors": {"offloaded_tensors": ["mlp_input"]},
     "clip": {},
     "calls": {},
+    "deal": {"place": "world"},
+    "weights": {},  # of losses
     "again": {},  # two calls of accumulate_gradients before an update
 }
+
+
+def _set(plan: ComponentPlan) -> dict[str, Any]:
+    return {name: value for name in type(plan).model_fields if (value := getattr(plan, name)) is not None}
 
 
 def draw(seed: int, number: int, optimizers: Sequence[str] = ("sgd", "adamw", "muon")) -> list[Row]:
@@ -214,18 +276,22 @@ def _drawn(rng: np.random.Generator, optimizers: Sequence[str]) -> Row:
     model = _pick(rng, {name: WEIGHTS.get(name, 1) for name in FAMILIES})
     family = FAMILIES[model]
     world = int(_pick(rng, {"2": 9, "4": 9, "8": 2}))
-    trained = _pick(
-        rng,
-        {"all": 4, "lora": 2, "planned-lora": 1}
-        | ({"frozen": 1, "encoders": 1} if family.encoders and not model.startswith("taught") else {}),
-    )
+    chances = {"all": 6.0, "lora": 2, "planned-lora": 1}
+    if family.encoders:
+        chances |= dict.fromkeys(("frozen", "frozen-foundation", "encoders", "lora-foundation", "lora-encoders"), 1)
+    if len(family.encoders) > 1:
+        chances["frozen-one"] = 1
+    if family.decoders:
+        chances["frozen-decoders"] = 1
+    if family.experts:
+        chances |= {"lora-experts": 2, "planned-experts": 1}
+    trained = _pick(rng, chances)
     sections, left = _sections(rng, family, world, trained)
     main, axes = _main(rng, family, left)
-    is_separate = not sections and bool(family.encoders) and not model.startswith("taught")
-    place = _place(rng, axes, sections) if is_separate else ""
+    place = _place(rng, axes) if family.encoders and not sections else ""
     optimizer = str(rng.choice([name for name in optimizers if "lora" not in trained or name != "muon"]))
-    packs = _pick(rng, {"even": 2, "uneven": 2, "empty": 1})
-    settings = _settings(rng, family, axes, main)
+    packs = _pick(rng, {"even": 4, "uneven": 4, "empty": 2, "silent": 1, "text": 1 if family.encoders else 0})
+    settings = _settings(rng, family, axes, main, trained)
     layout = "+".join([*sections, main])
     return Row(model, layout, place, trained, optimizer, "fp32", packs, settings, int(rng.integers(1000)))
 
@@ -265,9 +331,10 @@ def _main(rng: np.random.Generator, family: Family, ranks: int) -> tuple[str, di
         words.append(copies[int(rng.choice(3, p=[0.6, 0.2, 0.2])) % len(copies)])
     words += [f"{axis}{axes[axis]}" for axis in ("cp", "sp") if axes[axis] > 1]
     axes["ep"] = 1
-    shared = axes["dp"] * axes["cp"] * axes["sp"] if "replicate" not in "".join(words) else 1
-    if family.experts and shared > 1 and rng.random() < 0.8:
-        axes["ep"] = 4 if shared % 4 == 0 and rng.random() < 0.3 and "hsdp" not in "".join(words) else 2
+    copies = {"replicate": axes["dp"], "hsdp": 2}.get(next(iter(re.findall("replicate|hsdp", "".join(words))), ""), 1)
+    shared = axes["dp"] // copies * axes["cp"] * axes["sp"]
+    if family.experts and shared % 2 == 0 and rng.random() < 0.8:
+        axes["ep"] = 4 if shared % 4 == 0 and rng.random() < 0.3 else 2
         words.append(f"ep{axes['ep']}")
     if axes.get("pp", 1) > 1:
         deep = family.deep and axes["pp"] == 2
@@ -288,25 +355,31 @@ def _factors(number: int) -> list[int]:
     return found
 
 
-def _place(rng: np.random.Generator, axes: Mapping[str, int], sections: Sequence[str]) -> str:
+def _place(rng: np.random.Generator, axes: Mapping[str, int]) -> str:
     if axes.get("pp", 1) > 1:
         return _pick(rng, {"": 2, "local": 1, "world": 2, "world.1": 1, "world.2": 1})
-    shares = max(axes["sp"], axes["cp"], axes["tp"]) > 1
-    return _pick(rng, {"": 2, "local": 1, "world": 2, "world.2": 1, "world.step": 1} | ({"group": 1} if shares else {}))
+    chances = {"": 2.0, "local": 1, "world": 2, "world.2": 1, "world.step": 1}
+    if max(axes["sp"], axes["cp"], axes["tp"]) > 1:
+        chances["group"] = 1
+    if max(axes["sp"], axes["cp"]) > 1:
+        chances["shared"] = 2
+    return _pick(rng, chances | ({"replicate": 1} if axes["dp"] > 1 else {}))
 
 
-def _settings(rng: np.random.Generator, family: Family, axes: Mapping[str, int], main: str) -> str:
-    chances = {"clip": 0.3, "again": 0.15}
+def _settings(rng: np.random.Generator, family: Family, axes: Mapping[str, int], main: str, trained: str) -> str:
+    chances = {"clip": 0.3, "again": 0.15, "weights": 0.1}
     if axes["tp"] > 1:
         chances["sequence"] = 0.5
-    if axes["sp"] > 1:
+    if axes["sp"] > 1 and "lora" not in trained:
         chances["async"] = 0.5
     if axes["ep"] > 1:
         chances |= {"chunks": 0.25, "delay": 0.25}
     if family.experts:
         chances |= {"rows": 0.2}
-    if family.encoders and "big" not in family.encoders:
+    if family.encoders:
         chances |= {"calls": 0.15}
+    if axes["dp"] > 1:
+        chances |= {"deal": 0.15}
     if "recompute" not in main and "offload" not in main:
         chances |= {"parts": 0.1} if family.experts else {"selective": 0.1}
         chances |= {"tensors": 0.1} if family.experts else {}
