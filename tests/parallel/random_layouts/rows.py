@@ -37,6 +37,11 @@ class Trained:
     targets: tuple[str, ...] = ("*",)
 
     @property
+    def without_matrices(self) -> bool:
+        """Whether no matrix of a hidden layer may train, which Muon refuses."""
+        return bool(self.lora or self.planned)
+
+    @property
     def adapters(self) -> Lora:
         return Lora(targets=list(self.targets), rank=3, alpha=6.0)
 
@@ -289,9 +294,9 @@ def _drawn(rng: np.random.Generator, optimizers: Sequence[str]) -> Row:
     sections, left = _sections(rng, family, world, trained)
     main, axes = _main(rng, family, left)
     place = _place(rng, axes) if family.encoders and not sections else ""
-    optimizer = str(rng.choice([name for name in optimizers if "lora" not in trained or name != "muon"]))
+    optimizer = str(rng.choice([name for name in optimizers if not TRAINED[trained].without_matrices or name != "muon"]))
     packs = _pick(rng, {"even": 4, "uneven": 4, "empty": 2, "silent": 1, "text": 1 if family.encoders else 0})
-    settings = _settings(rng, family, axes, main, trained)
+    settings = _settings(rng, family, axes, "+".join([*sections, main]), trained)
     layout = "+".join([*sections, main])
     return Row(model, layout, place, trained, optimizer, "fp32", packs, settings, int(rng.integers(1000)))
 
@@ -378,7 +383,7 @@ def _settings(rng: np.random.Generator, family: Family, axes: Mapping[str, int],
         chances |= {"rows": 0.2}
     if family.encoders:
         chances |= {"calls": 0.15}
-    if axes["dp"] > 1:
+    if axes["dp"] > 1 and "+" not in main:
         chances |= {"deal": 0.15}
     if "recompute" not in main and "offload" not in main:
         chances |= {"parts": 0.1} if family.experts else {"selective": 0.1}
