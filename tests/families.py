@@ -116,6 +116,41 @@ def _qwen3_omni_moe_thinker() -> PreTrainedConfig:
     )
 
 
+def granite_speech() -> PreTrainedConfig:
+    """Sound; a tower with batch norms."""
+    return AutoConfig.for_model(
+        "granite_speech",
+        text_config=_TEXT | {"model_type": "granite"},
+        encoder_config={
+            "input_dim": 16,
+            "hidden_dim": 32,
+            "num_heads": 2,
+            "dim_head": 16,
+            "output_dim": 20,
+            "num_layers": 2,
+            "context_size": 8,
+            "max_pos_emb": 16,
+            "conv_kernel_size": 3,
+            "dropout": 0.0,
+        },
+        projector_config={
+            "model_type": "blip_2_qformer",
+            "hidden_size": 32,
+            "encoder_hidden_size": 32,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "cross_attention_frequency": 1,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        audio_token_index=190,
+        window_size=4,
+        downsample_rate=2,
+        has_lora_adapter=False,
+    )
+
+
 TEXT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": _text("qwen3", **_HEAD),
     "qwen3_moe": _text("qwen3_moe", **_HEAD, **_EXPERTS),
@@ -317,3 +352,5 @@ AUDIO_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 FAMILIES = TEXT_FAMILIES | VISION_FAMILIES | AUDIO_FAMILIES
 """Name -> function that returns a tiny config."""
+UNSHRINKABLE = {"granite_speech": granite_speech}
+"""The same for families whose small variants, as ``tests/models/shrunk.py`` makes them, cannot read their media."""

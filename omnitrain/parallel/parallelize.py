@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import Adapters, adapters_of, add_lora
 from omnitrain.models.contract.tiny_model import drawn_in_training
 from omnitrain.models.foundation.shared_tower import SharedTower
+from omnitrain.models.hf.compute_dtype import compute_in
 from omnitrain.models.omni.build import build_omni_model, require_device
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.model import OmniModel
@@ -245,6 +246,7 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     elsewhere = frozenset(n for name, parameters in omni.components.items() if name not in plans for n in parameters)
     loader = WeightLoader(omni, device, state.section_group, elsewhere) if loads else None
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
+    _set_compute_dtypes(omni, prepared.plans)
 
     omni.call_elements = {
         media: plan.call_elements
@@ -356,6 +358,24 @@ def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None
                 parameter.data = parameter.data.float()
             elif dtype is not None and parameter.is_floating_point() and path not in adapters:
                 parameter.data = parameter.data.to(dtype)
+
+
+def _set_compute_dtypes(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
+    """Tell the code of each HF model in which dtypes its components compute."""
+    computed = {name: dtype_of(plan.precision.compute) if plan.precision else None for name, plan in plans.items()}
+    must_stay_fp32 = stays_fp32(model)
+    dtypes = {
+        parameter: torch.float32 if must_stay_fp32(path) else computed[name]
+        for name, parameters in model.components.items()
+        for path, parameter in parameters.items()
+    }
+    for name, module in model.named_children():
+        assert isinstance(module, PreTrainedModel)
+        compute_in(module, dtypes, computed.get(name), partial(_in_model, must_stay_fp32, name))
+
+
+def _in_model(must_stay_fp32: Callable[[str], bool], root: str, name: str) -> bool:
+    return must_stay_fp32(f"{root}.{name}")
 
 
 def _spread_experts(

@@ -9,14 +9,14 @@ from itertools import starmap
 from typing import Any, Literal
 
 from omnitrain.errors import UserError
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSchedule, Section
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSchedule, Precision, Section
 from omnitrain.recipe.suggest import nearest
 
 # Word -> field, in written order: some words come before the word of data parallelism, some after it.
 _BEFORE = {"pp": "pp", "v": "chunks", "tp": "tp"}
 _AFTER = {"cp": "cp", "sp": "ulysses", "ep": "ep", "accum": "accumulation", "window": "window"}
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "ulysses", "cp", "ep", "pp")
-_FLAGS = ("gpipe", "zbv", "paired", "recompute", "offload", "world", "group")
+_FLAGS = ("gpipe", "zbv", "paired", "recompute", "offload", "world", "group", "bf16", "bf16_param")
 _NUMBERED = ("dp", "replicate", *_BEFORE, *_AFTER)
 # Word of a section -> its components; another word is the name of a component.
 _SECTIONS = {
@@ -56,6 +56,8 @@ class Layout:
         offload: activations, parameters and optimizer state are kept in CPU memory.
         world: any rank encodes an item; with ``pp``, ranks of all stages.
         group: any of the ranks that hold a sample encodes its items.
+        bf16: compute in bf16, with fp32 weights.
+        bf16_param: the weights are bf16, too.
         window: micro-batches whose items are encoded together; 1: the default of the plan.
         sections: names and settings of sections, which have ranks of their own.
     """
@@ -77,6 +79,8 @@ class Layout:
     offload: bool = False
     world: bool = False
     group: bool = False
+    bf16: bool = False
+    bf16_param: bool = False
     window: int = 1
     sections: tuple[tuple[str, Section], ...] = ()
 
@@ -103,6 +107,7 @@ class Layout:
         shards = self.mode != "replicate"
         kind: Literal["gpipe", "zbv"] | None = "gpipe" if self.gpipe else "zbv" if self.zbv else None
         chunks = self.chunks if self.chunks > 1 else None
+        dtypes = {"compute": "bfloat16" if self.bf16 else None, "param": "bfloat16" if self.bf16_param else None}
         schedule = PipelineSchedule(kind=kind, chunks=chunks, overlap=self.paired or None)
         return ParallelPlan(
             default=ComponentPlan(
@@ -115,6 +120,7 @@ class Layout:
                 optimizer_offload=self.offload or None,
                 place="world" if self.world else "group" if self.group else None,
                 window=self.window if self.window > 1 else None,
+                precision=Precision(**dtypes) if any(dtypes.values()) else None,
             ),
             sections=dict(self.sections),
         )
@@ -139,7 +145,8 @@ def parse_layout(text: str) -> Layout:
     ``dpN`` (FSDP over N ranks), ``hsdpAxB`` (A copies, each over B ranks), ``replicateN``, ``tpN``, ``spN`` (Ulysses),
     ``cpN``, ``epN``, ``ppN`` (pipeline ranks), ``vN`` (pipeline stages per rank), ``gpipe``, ``zbv``, ``paired``
     (``overlap`` of the schedule), ``accumN`` (micro-batches per step), ``recompute``, ``offload``, ``world`` and
-    ``group`` (``place``), ``windowN`` (micro-batches whose items are encoded together).
+    ``group`` (``place``), ``windowN`` (micro-batches whose items are encoded together), ``bf16`` (compute in bf16, with
+    fp32 weights), ``bf16_param`` (bf16 weights).
 
     ``vision1+dp2``: the image encoder has a rank of its own, the rest of the model two. The word of a section is
     ``vision``, ``audio``, ``encoders`` (both, together), ``vision_tower``, ``vision_projector`` (and so for ``audio``),

@@ -20,19 +20,23 @@ from omnitrain.errors import UserError
 from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
+from omnitrain.ops.experts import Recording
+from omnitrain.ops.rounding import Rounding, Step
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
+from omnitrain.parallel.verify.reference import Alone, dtypes_of, low_precision_reference, step_of
 from omnitrain.parallel.verify.run import micro_batches, train
 from omnitrain.recipe.layout import parse_layout
-from tests.families import FAMILIES
+from tests.families import FAMILIES, UNSHRINKABLE
 from tests.models.acceptance import differences, staying_in_fp64, step_errors
-from tests.models.plain import Pair, doubling, exact_step, paired
+from tests.models.plain import Pair, doubling, exact_step, low_plain_step, paired
 from tests.models.shrunk import small_configs
 from tests.models.staged import staged_step, unequal, whole_step
 
 MOST_PARAMETERS = 30_000_000
 LAYOUTS = ("dp2", "tp2")
+LOW_PRECISION = ("dp2.bf16", "dp2.bf16_param", "tp2.bf16")
 _SECONDS_ON_RANKS = 120.0
 ROUNDED = 1e-5  # gradients of parameters that several stages read are summed in another order
 PACKED, PARTLY, UNPACKED, REFUSED, NO_REFERENCE = VERDICTS = (
@@ -174,6 +178,50 @@ def step_on_rank(
     return outcome.loss, {name.removeprefix("foundation."): value for name, value in outcome.gradients.items()}
 
 
+def in_low_precision(family: str, pool: RankPool) -> dict[str, Ranked] | None:
+    """The same step in bf16: of plain transformers, and on two ranks, each against one process in bf16.
+
+    None: the family does not train in one process in fp32.
+    """
+    both = _pair(family)
+    if both is None:
+        return None
+    samples = [probe.sample for probe in both.probes]
+    run = partial(pool.run, timeout_s=_SECONDS_ON_RANKS)
+    alone = Alone(partial(peaked_model, family), dtypes=dtypes_of(parse_layout("bf16").plan()))
+    (found,) = run(low_precision_reference, alone, samples, world=1)
+    if isinstance(found, str):
+        return {"one process": Ranked(found)}
+    expected, rounding = found
+    compared = {}
+    for layout in LOW_PRECISION:
+        got = run(low_step_on_rank, family, layout, samples, expected.routing, world=2)[0]
+        compared[layout] = Ranked(got) if isinstance(got, str) else Ranked("", _wrong(rounding, got))
+    if both.ours.runner.contract.attention == "omnitrain":
+        compared["transformers"] = Ranked("", _wrong(rounding, low_plain_step(both, expected.routing)))
+    return compared
+
+
+def _wrong(rounding: Rounding, got: Step) -> dict[str, float]:
+    """What rounding does not explain, as a multiple of what it explains."""
+    return {name: found.excess for name, found in rounding.beyond(got).items()}
+
+
+def low_step_on_rank(
+    family: str, layout: str, samples: list[Sample], routing: tuple[Recording, ...] | None
+) -> Step | str:
+    """Loss and gradients of a layout, whole; or why it is refused."""
+    plan = parse_layout(layout).plan()
+    model = build_omni_model(foundation=peaked_model(family)).train()
+    try:
+        state = init_state_of(plan)
+        table = micro_batches(model, samples, state.dp_size, 1)
+        build_parallelize_model(model, parallel_plan=plan, enable_mixed_precision=None)
+    except UserError as refusal:
+        return str(refusal)
+    return step_of(train(model, table[state.dp_rank], routing, steps=1))
+
+
 @lru_cache(maxsize=1)
 def _pair(family: str) -> Pair | None:
     torch.manual_seed(0)
@@ -197,7 +245,8 @@ def smallest_that_runs(family: str) -> PreTrainedModel | str:
     """The model of the smallest config that plain transformers runs on text; why there is none."""
     reason = ""
     try:
-        for config in [FAMILIES[family]()] if family in FAMILIES else small_configs(family):
+        known = FAMILIES | UNSHRINKABLE
+        for config in [known[family]()] if family in known else small_configs(family):
             found = _running(config)
             if not isinstance(found, str):
                 return found

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.samples import Probe, probe_samples
@@ -24,6 +26,8 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention import PackedSequence
+from omnitrain.ops.experts import Recording
+from omnitrain.parallel.fsdp.units import stays_fp32
 
 
 @dataclass
@@ -117,6 +121,32 @@ def exact_step(pair: Pair) -> tuple[float, dict[str, Tensor]]:
         return plain_step(exact, range(len(exact.probes)))
 
 
+def low_plain_step(pair: Pair, routing: Sequence[Recording] | None) -> tuple[float, dict[str, Tensor]]:
+    """:func:`plain_step` of transformers' bf16 model; gradients of samples are added up in fp32, named as ours are.
+
+    ``routing``: decides which experts compute a token, since rounding changes some of these decisions.
+    """
+    kind, config = type(pair.plain), copy.deepcopy(pair.plain.config)
+    with local_torch_dtype(torch.bfloat16):
+        plain = kind(config).train()
+    plain.load_state_dict(pair.plain.state_dict())  # casts
+    must_stay_fp32 = stays_fp32(plain)
+    for name, tensor in plain.named_parameters():
+        tensor.data = tensor.data.float() if must_stay_fp32(name) else tensor.data
+    named = nn.ModuleDict({"foundation": plain})
+    total: Counter[str] = Counter()
+    loss = 0.0
+    for probe in pair.probes:
+        one = Pair(plain, pair.ours, [replace(probe, arguments=_as(torch.bfloat16, probe.arguments))])
+        share = int(probe.sample.loss_mask[1:].sum()) / sum(int(p.sample.loss_mask[1:].sum()) for p in pair.probes)
+        replay = routing[0].replayed(named, [probe.sample.id], [len(probe.sample)]) if routing else nullcontext()
+        with replay:
+            own_loss, gradients = plain_step(one, [0])
+        loss += own_loss * share
+        total.update({f"foundation.{name}": gradient.float() * share for name, gradient in gradients.items()})
+    return loss, dict(total)
+
+
 def exact_logits(pair: Pair) -> dict[int, Tensor]:
     """Sample index -> :func:`plain_logits` in fp64, ``[T, vocabulary]``."""
     with _doubled(pair) as exact:
@@ -129,13 +159,13 @@ def _doubled(pair: Pair) -> Iterator[Pair]:
     plain = copy.deepcopy(pair.plain).double()
     for node in config_nodes(plain.config):
         node._experts_implementation_internal = "eager"
-    probes = [replace(probe, arguments=_as_double(probe.arguments)) for probe in pair.probes]
+    probes = [replace(probe, arguments=_as(torch.float64, probe.arguments)) for probe in pair.probes]
     with doubling():
         yield Pair(plain, pair.ours, probes)
 
 
-def _as_double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+def _as(dtype: torch.dtype, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def shard(
                 module,
                 inner,
                 ignored,
-                casts_inputs=name in of_component.fp32 or is_other,
+                casts_inputs=is_other and name not in of_component.fp32,
                 keeps_unsharded=name == FOUNDATION,  # its backward starts right after its forward ends
             )
             if is_attached:

@@ -194,12 +194,15 @@ def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Ite
                 f"components.{component}.precision: {name} must stay float32, and the foundation's forward uses it "
                 "for some samples only; use compute: float32, or freeze it"
             )
+        low = plan.precision.param not in (None, "float32")  # in storage, too
         for name in sorted(fp32):
-            same_module = [other for other in trained if other.rpartition(".")[0] == name.rpartition(".")[0]]
-            if not fp32.issuperset(same_module):
+            module = name.rpartition(".")[0]
+            # In a module with others below it, it computes with them; its fp32 master weights are a shard of theirs.
+            together = [o for o in trained if o.startswith(f"{module}.") and (low or o.rpartition(".")[0] == module)]
+            if not fp32.issuperset(together):
                 yield (
                     f"components.{component}.precision: {name} must stay float32, but other parameters of its module "
-                    "do not; use compute: float32, or freeze it"
+                    f"do not; use {'param' if low else 'compute'}: float32, or freeze it"
                 )
 
 

@@ -15,17 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
-from omnitrain.models.adapters.lora import Adapters, add_lora
 from omnitrain.models.hf.samples import to_samples
-from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.freeze import freeze
-from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import Recording
+from omnitrain.ops.rounding import LOSS, Rounding
 from omnitrain.page.text import as_text
 from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.parallel.parallelize import build_parallelize_model
@@ -37,7 +32,16 @@ from omnitrain.parallel.verify.arguments import (
     build_with,
     require_arguments,
     require_losses,
-    require_same_weights,
+)
+from omnitrain.parallel.verify.reference import (
+    Alone,
+    Noise,
+    dtypes_of,
+    low_precision_reference,
+    omni,
+    reference,
+    relative_errors,
+    step_of,
 )
 from omnitrain.parallel.verify.run import STEPS, Outcome, micro_batches, train
 from omnitrain.parallel.verify.tiny_model import described, num_parameters, tiny_model_of
@@ -45,11 +49,7 @@ from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan
 
 _NOISE_FACTOR = 20.0
-# How much a gradient changes if every weight moves to a neighbouring number differs tenfold with the random directions.
-_MOVES = 3
 _MOST_ROUNDING = 1e-4  # a larger error is a difference, however much the gradient changes
-# If a gradient changes by this fraction when every weight moves to a neighbouring number, it is only rounding.
-_NO_DIGITS = 0.1
 _NOTHING = "-"  # in the table
 
 
@@ -70,7 +70,8 @@ class VerifyRow:
         peak_memory_mb: peak memory of rank 0's process, MiB.
         collectives: number of collectives that rank 0 issued in the first step.
         rounding: how much that gradient changes in one process if every weight moves to a neighbouring number; NaN if
-            no gradient has an error for which this was measured.
+            no gradient has an error for which this was measured. In bf16, the error that rounding explains.
+        visible: in bf16, the smallest visible error of all gradients: 0.02 if they are multiplied by 1.02. NaN in fp32.
         near_ties: number of (token, layer) pairs in three steps that would have gone to other experts than in one
             process, with nearly the same score. They were sent to the same experts, to make gradients comparable.
     """
@@ -86,6 +87,7 @@ class VerifyRow:
     peak_memory_mb: float = float("nan")
     collectives: int = 0
     near_ties: int = 0
+    visible: float = float("nan")
     is_optional: bool = False
 
 
@@ -130,7 +132,12 @@ class VerifyReport:
             )
         lines = [f"model: {self.size}"]
         for row in self.rows:
-            if not math.isnan(row.rounding):
+            if not math.isnan(row.visible):
+                lines.append(
+                    f"{row.layout}: rounding explains {row.rounding:.1e} of the gradient of {row.worst_parameter}; if "
+                    f"all gradients were off by a factor of {1 + row.visible:.3f}, it would show"
+                )
+            elif not math.isnan(row.rounding):
                 lines.append(
                     f"{row.layout}: the gradient of {row.worst_parameter} is off by {row.grad_error:.1e}; in one "
                     f"process it changes by {row.rounding:.1e} if every weight moves to a neighbouring number"
@@ -146,24 +153,6 @@ class VerifyReport:
 def _shown_error(error: float) -> str:
     """The error, or a dash if it was not measured."""
     return _NOTHING if math.isnan(error) else f"{error:.1e}"
-
-
-@dataclass(frozen=True)
-class _Rounding:
-    """The effect of rounding on one process.
-
-    Attributes:
-        gradients: parameter name -> error of its gradient between two orders of the samples, as in :func:`_errors`.
-        weights: parameter name -> the same for its weight.
-        empty: names of parameters whose gradient is zero up to rounding.
-        neighbours: measures parameter name -> largest error of its gradient if every weight moves to a neighbouring
-            number.
-    """
-
-    gradients: dict[str, float]
-    weights: dict[str, float]
-    empty: frozenset[str]
-    neighbours: Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -208,12 +197,12 @@ def verify(
             raise UserError("no samples to verify with; give at least one")
         if tiny := tiny_model_of(full, nproc, memory):
             model_factory, samples = tiny, [tiny.sample(sample) for sample in samples]
-        model = _omni(tiny() if tiny else full)
+        model = omni(tiny() if tiny else full)
         size = described(model, full)
         del full
         batch = to_samples(model.runner.native, samples)
         require_losses(batch)
-        reference = cache(partial(_reference, model_factory, batch))
+        expected = cache(partial(_reference, ranks, batch, timeout_s))
         rows = []
         for case in cases:
             model.divide(())
@@ -222,12 +211,22 @@ def verify(
             adapters = adapters_for(model, case.plan)[0]
             frozen = frozenset(n for n in model.components if case.plan.of(n).freeze and n not in adapters)
             verify_case = partial(_row, ranks, model_factory, batch, case, nproc=nproc, tolerance=tolerance)
-            expected = partial(reference, frozen, tuple(adapters.items()), model.divided)
-            rows.append(verify_case(expected, timeout_s=timeout_s))
+            alone = Alone(model_factory, frozen, tuple(adapters.items()), model.divided, dtypes_of(case.plan))
+            rows.append(verify_case(partial(expected, alone), timeout_s=timeout_s))
         return VerifyReport(tuple(rows), num_parameters(model), size)
     finally:
         if pool is None:
             ranks.close()
+
+
+def _reference(
+    pool: RankPool, batch: list[Sample], timeout_s: float, alone: Alone
+) -> tuple[Outcome, Noise | Rounding] | str:
+    """Train in one process: this one, or a rank if FSDP casts the weights."""
+    if not alone.dtypes:
+        return reference(alone, batch)
+    (found,) = pool.run(low_precision_reference, alone, batch, timeout_s=timeout_s, world=1)
+    return found
 
 
 def _case(layout: str | Layout | ParallelPlan, nproc: int) -> _Case:
@@ -255,7 +254,7 @@ def _row(
     factory: Factory,
     batch: list[Sample],
     case: _Case,
-    reference: Callable[[], tuple[Outcome, _Rounding]],
+    reference: Callable[[], tuple[Outcome, Noise | Rounding] | str],
     *,
     nproc: int,
     tolerance: float,
@@ -264,26 +263,56 @@ def _row(
     if case.ranks > nproc:
         reason = f"needs {case.ranks} ranks, but nproc is {nproc}; use --nproc {case.ranks}"
         return VerifyRow(case.name, "refused", reason)
-    expected, rounding = reference()  # first, because it detects a factory that builds a different model each time
-    if not expected.gradients:
-        reason = "nothing can be compared: no trained parameter of this layout gets a gradient from these samples"
-        return VerifyRow(case.name, "refused", reason)
-    call = (_train_on_rank, factory, batch, case, expected.routing)
     try:
+        found = reference()  # first, because it detects a factory that builds a different model each time
+        if isinstance(found, str):
+            return VerifyRow(case.name, "refused", found)
+        expected, rounding = found
+        if not expected.gradients:
+            reason = "nothing can be compared: no trained parameter of this layout gets a gradient from these samples"
+            return VerifyRow(case.name, "refused", reason)
+        call = (_train_on_rank, factory, batch, case, expected.routing)
         (outcome, *_) = pool.run(*call, timeout_s=timeout_s, world=case.ranks)
     except RankError as error:
         return VerifyRow(case.name, "different", str(error))
     if isinstance(outcome, str):
         return VerifyRow(case.name, "refused", outcome)
+    if isinstance(rounding, Rounding):
+        return _compared_in_low_precision(case.name, outcome, expected, rounding)
     return _compared(case.name, outcome, expected, rounding, tolerance)
 
 
-def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Rounding, tolerance: float) -> VerifyRow:
+def _compared_in_low_precision(layout: str, outcome: Outcome, reference: Outcome, rounding: Rounding) -> VerifyRow:
+    """Compare the loss and the gradients of the first step; rounding moves later ones further apart."""
+    deviations = rounding.deviations(step_of(outcome))
+    loss = deviations.pop(LOSS)
+    worst = max(deviations, key=lambda name: deviations[name].excess)
+    reasons = [f"the loss is {loss}"] if loss.excess > 1 else []
+    if (gradient := deviations[worst]).excess > 1:
+        reasons.append(f"the gradient of {worst} is {gradient}")
+    if missing := outcome.gradients.keys() ^ reference.gradients.keys():
+        reasons.append(f"{len(missing)} parameters have a gradient on one side only, such as {min(missing)}")
+    return VerifyRow(
+        layout=layout,
+        status="different" if reasons else "equal",
+        reason="; ".join(reasons),
+        loss_error=loss.distance,
+        grad_error=gradient.distance,
+        worst_parameter=worst,
+        rounding=gradient.most_distance,
+        visible=rounding.visible,
+        peak_memory_mb=outcome.peak_memory_mb,
+        collectives=outcome.collectives,
+        near_ties=int(outcome.replayed.near_ties) + int(outcome.replayed.others),
+    )
+
+
+def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: Noise, tolerance: float) -> VerifyRow:
     loss_error = abs(outcome.loss - reference.loss) / max(abs(reference.loss), 1e-30)
     if missing := outcome.gradients.keys() ^ reference.gradients.keys():
         reason = f"{len(missing)} parameters have a gradient on one side only, such as {min(missing)}"
         return VerifyRow(layout, "different", reason, loss_error)
-    errors = _errors(outcome.gradients, reference.gradients, rounding)
+    errors = relative_errors(outcome.gradients, reference.gradients, rounding.empty)
     noise = {name: _NOISE_FACTOR * orders for name, orders in rounding.gradients.items()}
     gradients = _worst(errors, noise, tolerance)
     neighbours: dict[str, float] = {}
@@ -292,7 +321,7 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
         noise = {name: max(orders, min(neighbours[name], _MOST_ROUNDING)) for name, orders in noise.items()}
         gradients = _worst(errors, noise, tolerance)
     noise = {name: _NOISE_FACTOR * orders for name, orders in rounding.weights.items()}
-    weights = _worst(_errors(outcome.weights, reference.weights, rounding), noise, tolerance)
+    weights = _worst(relative_errors(outcome.weights, reference.weights, rounding.empty), noise, tolerance)
     reasons = [] if loss_error <= tolerance else [f"the loss is off by {loss_error:.1e}, {tolerance:.1e} allowed"]
     for kind, (name, error, allowed) in (("gradient", gradients), ("weight after three steps", weights)):
         if not error <= allowed:
@@ -333,93 +362,22 @@ def _worst(errors: Mapping[str, float], noise: Mapping[str, float], tolerance: f
     return name, errors[name], allowed[name]
 
 
-def _errors(
-    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding: _Rounding | None = None
-) -> dict[str, float]:
-    """Largest difference per tensor, relative to its largest element; without parameters in ``rounding.empty``."""
-    return {
-        name: float((got[name] - tensor).abs().max() / tensor.abs().max().clamp(min=torch.finfo(tensor.dtype).tiny))
-        for name, tensor in expected.items()
-        if tensor.numel() and (rounding is None or name not in rounding.empty)
-    }
-
-
 def _size(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
-def _reference(
-    factory: Factory,
-    batch: list[Sample],
-    frozen: frozenset[str],
-    adapters: tuple[tuple[str, Adapters], ...] = (),
-    divided: tuple[str, ...] = (),
-) -> tuple[Outcome, _Rounding]:
-    """Train in one process with one sample per pack, and measure the effect of rounding.
-
-    A second run reverses the order of the samples. A third moves every weight to a neighbouring number: a gradient
-    that is zero up to rounding then changes completely, others as much as rounding changes them. Where that matters,
-    further runs move them in other directions. Such a run takes one step, since only its gradients are compared. All
-    replay the routing of the first run.
-    """
-    first: dict[str, bytes] = {}
-
-    def trained(
-        samples: list[Sample], routing: tuple[Recording, ...] | None = None, *, move: int | None = None
-    ) -> Outcome:
-        model = _omni(build_with(factory))
-        require_same_weights(model, first)
-        model.divide(divided)  # to name its parts
-        freeze(model, sorted(frozen))
-        add_lora(model, dict(adapters))
-        model.divide(())
-        if move is not None:
-            _nudge_weights(model, seed=move)
-        packs = [Pack.from_samples([sample]) for sample in samples]
-        return train(model, packs, routing, STEPS if move is None else 1)
-
-    reference = trained(batch)
-    reversed_order = trained(batch[::-1], reference.routing)
-
-    @cache
-    def change(move: int) -> dict[str, float]:
-        return _errors(trained(batch, reference.routing, move=move).gradients, reference.gradients)
-
-    return reference, _Rounding(
-        _errors(reversed_order.gradients, reference.gradients),
-        _errors(reversed_order.weights, reference.weights),
-        frozenset(name for name, error in change(0).items() if error > _NO_DIGITS),
-        lambda: {name: max(change(move)[name] for move in range(_MOVES)) for name in reference.gradients},
-    )
-
-
-@torch.no_grad()
-def _nudge_weights(model: OmniModel, seed: int) -> None:
-    """Move each trained weight to its next larger or smaller number, at random."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            up = torch.rand(parameter.shape, generator=generator) < 0.5
-            towards = torch.where(up.to(parameter.device), torch.inf, -torch.inf).to(parameter.dtype)
-            parameter.copy_(torch.nextafter(parameter, towards))
-
-
-def _omni(model: PreTrainedModel) -> OmniModel:
-    return (model if isinstance(model, OmniModel) else build_omni_model(foundation=model)).train()
 
 
 def _train_on_rank(
     factory: Factory, batch: list[Sample], case: _Case, routing: tuple[Recording, ...] | None
 ) -> Outcome | str | None:
     """Train on this rank; rank 0 returns the outcome. A refused layout returns the reason."""
-    model = _omni(build_with(factory))
+    model = omni(build_with(factory))
     try:
         state = init_state_of(case.plan)
         main = state.of_section(MAIN)
         table = micro_batches(model, batch, main.dp_size, case.accumulation)
         for pack in chain(*table) if main.size("sequence") > 1 else ():
             model.runner.in_forward.require_whole_sequence(pack)
-        build_parallelize_model(model, parallel_plan=case.plan, enable_mixed_precision=False)
+        build_parallelize_model(model, parallel_plan=case.plan, enable_mixed_precision=None)
     except UserError as error:
         return str(error)
     outcome = train(model, table[state.dp_rank] if state.section == MAIN else [], routing)

@@ -17,8 +17,9 @@ from omnitrain.errors import UserError
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.discovery import discover
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.verify.reference import Alone, Noise, reference
 from omnitrain.parallel.verify.run import Outcome
-from omnitrain.parallel.verify.verify import VerifyReport, _compared, _reference, _Rounding, verify
+from omnitrain.parallel.verify.verify import VerifyReport, _compared, verify
 from omnitrain.recipe.layout import parse_layout
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from tests.parallel import factories
@@ -258,9 +259,9 @@ def test_a_factory_whose_models_are_not_the_same_is_refused(ranks: RankPool) -> 
         verify(drawn_anew, hf_samples("qwen3")[:2], ["dp2"], pool=ranks)
 
 
-def rounding(neighbour: float = 0.0) -> _Rounding:
+def rounding(neighbour: float = 0.0) -> Noise:
     zero = dict.fromkeys("ab", 0.0)
-    return _Rounding(zero, zero, frozenset({"b"}), lambda: dict.fromkeys("ab", neighbour))
+    return Noise(zero, zero, frozenset({"b"}), lambda: dict.fromkeys("ab", neighbour))
 
 
 def outcome(a: float, b: float, movement: float | None = None) -> Outcome:
@@ -328,14 +329,14 @@ def test_a_movement_below_the_digits_of_its_weight_is_no_difference(movement: fl
 def test_a_gradient_that_is_not_a_number_differs_whatever_the_others_are() -> None:
     sound = {"a": torch.ones(1), "b": torch.ones(1)}
     broken = sound | {"b": torch.tensor([torch.nan])}
-    reference, got = (Outcome(1.0, gradients, sound, sound, 0.0, 0) for gradients in (sound, broken))
-    row = _compared("dp2", got, reference, replace(rounding(), empty=frozenset()), tolerance=1e-5)
+    expected, got = (Outcome(1.0, gradients, sound, sound, 0.0, 0) for gradients in (sound, broken))
+    row = _compared("dp2", got, expected, replace(rounding(), empty=frozenset()), tolerance=1e-5)
     assert row.status == "different" and row.worst_parameter == "b"
 
 
 def test_only_gradients_that_are_zero_in_exact_arithmetic_count_as_rounding() -> None:
     batch = tiny_samples(tiny_processor(factories.any_to_any()), 3)
-    _, found = _reference("tests.parallel.factories:any_to_any", batch, frozenset(), ())
+    _, found = reference(Alone("tests.parallel.factories:any_to_any"), batch)
     assert found.empty == {"image_encoder.tower.encoder.layers.0.self_attn.k_proj.bias"}
     assert max(found.gradients[name] for name in found.gradients.keys() - found.empty) < 1e-6
     neighbours = found.neighbours()

@@ -1,0 +1,185 @@
+"""Train in one process, and measure the effect of rounding: what each layout is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
+from omnitrain.errors import UserError
+from omnitrain.models.adapters.lora import Adapters, add_lora
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.freeze import freeze
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.experts import Recording
+from omnitrain.ops.rounding import DRAWS, Rounding, Step, nudge
+from omnitrain.parallel.fsdp.units import stays_fp32
+from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.resolve import dtype_of
+from omnitrain.parallel.state import init_state_of
+from omnitrain.parallel.verify.arguments import Factory, build_with, require_same_weights
+from omnitrain.parallel.verify.run import STEPS, Outcome, train
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
+
+# How much a gradient changes if every weight moves to a neighbouring number differs tenfold with the random directions.
+_MOVES = 3
+# If a gradient changes by this fraction when every weight moves to a neighbouring number, it is only rounding.
+_NO_DIGITS = 0.1
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What one process trains.
+
+    Attributes:
+        factory: builds the model.
+        frozen: components that do not train.
+        adapters: components with LoRA adapters.
+        divided: encoders whose tower and projector are components by themselves.
+        dtypes: the dtypes of the layout, as a plan in JSON; empty: fp32 everywhere.
+    """
+
+    factory: Factory
+    frozen: frozenset[str] = frozenset()
+    adapters: tuple[tuple[str, Adapters], ...] = ()
+    divided: tuple[str, ...] = ()
+    dtypes: str = ""
+
+    def model(self) -> OmniModel:
+        """Build it, in fp32 and not parallelized."""
+        model = omni(build_with(self.factory))
+        model.divide(self.divided)  # to name its parts
+        freeze(model, sorted(self.frozen))
+        add_lora(model, dict(self.adapters))
+        model.divide(())
+        return model
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The effect of rounding on one process that computes in fp32.
+
+    Attributes:
+        gradients: parameter name -> error of its gradient between two orders of the samples, as in
+            :func:`relative_errors`.
+        weights: parameter name -> the same for its weight.
+        empty: names of parameters whose gradient is zero up to rounding.
+        neighbours: measures parameter name -> largest error of its gradient if every weight moves to a neighbouring
+            number.
+    """
+
+    gradients: dict[str, float]
+    weights: dict[str, float]
+    empty: frozenset[str]
+    neighbours: Callable[[], dict[str, float]]
+
+
+def reference(alone: Alone, batch: list[Sample]) -> tuple[Outcome, Noise]:
+    """Train in one process with one sample per pack, and measure the effect of rounding.
+
+    A second run reverses the order of the samples. A third moves every weight to a neighbouring number: a gradient
+    that is zero up to rounding then changes completely, others as much as rounding changes them. Where that matters,
+    further runs move them in other directions. Such a run takes one step, since only its gradients are compared. All
+    replay the routing of the first run.
+    """
+    first: dict[str, bytes] = {}
+
+    def trained(
+        samples: list[Sample], routing: tuple[Recording, ...] | None = None, *, move: int | None = None
+    ) -> Outcome:
+        model = alone.model()
+        require_same_weights(model, first)
+        if move is not None:
+            trains = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+            nudge(trains, lambda name: trains[name].dtype, seed=move)
+        return train(model, _alone_in_packs(samples), routing, STEPS if move is None else 1)
+
+    expected = trained(batch)
+    reversed_order = trained(batch[::-1], expected.routing)
+
+    @cache
+    def change(move: int) -> dict[str, float]:
+        return relative_errors(trained(batch, expected.routing, move=move).gradients, expected.gradients)
+
+    return expected, Noise(
+        relative_errors(reversed_order.gradients, expected.gradients),
+        relative_errors(reversed_order.weights, expected.weights),
+        frozenset(name for name, error in change(0).items() if error > _NO_DIGITS),
+        lambda: {name: max(change(move)[name] for move in range(_MOVES)) for name in expected.gradients},
+    )
+
+
+def low_precision_reference(alone: Alone, batch: list[Sample]) -> tuple[Outcome, Rounding] | str:
+    """The same in the dtypes of a layout, on the only rank of a pool; or why the model does not compute in them."""
+    plan = ParallelPlan.model_validate_json(alone.dtypes)
+    first: dict[str, bytes] = {}
+
+    def trained(routing: tuple[Recording, ...] | None = None, *, move: int | None = None) -> Outcome:
+        model = alone.model()
+        require_same_weights(model, first)
+        if move is not None:
+            nudge(dict(model.named_parameters()), _compute_dtypes(model, plan), seed=move)
+        init_state_of(plan)
+        build_parallelize_model(model, parallel_plan=plan, enable_mixed_precision=None)
+        return train(model, _alone_in_packs(batch), routing, STEPS if move is None else 1)
+
+    try:
+        expected = trained()
+    except UserError as error:
+        return str(error)
+    draws = (trained(expected.routing, move=move) for move in range(DRAWS))
+    return expected, Rounding(step_of(expected), map(step_of, draws))
+
+
+def step_of(outcome: Outcome) -> Step:
+    """The loss and the gradients of the first step."""
+    return outcome.loss, outcome.gradients
+
+
+def dtypes_of(plan: ParallelPlan) -> str:
+    """The dtypes that a plan sets, as a plan in JSON; empty: it sets none but fp32."""
+    plans = {"default": plan.default, **plan.components}
+    set_by = {name: plan.precision for name, plan in plans.items() if plan.precision is not None}
+    if not any("bfloat16" in (dtypes.param, dtypes.compute) for dtypes in set_by.values()):
+        return ""
+    dtypes = {name: ComponentPlan(precision=precision) for name, precision in set_by.items()}
+    return ParallelPlan(default=dtypes.pop("default", ComponentPlan()), components=dtypes).model_dump_json()
+
+
+def _compute_dtypes(model: OmniModel, plan: ParallelPlan) -> Callable[[str], torch.dtype]:
+    """Parameter name -> the dtype in which the model computes with it."""
+    component = {path: name for name, parameters in model.components.items() for path in parameters}
+    must_stay_fp32 = stays_fp32(model)
+
+    def dtype_at(path: str) -> torch.dtype:
+        precision = plan.of(component[path]).precision or Precision()
+        dtype = dtype_of(precision.compute or precision.param)
+        return torch.float32 if must_stay_fp32(path) or dtype is None else dtype
+
+    return dtype_at
+
+
+def omni(model: PreTrainedModel) -> OmniModel:
+    """The omni model that trains, of a model that a factory built."""
+    return (model if isinstance(model, OmniModel) else build_omni_model(foundation=model)).train()
+
+
+def relative_errors(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], without: frozenset[str] = frozenset()
+) -> dict[str, float]:
+    """Largest difference per tensor, relative to its largest element."""
+    return {
+        name: float((got[name] - tensor).abs().max() / tensor.abs().max().clamp(min=torch.finfo(tensor.dtype).tiny))
+        for name, tensor in expected.items()
+        if tensor.numel() and name not in without
+    }
+
+
+def _alone_in_packs(samples: list[Sample]) -> list[Pack]:
+    return [Pack.from_samples([sample]) for sample in samples]
