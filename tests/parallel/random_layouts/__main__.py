@@ -26,4 +26,4 @@ if __name__ == "__main__":
         for index, row in enumerate(rows):
             began = time.monotonic()
             found = compare(pool, row)
-            print(f"{index:3} {time.monotonic() - began:5.1f}s {found}", flush=True)
+            print(f"{index:3} {time.monotonic() - began:5.1f}s {str(found)[:600]}", flush=True)

@@ -1,9 +1,10 @@
-"""What plain transformers computes for a row, sample by sample in one process; the optimizers written out."""
+"""What plain transformers computes for a row, sample by sample in one process, with the optimizers written out."""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,15 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig
+from transformers.modeling_utils import local_torch_dtype
 
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.rounding import nudge
 from tests.parallel.random_layouts.models import Example, bare, build_as_planned, foundation_of, is_family, parts_of
-from tests.parallel.random_layouts.rows import Row
+from tests.parallel.random_layouts.rows import TRAINED, Row
 from tests.parallel.sections.test_teachers import distilled
 
-RATE, MOMENTUM, DECAY, EPS, MAX_NORM = 0.02, 0.9, 0.1, 1e-3, 0.05
-BETAS = (0.9, 0.95)
+RATE, MOMENTUM, BETAS, DECAY, EPS = 0.02, 0.9, (0.9, 0.95), 0.1, 1e-3
+MAX_NORM = 0.05
 LOSS_WEIGHTS = {"text": 0.7}
 
 
@@ -32,7 +35,7 @@ class Outcome:
     Attributes:
         losses: of each step.
         norms: of the gradients of each step, before they are clipped.
-        gradients: parameter -> its gradient in the first step; none without one.
+        gradients: parameter -> its gradient in the first step; nothing without one.
         moved: parameter -> its weight after the last step less that before the first.
     """
 
@@ -50,9 +53,9 @@ class PlainFamily(nn.Module):
         self.foundation = foundation_of(row).train()
 
     def forward(self, example: Example) -> dict[str, Tensor]:
-        """Sum of each loss."""
-        logits = self.foundation(**example.arguments, use_cache=False).logits[0]
-        return {"text": _cross_entropy(logits, example)}
+        """Return the sum of each loss."""
+        media = {name: _like(self.foundation.dtype, tensor) for name, tensor in example.arguments.items()}
+        return {"text": _cross_entropy(self.foundation(**media, use_cache=False).logits[0], example)}
 
 
 class PlainParts(nn.Module):
@@ -62,88 +65,83 @@ class PlainParts(nn.Module):
         super().__init__()
         parts = parts_of(row)
         self.foundation = _fresh(parts["foundation"])
-        for name in model.encoder_names:
-            self.add_module(
-                name, _fresh(parts["teachers"]["big"]) if name == "big" else PlainEncoder(model.encoders[name])
-            )
-        for name in model.decoder_names:
+        self.big = _fresh(parts["teachers"]["big"]) if "teachers" in parts else None
+        for name in parts["encoders"]:
+            self.add_module(name, PlainEncoder(model.encoders[name]))
+        for name in parts["decoders"]:
             self.add_module(name, PlainDecoder(model.decoders[name]))
+        weights = {name.replace("big.model.", "big."): value for name, value in model.state_dict().items()}
+        if self.big is not None:  # a model's state leaves its teachers out
+            weights |= {f"big.{name}": value for name, value in model.get_submodule("big").model.state_dict().items()}
+        self.load_state_dict(weights)
 
     def forward(self, example: Example) -> dict[str, Tensor]:
-        """Sum of each loss."""
+        """Return the sum of each loss."""
         sample = example.sample
         ids = torch.from_numpy(sample.input_ids)
-        embeds, targets = self.foundation.get_input_embeddings()(ids), dict[str, tuple[Tensor, Tensor]]()
+        embeds = self.foundation.get_input_embeddings()(ids)
+        targets = list[tuple[str, Tensor, Tensor]]()
         for span in sample.spans:
             part, positions = self.get_submodule(span.component), torch.from_numpy(span.positions)
-            features = {name: torch.from_numpy(array) for name, array in span.item.features.items()}
-            rows = part(features)
+            rows = part({name: torch.from_numpy(array) for name, array in span.item.features.items()})
             if span.is_target:
                 labels, rows = rows
-                targets[span.component] = labels, positions
+                targets.append((span.component, labels, positions))
             embeds = embeds.index_copy(0, positions, rows)
         output = self.foundation(inputs_embeds=embeds[None], use_cache=False, output_hidden_states=True)
         hidden, logits = output.hidden_states[-1][0], output.logits[0]
-        if hasattr(self, "big"):
-            with torch.no_grad():
-                teacher = self.big.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-            rows = torch.from_numpy(sample.loss_mask)[1:].nonzero()[:, 0]
-            text = distilled(logits[rows], ids[rows + 1], teacher[rows]).sum() if len(rows) else logits.sum() * 0
-        else:
-            text = _cross_entropy(logits, example)
-        losses = {"text": text}
-        for name, (labels, positions) in targets.items():
-            losses[name] = losses.get(name, 0) + F.cross_entropy(
-                hidden[positions - 1] @ self.get_submodule(name).head.weight.t(), labels, reduction="sum"
-            )
+        losses: Counter[str] = Counter()
+        losses["text"] = self._taught(example, logits) if self.big is not None else _cross_entropy(logits, example)
+        for name, labels, positions in targets:
+            codes = self.get_submodule(name).head(hidden[positions - 1])
+            losses[name] += F.cross_entropy(codes.float(), labels, reduction="sum")
         return losses
 
-
-def _fresh(values: Mapping[str, Any]) -> nn.Module:
-    config = AutoConfig.for_model(**values)
-    return foundation_class(config)(config).train()
+    def _taught(self, example: Example, logits: Tensor) -> Tensor:
+        ids = torch.from_numpy(example.sample.input_ids)
+        rows = torch.from_numpy(example.sample.loss_mask)[1:].nonzero()[:, 0]
+        with torch.no_grad():
+            teacher = self.big.eval().model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        return distilled(logits[rows].float(), ids[rows + 1], teacher[rows].float()).sum()
 
 
 class PlainEncoder(nn.Module):
-    """A tower and a projector that joins 2 x 2 patches, or two frames."""
+    """A tower and a projector that joins 2 x 2 patches, or two frames of sound."""
 
-    def __init__(self, encoder: nn.Module) -> None:
+    def __init__(self, encoder: Any) -> None:
         super().__init__()
-        config = AutoConfig.for_model(**encoder.config.tower)
-        self.tower = type(encoder.tower)(config).train()
-        self.projector = copy.deepcopy(encoder.projector)
-        self.is_vision = hasattr(encoder, "time_projector")
-        if self.is_vision:
-            self.time_projector = copy.deepcopy(encoder.time_projector)
+        self.tower = type(encoder.tower)(AutoConfig.for_model(**encoder.config.tower)).train()
+        self.projector, self.factor = copy.deepcopy(encoder.projector), encoder.projector.factor
+        self.time_projector = copy.deepcopy(getattr(encoder, "time_projector", None))
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        factor = self.projector.factor
-        if not self.is_vision:
-            frames = self.tower(features["input_features"]).last_hidden_state  # [chunks, frames, width]
-            frames = F.pad(frames, (0, 0, 0, -frames.size(1) % factor))
-            joined = frames.reshape(frames.size(0), -1, factor * frames.size(2))
-            kept = [chunk[:rows] for chunk, rows in zip(joined, features["num_rows"].tolist(), strict=True)]
-            return self.projector.layers(torch.cat(kept))
-        pixels, index = features["pixel_values"], features["frame_index"]
-        rows = []
-        for frame, number in zip(pixels, index.tolist(), strict=True):
-            patches = self.tower(pixel_values=frame[None]).last_hidden_state[0]
-            side = math.isqrt(len(patches))
-            grid = patches.view(side, side, -1)
-            joined = [
-                torch.cat([grid[y + dy, x + dx] for dy in range(factor) for dx in range(factor)])
-                for y in range(0, side, factor)
-                for x in range(0, side, factor)
-            ]
-            rows.append(self.projector.layers(torch.stack(joined)) + self._time(number))
-        return torch.cat(rows)
+        """Return the rows of an item."""
+        if self.time_projector is None:
+            return self._sound(features["input_features"], features["num_rows"])
+        frames = zip(features["pixel_values"], features["frame_index"].tolist(), strict=True)
+        return torch.cat([self._frame(pixels) + self._time(index) for pixels, index in frames])
 
-    def _time(self, number: int) -> Tensor:
-        width = self.time_projector.weight.size(1)
-        if number < 0:
-            return self.time_projector(torch.zeros(width))
-        angles = number * torch.exp(torch.arange(width // 2) * (-math.log(1e4) / (width // 2)))
-        return self.time_projector(torch.cat([angles.sin(), angles.cos()]))
+    def _sound(self, chunks: Tensor, num_rows: Tensor) -> Tensor:
+        frames = self.tower(_like(self.tower.dtype, chunks)).last_hidden_state
+        frames = F.pad(frames, (0, 0, 0, -frames.size(1) % self.factor))
+        joined = frames.reshape(frames.size(0), -1, self.factor * frames.size(2))
+        kept = [chunk[:rows] for chunk, rows in zip(joined, num_rows.tolist(), strict=True)]
+        return self.projector.layers(torch.cat(kept))
+
+    def _frame(self, pixels: Tensor) -> Tensor:
+        patches = self.tower(pixel_values=_like(self.tower.dtype, pixels)[None]).last_hidden_state[0]
+        side, step = math.isqrt(len(patches)), range(self.factor)
+        grid = patches.view(side, side, -1)
+        corners = [(y, x) for y in range(0, side, self.factor) for x in range(0, side, self.factor)]
+        joined = [torch.cat([grid[y + down, x + right] for down in step for right in step]) for y, x in corners]
+        return self.projector.layers(torch.stack(joined))
+
+    def _time(self, index: int) -> Tensor:
+        weight = self.time_projector.weight
+        half = weight.size(1) // 2
+        angles = index * torch.exp(torch.arange(half) * (-math.log(1e4) / half))
+        waves = torch.cat([angles.sin(), angles.cos()]) if index >= 0 else torch.zeros(2 * half)
+        return self.time_projector(waves.to(weight.dtype))
 
 
 class PlainDecoder(nn.Module):
@@ -153,17 +151,30 @@ class PlainDecoder(nn.Module):
         super().__init__()
         self.tokenizer = copy.deepcopy(decoder.tokenizer)
         self.embedding, self.head = copy.deepcopy(decoder.embedding), copy.deepcopy(decoder.head)
-        self._encode = copy.deepcopy(decoder.codec)
-        self._ends = not decoder.codec.fixed_length
+        self._codec = [copy.deepcopy(decoder.codec)]  # in a list: its tokenizer is no second module
 
     @torch.no_grad()
-    def codes(self, features: Mapping[str, Tensor]) -> Tensor:
-        codes = self._encode.encode(features, (int(self._encode.fixed_length or 0),))
-        return torch.cat([codes, codes.new_tensor([self._encode.num_codes])]) if self._ends else codes
+    def forward_codes(self, features: Mapping[str, Tensor]) -> Tensor:
+        """Return the codes of an item; those of sound end with a class of their own."""
+        (codec,) = self._codec
+        if codec.fixed_length:
+            return codec.encode(features, (codec.fixed_length,))
+        codes = codec.encode(features, ())
+        return torch.cat([codes, codes.new_tensor([codec.num_codes])])
 
     def forward(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        labels = self.codes(features)
+        """Return the labels and the embeddings of an item."""
+        labels = self.forward_codes(features)
         return labels, self.embedding(labels)
+
+
+def _fresh(values: Mapping[str, Any]) -> nn.Module:
+    config = AutoConfig.for_model(**values)
+    return foundation_class(config)(config).train()
+
+
+def _like(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _cross_entropy(logits: Tensor, example: Example) -> Tensor:
@@ -172,146 +183,116 @@ def _cross_entropy(logits: Tensor, example: Example) -> Tensor:
 
 
 class Reference:
-    """The plain model of a row, and its parameters under the names that omnitrain has for them."""
+    """The plain model of a row, and its parameters by the names that omnitrain has for them.
+
+    Attributes:
+        values: name -> the first value of the parameter, fp32.
+        trained: names of those that train.
+    """
 
     def __init__(self, row: Row) -> None:
         self.row = row
-        self.ours = build_as_planned(row)
-        if is_family(row):
-            self.plain = PlainFamily(row)
-        else:
-            without = bare(row)
-            self.plain = PlainParts(row, without)
-            weights = {_in_plain(name): value for name, value in without.state_dict().items()}
-            missing = self.plain.load_state_dict(weights, strict=False)
-            if "big" in self.ours.encoder_names:
-                self.plain.big.load_state_dict(self.ours.get_submodule("big").model.state_dict())
-            assert not missing.unexpected_keys and all("big" in name for name in missing.missing_keys), missing
-        self.values = {name: parameter.detach().clone() for name, parameter in self.ours.named_parameters()}
-        self.trained = {name for name, parameter in self.ours.named_parameters() if parameter.requires_grad}
-        self.scale = 2.0  # alpha / rank
-        self.transposed = {
-            name: bool(getattr(self.ours.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
-            for name in self.ours.renamed
+        self._dtype = torch.float32 if row.precision == "fp32" else torch.bfloat16
+        ours = build_as_planned(row)
+        with local_torch_dtype(self._dtype):
+            self.plain = PlainFamily(row) if is_family(row) else PlainParts(row, bare(row))
+        self.values = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+        self.trained = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
+        self._adapters, self._renamed = set(ours.adapter_names), dict(ours.renamed)
+        self._base = {names[0]: base for base, names in ours.renamed.items()}
+        self._is_transposed = {
+            base: bool(getattr(ours.get_submodule(base.rpartition(".")[0]), "is_transposed", False))
+            for base in ours.renamed
         }
 
-    def effective(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The plain model's parameters: matrices with adapters have ``scale * B A`` added."""
-        adapters = set(self.ours.adapter_names)
-        base_of = {names[0]: base for base, names in self.ours.renamed.items()}
-        found = {}
-        for name, value in values.items():
-            if name in adapters:
-                continue
-            base = base_of.get(name, name)
-            if len(names := self.ours.renamed.get(base, ())) == 3:
-                a, b = (values[adapter] for adapter in names[1:])
-                delta = self.scale * (b @ a)
-                value = value + (delta.mT if self.transposed[base] and delta.ndim == 3 else delta)
-            found[_in_plain(base)] = value
-        return found
-
-    def step(self, values: Mapping[str, Tensor], examples: Sequence[Example]) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of a step, sample by sample; each loss is divided by its count over all samples."""
-        leaves = {name: value.clone().requires_grad_(name in self.trained) for name, value in values.items()}
-        counts = {"text": sum(int(example.sample.loss_mask[1:].sum()) for example in examples)}
-        for example in examples:
-            for span in example.sample.spans:
-                if span.is_target:
-                    counts[span.component] = counts.get(span.component, 0) + span.item.num_tokens
-        total = 0.0
-        for example in examples:
-            sums = functional_call(self.plain, self.effective(leaves), (example,))
-            weights = LOSS_WEIGHTS if "weights" in self.row.words else {}
-            losses = [weights.get(name, 1.0) * sums[name] / counts[name] for name in sums if counts[name]]
-            loss = torch.stack(losses).sum() if losses else None
-            if loss is not None:
-                total += loss.item()
-            if loss is not None and loss.requires_grad:
-                loss.backward()
-        return total, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-
-    def train(self, steps: Sequence[Sequence[Example]], nudge: int | None = None) -> Outcome:
-        """All steps. ``nudge``: a seed; each weight begins at one of its two neighbours."""
+    def train(self, steps: Sequence[Sequence[Example]], draw: int | None = None) -> Outcome:
+        """Run all steps. ``draw``: a seed; each weight begins at one of its two neighbours."""
         values = {name: value.clone() for name, value in self.values.items()}
-        if nudge is not None:
-            values = nudged(values, nudge)
+        if draw is not None:
+            nudge(values, lambda _: self._dtype, draw)
         before = {name: value.clone() for name, value in values.items()}
-        outcome, state = Outcome(), dict[str, dict[str, Tensor]]()
-        for number, examples in enumerate(steps):
+        outcome, states = Outcome(), dict[str, dict[str, Tensor]]()
+        for examples in steps:
             loss, gradients = self.step(values, examples)
             if "again" in self.row.words:
                 gradients = {name: 2 * gradient for name, gradient in gradients.items()}
-            if not outcome.losses:
-                outcome.gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-            norm = (
-                torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
-                if gradients
-                else torch.zeros(())
-            )
+            outcome.gradients = outcome.gradients if outcome.losses else dict(gradients)
+            norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
             outcome.losses.append(loss)
-            outcome.norms.append(float(norm))
-            factor = min(1.0, MAX_NORM / (float(norm) + 1e-6)) if "clip" in self.row.words else 1.0
+            outcome.norms.append(norm)
+            factor = min(1.0, MAX_NORM / (norm + 1e-6)) if "clip" in self.row.words else 1.0
             for name, gradient in gradients.items():
-                self._update(name, values[name], gradient * factor, state.setdefault(name, {}))
+                self._update(name, values[name], gradient * factor, states.setdefault(name, {}))
         outcome.moved = {name: values[name] - before[name] for name in self.trained}
         return outcome
 
+    def step(self, values: Mapping[str, Tensor], examples: Sequence[Example]) -> tuple[float, dict[str, Tensor]]:
+        """Return loss and gradients: each loss is its sum over the samples, divided by its count over all of them."""
+        leaves = {name: value.clone().requires_grad_(name in self.trained) for name, value in values.items()}
+        counts = Counter({"text": sum(int(example.sample.loss_mask[1:].sum()) for example in examples)})
+        for span in (span for example in examples for span in example.sample.spans if span.is_target):
+            counts[span.component] += span.item.num_tokens
+        weights = LOSS_WEIGHTS if "weights" in self.row.words else {}
+        total = 0.0
+        for example in examples:
+            sums = functional_call(self.plain, self._effective(leaves), (example,))
+            parts = [weights.get(name, 1.0) * sums[name] / counts[name] for name in sums if counts[name]]
+            if parts:
+                loss = torch.stack(parts).sum()
+                total += loss.item()
+                if loss.requires_grad:
+                    loss.backward()
+        return total, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+    def _effective(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The plain model's parameters: matrices with adapters have ``alpha / rank * B A`` added."""
+        lora, found = TRAINED[self.row.trained].adapters, dict[str, Tensor]()
+        for name, value in values.items():
+            base = self._base.get(name, name)
+            if len(adapters := self._renamed.get(base, ())[1:]) == 2:
+                a, b = (values[adapter] for adapter in adapters)
+                delta = lora.alpha / lora.rank * (b @ a)
+                value = value + (delta.mT if self._is_transposed[base] and delta.ndim == 3 else delta)
+            if name not in self._adapters:
+                found[base.replace("big.model.", "big.")] = value.to(self._dtype)
+        return found
+
     def _update(self, name: str, value: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> None:
         if self.row.optimizer == "sgd":
-            state["m"] = state["m"] * MOMENTUM + gradient if "m" in state else gradient
+            state["m"] = state["m"] * MOMENTUM + gradient if state else gradient
             value -= RATE * state["m"]
-        elif self.row.optimizer == "muon" and self.is_hidden_matrix(name):
+        elif self.row.optimizer == "muon" and self._is_hidden_matrix(name):
             state["m"] = torch.lerp(state.get("m", torch.zeros_like(gradient)), gradient, 1 - MOMENTUM)
             direction = orthogonal(torch.lerp(gradient, state["m"], MOMENTUM))
             value *= 1 - RATE * DECAY
             value -= 0.2 * RATE * math.sqrt(max(value.shape[-2:])) * direction
         else:
             state["t"] = state.get("t", torch.zeros(())) + 1
+            corrected = list[Tensor]()
             for key, beta, power in (("m", BETAS[0], gradient), ("v", BETAS[1], gradient.square())):
                 state[key] = state.get(key, torch.zeros_like(gradient)) * beta + (1 - beta) * power
-            first, second = (
-                state[key] / (1 - beta ** float(state["t"])) for key, beta in zip("mv", BETAS, strict=True)
-            )
+                corrected.append(state[key] / (1 - beta ** float(state["t"])))
             value *= 1 - RATE * (DECAY if value.ndim >= 2 else 0.0)
-            value -= RATE * first / (second.sqrt() + EPS)
+            value -= RATE * corrected[0] / (corrected[1].sqrt() + EPS)
 
-    def is_hidden_matrix(self, name: str) -> bool:
-        """Whether a parameter is the matrix of a linear layer or of experts, and neither embedding, head nor adapter."""
-        if name in self.ours.adapter_names or "decoder" in name.partition(".")[0]:
+    def _is_hidden_matrix(self, name: str) -> bool:
+        """Whether it is the matrix of a linear layer or of experts; no embedding, head or adapter."""
+        if name in self._adapters or "decoder" in name.partition(".")[0]:
             return False
-        base = next((b for b, names in self.ours.renamed.items() if names[0] == name), name)
-        owner, _, weight = _in_plain(base).rpartition(".")
-        module = self.plain.get_submodule(owner)
-        if module in (self.plain.foundation.get_output_embeddings(), self.plain.foundation.get_input_embeddings()):
+        owner, _, weight = self._base.get(name, name).rpartition(".")
+        module, foundation = self.plain.get_submodule(owner), self.plain.foundation
+        if module in (foundation.get_output_embeddings(), foundation.get_input_embeddings()):
             return False
         is_experts = weight in ("gate_up_proj", "down_proj") and self.values[name].ndim == 3
-        return (weight == "weight" and isinstance(module, nn.Linear)) or is_experts
+        return is_experts or (weight == "weight" and isinstance(module, nn.Linear))
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
     """Newton and Schulz's iteration of Jordan et al., five times."""
-    wide = matrices if matrices.size(-2) <= matrices.size(-1) else matrices.mT
-    x = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=1e-7)
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x if matrices.size(-2) <= matrices.size(-1) else x.mT
-
-
-def nudged(values: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Each number at its next larger or smaller one."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, value in values.items():
-        up = torch.rand(value.shape, generator=generator) < 0.5
-        found[name] = (
-            torch.nextafter(value, torch.where(up, torch.inf, -torch.inf).to(value.dtype))
-            if value.is_floating_point()
-            else value
-        )
-    return found
-
-
-def _in_plain(name: str) -> str:
-    return name.replace("big.model.", "big.")
+    return x.mT if is_tall else x

@@ -73,6 +73,8 @@ class Family:
         tensor: whether transformers has a tensor parallel plan for its layers.
         experts: whether expert parallelism can share its experts.
         deep: whether its layers can be repeated, for pipelines of four stages.
+        moves: whether other ranks than those of a sample may encode its items.
+        shares: whether several ranks can share an item.
     """
 
     encoders: tuple[str, ...] = ()
@@ -81,10 +83,13 @@ class Family:
     tensor: bool = False
     experts: bool = False
     deep: bool = True
+    moves: bool = True
+    shares: bool = False
 
 
-_IMAGE = {"encoders": ("image_encoder",), "sections": ("vision",)}
-_OMNI = {"encoders": ("image_encoder", "audio_encoder"), "sections": ("vision", "audio", "encoders", "vision+audio")}
+_IMAGE: dict[str, Any] = {"encoders": ("image_encoder",), "sections": ("vision",)}
+_OMNI: dict[str, Any] = {"encoders": ("image_encoder", "audio_encoder")}
+_OMNI |= {"sections": ("vision", "audio", "encoders", "vision+audio")}
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(tensor=True),
     "qwen3_moe": Family(tensor=True, experts=True),
@@ -93,18 +98,19 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(experts=True),
     "qwen3_next": Family(experts=True),
     "gemma4_moe": Family(experts=True, deep=False),
-    "qwen3_vl": Family(**_IMAGE),
-    "qwen3_vl_moe": Family(**_IMAGE, experts=True),
-    "ernie4_5_vl_moe": Family(**_IMAGE, experts=True),
-    "qwen3_5": Family(**_IMAGE, tensor=True),
-    "qwen2_5_vl": Family(**_IMAGE),
+    "qwen3_vl": Family(**_IMAGE, shares=True),
+    "qwen3_vl_moe": Family(**_IMAGE, experts=True, shares=True),
+    "ernie4_5_vl_moe": Family(**_IMAGE, experts=True, shares=True),
+    "qwen3_5": Family(**_IMAGE, tensor=True, shares=True),
+    "qwen2_5_vl": Family(**_IMAGE, shares=True),
     "internvl": Family(**_IMAGE, tensor=True),
     "gemma3": Family(**_IMAGE, tensor=True),
-    "llava_onevision": Family(**_IMAGE),
+    "llava_onevision": Family(encoders=("image_encoder",), moves=False),
     "qwen2_5_omni_thinker": Family(**_OMNI, tensor=True),
     "qwen3_omni_moe_thinker": Family(**_OMNI, tensor=True, experts=True),
+    # Attached encoders and decoders: the second reads media and writes text; teachers read text.
     "any_to_any": Family(
-        encoders=("image_encoder", "audio_encoder"),
+        encoders=_OMNI["encoders"],
         decoders=("image_decoder", "audio_decoder"),
         sections=(*_OMNI["sections"], "vision_tower", "towers"),
         tensor=True,
@@ -125,7 +131,7 @@ class Row(NamedTuple):
         place: the rank that encodes an item, with the micro-batches of a window (``world.2``).
         trained: a key of :data:`TRAINED`.
         optimizer: ``sgd``, ``adamw``, ``muon``, ``int8``.
-        precision: ``fp32``, or the field of a plan's precision that is bf16: ``compute``, ``param``.
+        precision: ``fp32``, or the field of a plan's precision that is bf16: ``compute``.
         packs: how the samples of a step lie on ranks: ``even``, ``uneven``, ``empty`` (one rank has none), ``silent``
             (nothing trains in the first step), ``text`` (no media in the last step).
         settings: further words: see :data:`SETTINGS`.
@@ -293,12 +299,15 @@ def _drawn(rng: np.random.Generator, optimizers: Sequence[str]) -> Row:
     trained = _pick(rng, chances)
     sections, left = _sections(rng, family, world, trained)
     main, axes = _main(rng, family, left)
-    place = _place(rng, axes) if family.encoders and not sections else ""
-    optimizer = str(rng.choice([name for name in optimizers if not TRAINED[trained].without_matrices or name != "muon"]))
+    place = _place(rng, family, axes) if family.encoders and not sections else ""
+    optimizer = str(
+        rng.choice([name for name in optimizers if not TRAINED[trained].without_matrices or name != "muon"])
+    )
     packs = _pick(rng, {"even": 4, "uneven": 4, "empty": 2, "silent": 1, "text": 1 if family.encoders else 0})
     settings = _settings(rng, family, axes, "+".join([*sections, main]), trained)
     layout = "+".join([*sections, main])
-    return Row(model, layout, place, trained, optimizer, "fp32", packs, settings, int(rng.integers(1000)))
+    precision = "compute" if not family.experts and rng.random() < 0.3 else "fp32"
+    return Row(model, layout, place, trained, optimizer, precision, packs, settings, int(rng.integers(1000)))
 
 
 def _sections(rng: np.random.Generator, family: Family, world: int, trained: str) -> tuple[list[str], int]:
@@ -360,13 +369,15 @@ def _factors(number: int) -> list[int]:
     return found
 
 
-def _place(rng: np.random.Generator, axes: Mapping[str, int]) -> str:
+def _place(rng: np.random.Generator, family: Family, axes: Mapping[str, int]) -> str:
+    if not family.moves:
+        return _pick(rng, {"": 1, "local": 1})
     if axes.get("pp", 1) > 1:
         return _pick(rng, {"": 2, "local": 1, "world": 2, "world.1": 1, "world.2": 1})
     chances = {"": 2.0, "local": 1, "world": 2, "world.2": 1, "world.step": 1}
     if max(axes["sp"], axes["cp"], axes["tp"]) > 1:
         chances["group"] = 1
-    if max(axes["sp"], axes["cp"]) > 1:
+    if family.shares and axes["sp"] * axes["cp"] == 2:
         chances["shared"] = 2
     return _pick(rng, chances | ({"replicate": 1} if axes["dp"] > 1 else {}))
 
