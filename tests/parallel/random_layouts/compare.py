@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
@@ -22,8 +22,8 @@ FACTOR = 8.0
 """In fp32 a tensor may differ by so many times what it changes by if each weight moves to a neighbouring number; the
 largest of 700 rows is 3."""
 RELATIVE, ABSOLUTE, ULPS = 4e-6, 1e-9, 4e-7
-"""What is allowed in any case: of a tensor's largest value; of a gradient that is zero in exact arithmetic, as that of a
-key bias; of a movement, which the precision of the weight rounds."""
+"""What is allowed in any case: of a tensor's largest value; of a gradient that is zero in exact arithmetic, as that of
+a key bias is; of a movement, which the precision of the weight rounds."""
 
 
 @dataclass
@@ -71,6 +71,9 @@ def compare(pool: RankPool, row: Row, mutant: Mutant | None = None, timeout_s: f
     draws = [reference.train(drawn, draw) for draw in range(DRAWS if is_low else NUDGES)]
     exact = cache(lambda: Reference(row._replace(precision="fp32")).train(drawn))
     errors = _low_errors(found, expected, draws, exact) if is_low else _errors(found, expected, draws)
+    if row.optimizer == "int8":
+        precise = Reference(row._replace(optimizer="adamw")).train(drawn)
+        errors |= _errors_of_8_bits(found, expected, precise, errors)
     errors |= _apart(found, expected)
     is_equal = all(error <= 1 for error in errors.values())
     return Compared(row, "equal" if is_equal else "different", errors, _blind(expected, draws))
@@ -104,6 +107,28 @@ def _errors(found: Sequence[Outcome], expected: Outcome, draws: Sequence[Outcome
             noisy = [getattr(one, what).get(name, wanted) for one in draws]
             errors[f"{what} {name}"] = _distance(got, wanted) / _bound(wanted, noisy, floor)
     return errors
+
+
+def _errors_of_8_bits(
+    found: Sequence[Outcome], expected: Outcome, precise: Outcome, errors: Mapping[str, float]
+) -> dict[str, float]:
+    """Movements, of which 8 bits may change twice as much as in one process: shards have blocks of their own, or fp32.
+
+    Args:
+        found: of the ranks.
+        expected: in one process, with blocks of whole tensors.
+        precise: the same with moments in fp32.
+        errors: without the blocks of shards.
+    """
+    bounds = {name: 2 * _distance([moved], precise.moved[name]) for name, moved in expected.moved.items()}
+    return {
+        f"moved {name}": min(
+            errors[f"moved {name}"],
+            _distance([one.moved[name] for one in found if name in one.moved], precise.moved[name]) / bound,
+        )
+        for name, bound in bounds.items()
+        if bound
+    }
 
 
 def _low_errors(

@@ -274,6 +274,8 @@ class Reference:
                 corrected.append(state[key] / (1 - beta ** float(state["t"])))
             value *= 1 - RATE * (DECAY if value.ndim >= 2 else 0.0)
             value -= RATE * corrected[0] / (corrected[1].sqrt() + EPS)
+            if self.row.optimizer == "int8":
+                state["m"], state["v"] = in_8_bits(state["m"], signed=True), in_8_bits(state["v"], signed=False)
 
     def _is_hidden_matrix(self, name: str) -> bool:
         """Whether it is the matrix of a linear layer or of experts; no embedding, head or adapter."""
@@ -285,6 +287,17 @@ class Reference:
             return False
         is_experts = weight in ("gate_up_proj", "down_proj") and self.values[name].ndim == 3
         return is_experts or (weight == "weight" and isinstance(module, nn.Linear))
+
+
+def in_8_bits(values: Tensor, *, signed: bool) -> Tensor:
+    """What torchao keeps of a whole tensor's moment."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    if values.numel() < 4096 or values.numel() % 256:
+        return values
+    kept = OptimState8bit.zeros(values.shape, signed, 256)
+    kept.copy_(values)
+    return kept.dequantize()
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
