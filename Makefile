@@ -38,7 +38,7 @@ test: install
 	@$(BIN)/python -m tests.side_by_side
 
 test-slow: test-low-bit
-	@$(BIN)/python -m pytest -q -m slow $(addprefix --ignore ,$(LOW_BIT))
+	@$(BIN)/python -m pytest -q -m slow $(addprefix --ignore=,$(LOW_BIT))
 
 # torchao has a folder of its own: where it is installed, transformers imports it, and it writes messages on every rank.
 test-low-bit: install

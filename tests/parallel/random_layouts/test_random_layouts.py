@@ -23,6 +23,11 @@ DEFAULT = (
     "taught dp2 - lora-foundation sgd compute empty clip 1",
     "reading vision1+dp1 - frozen-one adamw fp32 uneven calls 4",
 )
+COMPILED = (  # each takes a minute
+    "qwen3_moe dp2.ep2 - all sgd fp32 uneven compile 1",
+    "any_to_any sp2 world lora adamw fp32 even compile 1",
+    "qwen3_vl pp2 world all sgd fp32 even compile 1",
+)
 MUTANTS = (
     ("reading sp2 group all sgd fp32 uneven - 1", "foundation.model.layers.0.mlp.down_proj.weight"),
     ("reading sp2 group all sgd fp32 uneven - 1", "foundation.model.layers.1.self_attn.q_norm.weight"),
@@ -53,6 +58,12 @@ def require_equal(found: Compared) -> None:
 @pytest.mark.parametrize("line", DEFAULT)
 def test_a_layout_trains_as_plain_transformers(ranks: RankPool, line: str) -> None:
     require_equal(compare(ranks, Row.parse(line)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", COMPILED)
+def test_compiled_blocks_train_as_plain_transformers(ranks: RankPool, line: str) -> None:
+    require_equal(compare(ranks, Row.parse(line), timeout_s=400))
 
 
 @pytest.mark.slow
