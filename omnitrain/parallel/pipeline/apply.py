@@ -219,9 +219,9 @@ def units_by_stage(
 
 
 def keep_on_first_stage(model: nn.Module, pipeline: Pipeline) -> None:
-    """Before a step: let one rank keep the gradients of earlier steps that :func:`add_up_over_stages` sums.
+    """Before a backward, let only one stage keep the earlier gradients that :func:`add_up_over_stages` will sum.
 
-    All stages that hold such a parameter have the same, which would otherwise count once for each of them.
+    They are the same on all stages that hold the parameter, and would count once for each of them.
     """
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and pipeline.held_by[name][0] != pipeline.stages.rank:

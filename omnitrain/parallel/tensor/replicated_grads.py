@@ -12,9 +12,9 @@ from omnitrain.parallel.state import ParallelState
 
 
 def keep_on_first_tp_rank(parameters: Iterable[nn.Parameter], state: ParallelState) -> None:
-    """Before a step: let only the first ``tp`` rank keep the gradients of earlier steps that :func:`add_up_over_tp` sums.
+    """Before a backward, let only the first ``tp`` rank keep the earlier gradients that :func:`add_up_over_tp` will sum.
 
-    All of these ranks have the same, which would otherwise count once for each of them.
+    They are the same on all of these ranks, and would count once for each of them.
     """
     if state.tp_rank > 0:
         for gradient in _replicated_gradients(parameters):

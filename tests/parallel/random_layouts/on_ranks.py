@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -78,25 +79,18 @@ def _train(
     batches = [planner(packs_of(model, samples, cells[state.dp_rank]) if reads else []) for cells in steps]
     outcome, before = Outcome(), _whole({name: p.detach() for name, p in model.named_parameters()})
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for number, batch in enumerate(batches):
-        for again in range(2 if "again" in row.words else 1):
-            follows = (
-                batch
-                if again == 0 and "again" in row.words
-                else batches[number + 1]
-                if number + 1 < len(batches)
-                else None
-            )
-            loss = ot.accumulate_gradients(
-                model,
-                batch,
-                loss_weights=LOSS_WEIGHTS if "weights" in row.words else None,
-                upcoming=follows if layout.encodes_ahead else None,
-            ).double()
+    times = 2 if "again" in row.words else 1
+    calls = [batch for batch in batches for _ in range(times)]
+    for number, (batch, following) in enumerate(zip_longest(calls, calls[1:]), 1):
+        weights = LOSS_WEIGHTS if "weights" in row.words else None
+        upcoming = following if layout.encodes_ahead else None
+        loss = ot.accumulate_gradients(model, batch, loss_weights=weights, upcoming=upcoming).double()
+        if number % times:
+            continue
         dist.all_reduce(loss)
-        if mutant is not None and dist.get_rank() == mutant[0] and number == 0:
-            _local(trained[mutant[1]].grad).mul_(mutant[2])
-        if number == 0:
+        if not outcome.losses:
+            if mutant is not None and dist.get_rank() == mutant[0]:
+                _local(trained[mutant[1]].grad).mul_(mutant[2])
             outcome.gradients = _whole({name: p.grad for name, p in trained.items() if p.grad is not None})
         most = MAX_NORM if "clip" in row.words else None
         outcome.norms.append(float(ot.clip_gradients(model.parameters(), most, layout.holders(model))))
