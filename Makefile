@@ -45,9 +45,10 @@ test-low-bit: install
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade -c constraints.txt --target $(VENV)/torchao torchao
 	@PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -q -m slow $(LOW_BIT)
 
-# All families of transformers, in one process and on two ranks; prints which that nothing here names are exact, and why not.
+# All families of transformers, in one process and on two ranks, in fp32 and in bf16; prints which that nothing here names
+# are exact, and why not.
 test-families: install
-	@$(BIN)/python -m pytest -q -m slow tests/models/test_unnamed_families.py
+	@$(BIN)/python -m pytest -q -m slow tests/models/test_unnamed_families.py tests/models/test_low_precision.py
 
 # 150 random layouts against plain transformers; a failed row is run alone by python -m tests.parallel.random_layouts "ROW".
 test-layouts: install

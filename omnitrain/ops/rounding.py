@@ -12,8 +12,8 @@ from torch import Tensor
 
 DRAWS = 6
 FACTOR = 3.0
-"""Of seven normal numbers, the last is above 3 times the largest of the others once in 370 times; if it is spread half as
-much, once in 14,000; if 0.3 times as much, which is what tensor parallel ranks were measured at, once in 280,000."""
+"""Of seven normal numbers, the last is above 3 times the largest of the others once in 370 times; if it is spread half
+as much, once in 14,000; if 0.3 times as much, which is what tensor parallel ranks were measured at, once in 280,000."""
 Step = tuple[float, Mapping[str, Tensor]]
 """The loss of a training step, and parameter name -> its gradient."""
 LOSS = "loss"
@@ -49,13 +49,13 @@ class Deviation:
 class Rounding:
     """Bounds for a training step that is computed in another way, in the same precision.
 
-    They come from the step itself, run again with every weight moved to a neighbouring number (:func:`nudge`). Each
-    such draw changes the loss and all gradients as rounding does, but more: a product is rounded by half the spacing of
-    numbers at most, and a weight moves by a whole one. Another way to compute the step (other ranks, other sums) may
-    change a tensor by :data:`FACTOR` times the largest change of the draws. Rounding has no preferred direction. So the
-    part of a change along the tensor itself is compared, too, as one number: it tells a gradient that is multiplied by
-    1.02 from one in which rounding changes each number by a tenth.
-
+    They come from the step itself, run again with every weight moved to a neighbouring number (:func:`nudge`), and then
+    every gradient, which is rounded when it is made. Each such draw changes the loss and all gradients as rounding
+    does, but more: a product is rounded by half the spacing of numbers at most, and a weight moves by a whole one.
+    Another way to compute the step (other ranks, other sums) may change a tensor by :data:`FACTOR` times the largest
+    change of the draws. Rounding has no preferred direction. So the part of a change along the tensor itself is
+    compared, too, as one number: it tells a gradient that is multiplied by 1.02 from one in which rounding changes each
+    number by a tenth.
     """
 
     def __init__(self, expected: Step, draws: Iterable[Step]) -> None:
@@ -63,7 +63,7 @@ class Rounding:
 
         Args:
             expected: the step.
-            draws: the step with moved weights, :data:`DRAWS` times.
+            draws: the step with moved weights and gradients, :data:`DRAWS` times.
         """
         self._expected = _tensors(expected)
         self._most = dict.fromkeys(self._expected, (0.0, 0.0))
@@ -76,25 +76,32 @@ class Rounding:
     def measure(
         cls, step: Callable[[], Step], weights: Mapping[str, Tensor], dtype_of: Callable[[str], torch.dtype]
     ) -> Rounding:
-        """Run the step as it is, and with moved weights; the weights are restored.
+        """Run the step as it is, and with moved weights and gradients; the weights are restored.
 
         Args:
-            step: computes the loss and the gradients, the same in each call.
+            step: computes the loss and the gradients, the same for the same weights; it may change them.
             weights: name -> weights that the step reads.
             dtype_of: see :func:`nudge`.
         """
         kept = {name: weight.detach().clone() for name, weight in weights.items()}
 
-        def moved(seed: int) -> Step:
-            try:
-                nudge(weights, dtype_of, seed)
-                return step()
-            finally:
-                with torch.no_grad():
-                    for name, weight in weights.items():
-                        weight.copy_(kept[name])
+        @torch.no_grad()
+        def restore() -> None:
+            for name, weight in weights.items():
+                weight.copy_(kept[name])
 
-        return cls(step(), map(moved, range(DRAWS)))
+        def moved(seed: int) -> Step:
+            restore()
+            nudge(weights, dtype_of, seed)
+            loss, gradients = step()
+            made = {name: gradient.clone() for name, gradient in gradients.items()}
+            nudge(made, dtype_of, seed)
+            return loss, made
+
+        try:
+            return cls(step(), map(moved, range(DRAWS)))
+        finally:
+            restore()
 
     @property
     def visible(self) -> float:

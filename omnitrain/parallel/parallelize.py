@@ -467,11 +467,11 @@ def _copies(plan: ComponentPlan) -> tuple[int, int]:
 
 def _sharding(plan: ComponentPlan, mesh: DeviceMesh, state: ParallelState, full_shard: bool) -> Sharding:
     assert plan.precision is not None
-    compute = None if plan.precision.compute == plan.precision.param else plan.precision.compute
+    param, compute = plan.precision.param, plan.precision.compute
     return Sharding(
         mesh=mesh,
         expert_mesh=state.ep_fsdp_mesh,
-        compute_dtype=dtype_of(compute),
+        compute_dtype=None if param == compute == "float32" else dtype_of(compute),  # media arrive in fp32
         reduce_dtype=dtype_of(plan.precision.reduce),
         keep_unsharded=not full_shard,
         offload=bool(plan.parameter_offload),

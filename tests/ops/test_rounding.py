@@ -53,6 +53,13 @@ def test_a_gradient_that_is_multiplied_is_found_from_the_factor_that_is_visible(
         assert all(found.scale == pytest.approx(times - 1, abs=1e-4) for found in beyond.values())
 
 
+def test_a_gradient_that_no_weight_changes_is_rounded_too() -> None:
+    gradient = torch.rand(64, generator=torch.Generator().manual_seed(0)) + 0.5
+    rounding = Rounding.measure(lambda: (1.0, {"bias": gradient}), {}, lambda _: torch.bfloat16)
+    assert rounding.beyond((1.0, {"bias": gradient.bfloat16()})) == {}
+    assert rounding.beyond((1.0, {"bias": gradient * 1.02}))
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -16,6 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
+from omnitrain.models.discovery import config_nodes
+
 _COMPUTE_DTYPE = "omnitrain_compute_dtype"
 _stored_dtype: Any = PreTrainedModel.dtype
 PreTrainedModel.dtype = property(lambda self: vars(self).get(_COMPUTE_DTYPE) or _stored_dtype.fget(self))
@@ -66,8 +68,11 @@ def _with_dtypes(
 
 def _buffers_in_the_dtype_of_weights(model: PreTrainedModel) -> set[str]:
     """Names of buffers; without those of no dim, which give no other tensor their dtype."""
+    config = copy.deepcopy(model.config)
+    for node in config_nodes(config):
+        node._attn_implementation_internal = "eager"  # ours has a name that makes transformers look for kernels
     with torch.device("meta"), local_torch_dtype(torch.bfloat16):
-        built = type(model)(copy.deepcopy(model.config))
+        built = type(model)(config)
     return {name for name, buffer in built.named_buffers() if buffer.dtype is torch.bfloat16 and buffer.ndim}
 
 

@@ -18,7 +18,8 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import Recording
-from omnitrain.ops.rounding import DRAWS, Rounding, Step, nudge
+from omnitrain.ops.rounding import Rounding, Step, nudge
+from omnitrain.optim.shards import local_shard
 from omnitrain.parallel.fsdp.units import stays_fp32
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.resolve import dtype_of
@@ -116,25 +117,24 @@ def reference(alone: Alone, batch: list[Sample]) -> tuple[Outcome, Noise]:
 
 
 def low_precision_reference(alone: Alone, batch: list[Sample]) -> tuple[Outcome, Rounding] | str:
-    """The same in the dtypes of a layout, on the only rank of a pool; or why the model does not compute in them."""
+    """The first step in the dtypes of a layout, on the only rank of a pool; or why the model is refused."""
     plan = ParallelPlan.model_validate_json(alone.dtypes)
-    first: dict[str, bytes] = {}
-
-    def trained(routing: tuple[Recording, ...] | None = None, *, move: int | None = None) -> Outcome:
-        model = alone.model()
-        require_same_weights(model, first)
-        if move is not None:
-            nudge(dict(model.named_parameters()), _compute_dtypes(model, plan), seed=move)
+    model = alone.model()
+    try:
         init_state_of(plan)
         build_parallelize_model(model, parallel_plan=plan, enable_mixed_precision=None)
-        return train(model, _alone_in_packs(batch), routing, STEPS if move is None else 1)
-
-    try:
-        expected = trained()
     except UserError as error:
         return str(error)
-    draws = (trained(expected.routing, move=move) for move in range(DRAWS))
-    return expected, Rounding(step_of(expected), map(step_of, draws))
+    expected: list[Outcome] = []
+
+    def step() -> Step:
+        outcome = train(model, _alone_in_packs(batch), expected[0].routing if expected else None, steps=1)
+        expected[:] = expected or [outcome]
+        return step_of(outcome)
+
+    weights = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
+    rounding = Rounding.measure(step, weights, _compute_dtypes(model, plan))
+    return expected[0], rounding
 
 
 def step_of(outcome: Outcome) -> Step:

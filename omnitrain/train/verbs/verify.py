@@ -20,11 +20,16 @@ from omnitrain.parallel.verify.verify import VerifyReport
 from omnitrain.parallel.verify.verify import verify as verify_model
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.layout import Layout, parse_layout
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
 from omnitrain.train.build_from_recipe import build_from_recipe, use_own_functions
 from omnitrain.train.metrics.display import quiet_libraries
 
 _OWN_PLAN = "plan"
+_OWN_DTYPES = {  # word -> the dtypes of the recipe's own plan
+    _OWN_PLAN: None,
+    f"{_OWN_PLAN}.bf16": Precision(compute="bfloat16"),
+    f"{_OWN_PLAN}.bf16_param": Precision(param="bfloat16"),
+}
 _USUAL = ("dp2", "dp4", "hsdp2x2")
 
 
@@ -52,11 +57,13 @@ def verify(
         samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
         layouts: layouts such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``, or parallel plans. A plan uses as many
             ranks as the product of its foundation's degrees, or all ranks if they are unset. Dtypes that a plan leaves
-            unset are fp32.
+            unset are fp32. A layout in bf16 (``dp4.bf16``, ``dp4.bf16_param``, or a plan with ``precision``) is
+            compared with one process in the same dtypes, and only by its first step.
         nproc: maximum number of ranks at a time.
-        tolerance: allowed relative error. If rounding is larger (measured on the reference with another order of
-            samples), 20 times the rounding is allowed. A gradient that is zero up to rounding has no relative error: it
-            may be at most 20 times as large as in one process.
+        tolerance: allowed relative error in fp32. If rounding is larger (measured on the reference with another order
+            of samples), 20 times the rounding is allowed. A gradient that is zero up to rounding has no relative error:
+            it may be at most 20 times as large as in one process. In bf16, an error is allowed up to what rounding
+            explains (:class:`omnitrain.ops.rounding.Rounding`).
         timeout_s: time limit of one layout in seconds.
         pool: ranks to run on; None: start new ones.
         memory: bytes that may be used; None: all available.
@@ -95,7 +102,8 @@ def verify_recipe(
     Args:
         recipe: recipe with the model, data and seed.
         layouts: layouts such as ``dp4``, see :func:`verify`. ``plan`` is the recipe's plan, in fp32 and without
-            compilation, because both change rounding. If empty: ``plan`` if the recipe has one, ``dp2``, ``dp4`` and
+            compilation, because both change rounding; ``plan.bf16`` and ``plan.bf16_param`` are the same in bf16. If
+            empty: ``plan`` if the recipe has one, ``dp2``, ``dp4`` and
             ``hsdp2x2``.
         nproc: ranks on this machine.
         num_samples: samples of the global batch.
@@ -124,23 +132,24 @@ def verify_recipe(
 
 
 def _parsed(recipe: Recipe, layout: str) -> Layout | ParallelPlan:
-    if layout == _OWN_PLAN:
-        return _own_plan(recipe)
+    if layout in _OWN_DTYPES:
+        return _own_plan(recipe, _OWN_DTYPES[layout])
     try:
         return parse_layout(layout)
     except UserError as error:
         raise UserError(f"{error}\n  or `{_OWN_PLAN}`, which is the recipe's own `parallel`") from None
 
 
-def _own_plan(recipe: Recipe) -> ParallelPlan:
-    """Return the recipe's plan in fp32 and not compiled, because both would change rounding."""
+def _own_plan(recipe: Recipe, precision: Precision | None) -> ParallelPlan:
+    """Return the recipe's plan in these dtypes and not compiled, which would change rounding. None: fp32."""
 
     def exact(plan: ComponentPlan) -> ComponentPlan:
         return plan.model_copy(update={"precision": None, "compile": None})
 
     plan = recipe.parallel
     components = {name: exact(component_plan) for name, component_plan in plan.components.items()}
-    return plan.model_copy(update={"default": exact(plan.default), "components": components})
+    default = exact(plan.default).model_copy(update={"precision": precision})
+    return plan.model_copy(update={"default": default, "components": components})
 
 
 def model_of(recipe: Recipe, device: str) -> OmniModel:

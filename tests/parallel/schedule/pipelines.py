@@ -18,7 +18,7 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe.lora import Lora
-from tests.covering import covering
+from tests.covering import PRECISIONS, covering, pairs_in_fp32
 from tests.families import FAMILIES
 from tests.models.staged import with_layers
 from tests.parallel import factories
@@ -57,10 +57,11 @@ class Case(NamedTuple):
     axis: str
     memory: str
     steps: str
+    precision: str
 
     @property
     def layout(self) -> str:
-        return ".".join(word for word in (self.schedule, self.axis, self.memory, self.steps) if word)
+        return ".".join(filter(None, (self.schedule, self.axis, self.memory, self.steps, self.precision)))
 
 
 def is_possible(case: Case) -> bool:
@@ -73,7 +74,8 @@ def is_possible(case: Case) -> bool:
 
 
 def possible() -> list[Case]:
-    return [case for values in product(MODELS, SCHEDULES, AXES, MEMORY, STEPS) if is_possible(case := Case(*values))]
+    fields = (MODELS, SCHEDULES, AXES, MEMORY, STEPS, PRECISIONS[:2])
+    return [case for values in product(*fields) if is_possible(case := Case(*values))]
 
 
 def table() -> list[Case]:
@@ -104,4 +106,4 @@ def factory(name: str) -> partial[PreTrainedModel]:
 
 
 if __name__ == "__main__":
-    TABLE.write_text("".join("\t".join(case) + "\n" for case in covering(possible())))
+    TABLE.write_text("".join("\t".join(case) + "\n" for case in covering(possible(), pairs_in_fp32)))

@@ -24,7 +24,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.lora import Lora
-from tests.covering import covering
+from tests.covering import PRECISIONS, covering, pairs_in_fp32
 from tests.families import FAMILIES
 from tests.models.staged import with_layers
 from tests.parallel.schedule.pipelines import build as build_pipeline
@@ -66,6 +66,7 @@ class Case(NamedTuple):
         trained: the parameters that are trained: all, all but the encoders, adapters of all components, projectors
             alone, or encoders alone.
         memory: where features wait.
+        precision: the dtypes of all components.
     """
 
     model: str
@@ -75,6 +76,7 @@ class Case(NamedTuple):
     axis: str
     trained: str
     memory: str
+    precision: str
 
     @property
     def is_separate(self) -> bool:
@@ -83,7 +85,7 @@ class Case(NamedTuple):
 
     @property
     def layout(self) -> Separate:
-        words = (self.stages, self.axis, f"accum{MICRO_BATCHES}")
+        words = (self.stages, self.axis, f"accum{MICRO_BATCHES}", self.precision)
         return Separate(**vars(parse_layout(".".join(filter(None, words)))), case=self)
 
 
@@ -127,7 +129,7 @@ def why_impossible(case: Case) -> str:
 
 
 def possible() -> list[Case]:
-    cases = (Case(*values) for values in product(MODELS, PLACES, WINDOWS, STAGES, AXES, TRAINED, MEMORY))
+    cases = (Case(*values) for values in product(MODELS, PLACES, WINDOWS, STAGES, AXES, TRAINED, MEMORY, PRECISIONS))
     return [case for case in cases if not why_impossible(case)]
 
 
@@ -177,4 +179,4 @@ def factory(name: str, trained: str) -> partial[PreTrainedModel | OmniModel]:
 
 
 if __name__ == "__main__":
-    TABLE.write_text("".join("\t".join(case) + "\n" for case in covering(possible())))
+    TABLE.write_text("".join("\t".join(case) + "\n" for case in covering(possible(), pairs_in_fp32)))

@@ -21,7 +21,7 @@ from omnitrain.parallel.verify.run import micro_batches
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from omnitrain.recipe.layout import Layout, parse_layout
-from tests.covering import pairs
+from tests.covering import pairs_in_fp32
 from tests.parallel.laid_out import gradients
 from tests.parallel.schedule.paired import one_by_one
 from tests.parallel.schedule.separate import (
@@ -53,7 +53,7 @@ def require_equal(ranks: RankPool, cases: list[Case], timeout_s: float) -> None:
 
 def test_the_table_has_every_possible_pair_of_values() -> None:
     assert len(table()) <= 150
-    assert set().union(*map(pairs, table())) == set().union(*map(pairs, possible()))
+    assert set().union(*map(pairs_in_fp32, table())) == set().union(*map(pairs_in_fp32, possible()))
 
 
 def test_the_default_rows_have_each_value_of_separate_encoders() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from omnitrain.data.packing.sample import Sample
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from omnitrain.recipe.layout import Layout, parse_layout
-from tests.covering import covering, pairs
+from tests.covering import PRECISIONS, covering, pairs_in_fp32
 from tests.parallel.factories import any_to_any
 from tests.parallel.schedule.separate import MICRO_BATCHES
 from tests.parallel.schedule.test_layouts import samples_of
@@ -46,6 +46,7 @@ class Case(NamedTuple):
         settings: of the sections.
         memory: of all components.
         data: the media of the step.
+        precision: the dtypes of all components.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Case(NamedTuple):
     settings: str
     memory: str
     data: str
+    precision: str
 
     @property
     def layout(self) -> Sectioned:
@@ -63,7 +65,7 @@ class Case(NamedTuple):
         section_ranks = 2 if fan_out == 1 and self.main != "pp2" else 1
         data_ranks = fan_out * section_ranks // (2 if self.main in ("tp2", "sp2") else 1)
         axis = self.main if self.main != "dp2" else ""
-        main = ".".join(filter(None, (axis, f"dp{data_ranks}", self.memory, f"accum{MICRO_BATCHES}")))
+        main = ".".join(filter(None, (axis, f"dp{data_ranks}", self.memory, f"accum{MICRO_BATCHES}", self.precision)))
         words = {"own": "", "tower": "_tower"}
         places = zip(("vision", "audio"), self.encoders.split(), strict=False)
         names = [name + words[place] for name, place in places if place in words] or ["encoders"]
@@ -110,13 +112,13 @@ def why_impossible(case: Case) -> str:
 
 
 def possible() -> list[Case]:
-    fields = (MODELS, (*ENCODERS, ALONE), TRAINED, FAN_OUT, MAIN, SETTINGS, MEMORY, DATA)
+    fields = (MODELS, (*ENCODERS, ALONE), TRAINED, FAN_OUT, MAIN, SETTINGS, MEMORY, DATA, PRECISIONS)
     return [case for values in product(*fields) if not why_impossible(case := Case(*values))]
 
 
 def combinations_in(case: Case) -> set[Any]:
     """The pairs of its values, and the three of them that decide who waits for whom."""
-    return pairs(case) | {(case.encoders, case.main, case.data)}
+    return pairs_in_fp32(case) | ({(case.encoders, case.main, case.data)} if not case.precision else set())
 
 
 def table() -> list[Case]:

@@ -82,7 +82,5 @@ def test_weights_that_must_stay_fp32_beside_others_are_refused_if_these_are_bf16
     """Their shards would be in one FSDP unit, which has one dtype. With fp32 weights they are master weights as all."""
     model = build_omni_model(foundation=peaked_model("flint"))
     assert resolve_without_ranks(model, parse_layout("bf16").plan(), None)
-    with pytest.raises(
-        UserError, match=r"self_attn.sinks must stay float32, but .*; use param: float32"
-    ):
+    with pytest.raises(UserError, match=r"self_attn.sinks must stay float32, but .*; use param: float32"):
         resolve_without_ranks(model, parse_layout("bf16_param").plan(), None)

@@ -10,7 +10,8 @@ from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.tiny_model import needed_memory, num_parameters
 from omnitrain.parallel.verify.verify import VerifyReport, VerifyRow
 from omnitrain.recipe import Recipe
-from omnitrain.train.verbs.verify import model_of, verify, verify_recipe
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
+from omnitrain.train.verbs.verify import _parsed, model_of, verify, verify_recipe
 from tests.tiny import tiny_recipe
 
 
@@ -48,6 +49,21 @@ def test_the_recipes_own_plan_is_verified(ranks: RankPool, tmp_path: Path) -> No
     usual = verify_recipe(recipe, nproc=1, num_samples=3, pool=ranks).rows
     assert [r.layout for r in usual] == [row.layout, "dp2", "dp4", "hsdp2x2"]
     assert [r.status for r in usual] == ["refused"] * 4
+
+
+@pytest.mark.parametrize(
+    ("word", "dtypes"),
+    [
+        ("plan", None),
+        ("plan.bf16", Precision(compute="bfloat16")),
+        ("plan.bf16_param", Precision(param="bfloat16")),
+    ],
+)
+def test_the_recipes_own_plan_has_the_dtypes_of_its_word(tmp_path: Path, word: str, dtypes: Precision | None) -> None:
+    own = "parallel={default: {tp: 2}, components: {image_encoder: {precision: {compute: bfloat16}}}}"
+    plan = _parsed(Recipe.load(str(tiny_recipe(tmp_path)), [own]), word)
+    assert isinstance(plan, ParallelPlan) and plan.default == ComponentPlan(tp=2, precision=dtypes)
+    assert plan.components["image_encoder"].precision is None
 
 
 def test_a_report_is_ok_if_something_is_equal_and_only_what_nobody_named_is_refused() -> None:
