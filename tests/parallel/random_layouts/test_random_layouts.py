@@ -16,9 +16,9 @@ from tests.parallel.random_layouts.compare import Compared, compare
 from tests.parallel.random_layouts.rows import Row, draw
 
 SEED, NUMBER = 0, 150
-MOST_REFUSED = 0.1  # of the rows
-MOST_BLIND = 0.02  # of the gradients in fp32
-DEFAULT = (
+MOST_REFUSED = 0.05  # of the rows
+MOST_BLIND = 0.01  # of the gradients in fp32
+FEW = (  # the first by default
     "any_to_any pp2 world all adamw fp32 text again 2",
     "taught dp2 - lora-foundation sgd compute empty clip 1",
     "reading vision1+dp1 - frozen-one adamw fp32 uneven calls 4",
@@ -29,10 +29,10 @@ COMPILED = (  # each takes a minute
     "qwen3_vl pp2 world all sgd fp32 even compile 1",
 )
 MUTANTS = (
-    ("reading sp2 group all sgd fp32 uneven - 1", "foundation.model.layers.0.mlp.down_proj.weight"),
-    ("reading sp2 group all sgd fp32 uneven - 1", "foundation.model.layers.1.self_attn.q_norm.weight"),
-    ("reading sp2 group all sgd fp32 uneven - 1", "image_encoder.tower.encoder.layers.0.mlp.fc1.weight"),
-    ("reading sp2 group all sgd fp32 uneven - 1", "audio_encoder.projector.layers.1.bias"),
+    ("reading sp2 group all sgd fp32 uneven - 3", "foundation.model.layers.0.mlp.down_proj.weight"),
+    ("reading sp2 group all sgd fp32 uneven - 3", "foundation.model.layers.1.self_attn.q_norm.weight"),
+    ("reading sp2 group all sgd fp32 uneven - 3", "image_encoder.tower.encoder.layers.0.mlp.fc1.weight"),
+    ("reading sp2 group all sgd fp32 uneven - 3", "audio_encoder.projector.layers.1.bias"),
     ("qwen3_moe dp2.ep2 - all adamw fp32 even clip 3", "foundation.model.layers.0.mlp.experts.down_proj"),
     ("qwen3_moe dp2.ep2 - all adamw fp32 even clip 3", "foundation.model.layers.1.mlp.gate.weight"),
     ("qwen3_moe pp2.tp2 - lora-experts sgd fp32 even - 3", "foundation.model.layers.1.mlp.experts.down_proj_lora_B"),
@@ -55,7 +55,7 @@ def require_equal(found: Compared) -> None:
     assert found.status == "equal", f'{found}\npython -m tests.parallel.random_layouts "{found.row}"'
 
 
-@pytest.mark.parametrize("line", DEFAULT)
+@pytest.mark.parametrize("line", [FEW[0], *(pytest.param(line, marks=pytest.mark.slow) for line in FEW[1:])])
 def test_a_layout_trains_as_plain_transformers(ranks: RankPool, line: str) -> None:
     require_equal(compare(ranks, Row.parse(line)))
 
