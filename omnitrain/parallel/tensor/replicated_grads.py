@@ -12,7 +12,7 @@ from omnitrain.parallel.state import ParallelState
 
 
 def keep_on_first_tp_rank(parameters: Iterable[nn.Parameter], state: ParallelState) -> None:
-    """Before a backward, let only the first ``tp`` rank keep the earlier gradients that :func:`add_up_over_tp` will sum.
+    """Before a backward, let only the first ``tp`` rank keep earlier gradients that :func:`add_up_over_tp` will sum.
 
     They are the same on all of these ranks, and would count once for each of them.
     """
