@@ -272,10 +272,17 @@ class Reference:
             for key, beta, power in (("m", BETAS[0], gradient), ("v", BETAS[1], gradient.square())):
                 state[key] = state.get(key, torch.zeros_like(gradient)) * beta + (1 - beta) * power
                 corrected.append(state[key] / (1 - beta ** float(state["t"])))
-            value *= 1 - RATE * (DECAY if value.ndim >= 2 else 0.0)
+            value *= 1 - RATE * (DECAY if self._decays(name) else 0.0)
             value -= RATE * corrected[0] / (corrected[1].sqrt() + EPS)
             if self.row.optimizer == "int8":
                 state["m"], state["v"] = in_8_bits(state["m"], signed=True), in_8_bits(state["v"], signed=False)
+
+    def _decays(self, name: str) -> bool:
+        """Whether it is no bias and no norm, whatever its shape."""
+        owner, _, weight = self._base.get(name, name).rpartition(".")
+        is_adapter = name in self._adapters
+        is_norm = not is_adapter and "norm" in type(self.plain.get_submodule(owner)).__name__.lower()
+        return self.values[name].ndim >= 2 and not is_norm and (is_adapter or "bias" not in weight.split("_"))
 
     def _is_hidden_matrix(self, name: str) -> bool:
         """Whether it is the matrix of a linear layer or of experts; no embedding, head or adapter."""
