@@ -57,7 +57,7 @@ from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel
-from omnitrain.peers import GlooGroup, is_spread
+from omnitrain.peers import is_spread
 from omnitrain.plan.mesh import MeshShape
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 
@@ -313,9 +313,8 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
             omni.reads,
         ),
     )
-    column = GlooGroup(main.groups("pp").tolist()) if main.size("pp") > 1 else None
-    if pipeline is not None and column is not None:
-        omni.relay = PipelineRelay(pipeline, column, device)
+    if pipeline is not None:
+        omni.relay = PipelineRelay(pipeline, device)
     omni.encoder_relay = feature_relay(omni, sections, state, device) if sections else None
     omni.takes_batches = False
 

@@ -21,8 +21,17 @@ from omnitrain.models.discovery import discover
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
+from omnitrain.recipe.layout import parse_layout
 from tests.parallel.expert.test_experts import samples_of
-from tests.parallel.factories import any_to_any, lfm2_vl, llava, qwen3_moe, qwen3_moe_with_adapters, qwen3_of_four_heads
+from tests.parallel.factories import (
+    any_to_any,
+    ernie4_5_vl_moe,
+    lfm2_vl,
+    llava,
+    qwen3_moe,
+    qwen3_moe_with_adapters,
+    qwen3_of_four_heads,
+)
 from tests.parallel.laid_out import PLAIN, full, laid_out, samples
 
 MAX_NORM = 0.1
@@ -226,3 +235,47 @@ def test_after_a_refusal_the_model_is_as_it_was_and_a_second_layout_leaves_the_f
     ranks: RankPool, tmp_path: Path
 ) -> None:
     assert [len(told) for told in ranks.run(refused_twice_then_trained, tmp_path, timeout_s=60, world=2)] == [2, 2]
+
+
+def over_one_call(word: str) -> dict[str, float]:
+    """Parameter of this rank -> size of its gradients over two calls without ``zero_grad``, over that of one."""
+    plan = parse_layout(word).plan()
+    state = init_state_of(plan)
+    model = ot.build_parallelize_model(any_to_any().train(), parallel_state=state, parallel_plan=plan, **PLAIN)
+    plan_step, found = ot.step_planner(model), list[dict[str, float]]()
+    for _ in range(2):
+        ot.accumulate_gradients(model, plan_step([ot.Pack.from_samples(samples())]))
+        trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({name: full(gradient).norm().item() for name, gradient in trained.items()})
+    return {name: found[1][name] / size for name, size in found[0].items() if size > 1e-6}
+
+
+@pytest.mark.parametrize(("word", "shared"), [("tp2", "norm.weight"), ("pp2", "embed_tokens.weight")])
+def test_gradients_of_several_calls_add_up_where_ranks_hold_the_same_parameters(
+    ranks: RankPool, word: str, shared: str
+) -> None:
+    """Of an earlier call they are the same on these ranks: a sum over the ranks counted each of them, 3 for 2."""
+    for found in ranks.run(over_one_call, word, timeout_s=60, world=2):
+        assert any(name.endswith(shared) for name in found)
+        assert found == pytest.approx(dict.fromkeys(found, 2.0), rel=1e-4)
+
+
+def sizes_of_vision_experts(numbers: list[int]) -> list[float | None]:
+    """Of the gradients of a step in which this rank has a pack of the sample of its number."""
+    plain = ernie4_5_vl_moe()
+    probes = probe_samples(plain, discover(plain))
+    model = laid_out(model=plain) if dist.is_initialized() else build_omni_model(foundation=plain)
+    number = numbers[dist.get_rank() if dist.is_initialized() else 0]
+    ot.accumulate_gradients(model, ot.step_planner(model)([ot.Pack.from_samples([probes[number].sample])]))
+    weights = [p for name, p in model.named_parameters() if "vision_moe" in name and name.endswith("proj")]
+    return [None if weight.grad is None else full(weight.grad).norm().item() for weight in weights]
+
+
+@pytest.mark.slow  # its contract; a layer like them in one process: tests/models/contract/test_checks_unread.py
+def test_experts_that_no_sample_of_a_step_reads_have_no_gradient(ranks: RankPool) -> None:
+    """As in transformers; zeros let AdamW decay them, and momentum move them further."""
+    text, image = 0, 3
+    assert sizes_of_vision_experts([text]) == [None, None]
+    assert ranks.run(sizes_of_vision_experts, [text, text], timeout_s=60, world=2) == [[None, None]] * 2
+    first, second = ranks.run(sizes_of_vision_experts, [text, image], timeout_s=60, world=2)
+    assert first == second and all(size is not None and size > 1e-3 for size in first)
