@@ -45,7 +45,7 @@ def written(template: str, *turns: str) -> list[str]:
     [
         (
             REASONING,
-            ("q", "<think>\nbecause\n</think>\n\na", "r", "<think>\nso\n</think>\n\nb"),
+            ("q", "a", "r", "<think>\nso\n</think>\n\nb"),
             ["a<|im_end|>", "<think>\nso\n</think>\n\nb<|im_end|>"],
         ),
         (REASONING, ("q", "a", "r", "b"), ["a<|im_end|>", "<think>\n\n</think>\n\nb<|im_end|>"]),

@@ -132,10 +132,16 @@ def test_a_turn_of_two_calls_without_content_is_trained_whole() -> None:
 
 
 def test_reasoning_is_trained_where_the_template_writes_it() -> None:
-    reasoned = [m | {"reasoning_content": "so"} if m["role"] == "assistant" else m for m in CONVERSATION[:10]]
-    first, second, third, last = trained(QWEN3, reasoned)
-    assert (second, last) == ("Mild, at noon.<|im_end|>", "<think>\nso\n</think>\n\nWarm.<|im_end|>")
-    assert first.startswith("<tool_call>\n") and third.startswith("<think>\nso\n</think>\n\nI look.\n<tool_call>")
+    """It writes thoughts only after the last question. An answer without its thoughts must not be trained."""
+    thinks = {"role": "assistant", "reasoning_content": "so"}
+    reasoned = [m | thinks if m["role"] == "assistant" else m for m in CONVERSATION[:10]]
+    rejected = made(QWEN3, reasoned)
+    assert isinstance(rejected, Rejected)
+    assert "does not write the thoughts (`reasoning_content`) of the assistant's message 3; give" in rejected.reason
+    earlier = [m | {"weight": 0} if m in reasoned[:6] and m["role"] == "assistant" else m for m in reasoned]
+    third, last = trained(QWEN3, earlier)
+    assert third.startswith("<think>\nso\n</think>\n\nI look.\n<tool_call>")
+    assert last == "<think>\nso\n</think>\n\nWarm.<|im_end|>"
 
 
 def test_a_template_with_generation_tags_is_trained_as_transformers_does() -> None:
@@ -293,7 +299,6 @@ def test_a_weight_of_zero_is_not_trained_in_a_format_of_ones_own() -> None:
     assert isinstance(sample, Sample)
     assert np.flatnonzero(sample.loss_mask).tolist() == [10, 11] and len(sample) == 12
     for wrong, reason in (
-        (talk[1] | {"weight": 2}, "weight 2 of a message: expected 0"),
         (talk[0] | {"weight": 1}, "role 'user': only assistant messages are trained"),
         ({"role": "assistant", "content": [part("image")], "weight": 0}, "such media are always trained"),
     ):

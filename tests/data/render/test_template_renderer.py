@@ -365,7 +365,7 @@ def test_no_random_conversation_has_rows_without_placeholders_or_a_cut_span() ->
     generator = random.Random(0)
     processors = {family: processor_of(family) for family in ("qwen2_5_omni", "gemma3", "internvl")}
     letters = {"qwen2_5_omni": "iavx", "gemma3": "ix", "internvl": "ix"}
-    texts = ["x", "\n", "two words", "é 漢字\n\n", " "]
+    texts = ["x", "\nand", "two words", "é 漢字\n\n", " or"]
     overlong = 0
     for _ in range(500):
         family = generator.choice(sorted(processors))
