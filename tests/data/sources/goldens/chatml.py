@@ -25,7 +25,8 @@ You are provided with function signatures within <tools></tools> XML tags:\n<too
 _TOOLS_END = """\n</tools>\n
 For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
 <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>"""
-# Tools as Qwen2.5 has them, since LLaMA-Factory and ms-swift write that text by themselves.
+# Tools as Qwen2.5 has them, since LLaMA-Factory and ms-swift write that text by themselves. The loop's `message` must
+# have this name for axolotl.
 _TEMPLATE = (
     "{%- macro show(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c or [] %}{% if p.type == 'text' %}{{ p.text }}"
     "{% elif p.type == 'image' or p.type == 'image_url' %}IMAGE{% elif p.type == 'video' %}VIDEO{% endif %}{% endfor %}{% endif %}"
@@ -33,17 +34,17 @@ _TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ show(messages[0].content) }}{% endif %}"
     "{{ INTRO }}{% for t in tools %}\n{{ (t if t.type == 'function' else {'type': 'function', 'function': t}) | tojson }}"
     "{% endfor %}{{ END }}<|im_end|>\n{% endif %}"
-    "{%- for m in messages %}{% if m.role == 'tool' %}"
+    "{%- for message in messages %}{% if message.role == 'tool' %}"
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "{{ '\n' }}<tool_response>\n{{ show(m.content) }}\n</tool_response>"
+    "{{ '\n' }}<tool_response>\n{{ show(message.content) }}\n</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
-    "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{% generation %}"
-    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
-    "{{ show(m.content) }}{% if m.tool_calls %}{% for t in m.tool_calls %}{{ '\n' if not loop.first }}"
+    "{% elif message.role == 'assistant' %}<|im_start|>assistant\n{% generation %}"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ show(message.content) }}{% if message.tool_calls %}{% for t in message.tool_calls %}{{ '\n' if not loop.first }}"
     "<tool_call>\n{{ {'name': t.function.name, 'arguments': t.function.arguments} | tojson }}\n</tool_call>{% endfor %}{% endif %}"
     "<|im_end|>{% endgeneration %}{{ '\n' }}"
-    "{% elif not (tools and loop.first and m.role == 'system') %}"
-    "<|im_start|>{{ m.role }}\n{{ show(m.content) }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% elif not (tools and loop.first and message.role == 'system') %}"
+    "<|im_start|>{{ message.role }}\n{{ show(message.content) }}<|im_end|>\n{% endif %}{% endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEMPLATE = (
