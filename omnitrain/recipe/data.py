@@ -132,8 +132,8 @@ class DataSource(Strict):
     columns: Columns = Field(default_factory=Columns, description="Column names.")
     roles: Annotated[dict[str, str], AfterValidator(_known)] = Field(
         default_factory=dict,
-        description="Speaker in the data -> `system`, `developer`, `user`, `assistant`, `tool`, or `tool_call` (its text "
-        "is a call); or the same name again, if the chat template knows it. The usual speakers need no entry.",
+        description="Speaker in the data -> `system`, `developer`, `user`, `assistant`, `tool`, or `tool_call` (its "
+        "text is a call); or the same name again, if the chat template knows it. Usual speakers need no entry.",
     )
     media_markers: list[Literal["image", "audio", "video"]] = Field(
         default_factory=list,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from omnitrain.data.loading.loader import StepLoader, build_dataloader, require_usable
 from omnitrain.data.loading.slots import LoaderState
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.unread_keys import unread_notes
 from omnitrain.data.render.unread_media import require_shown
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.models.omni.lockstep import idle_prompt
@@ -14,6 +16,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.item_costs import MeasuredCosts
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
+from omnitrain.train.metrics.console import console
 from omnitrain.train.process_groups import Ranks
 
 IDLE_STEPS = 10  # a run ends if its first steps have no token to predict
@@ -64,7 +67,20 @@ def open_data(
     heldout = open_sources(recipe.data.heldout)
     ranks.first(lambda: require_usable([*loader.sources, *heldout], processor))
     require_shown(loader.sources, heldout, processor, spared(recipe, model))
+    ranks.first(lambda: show_unread(recipe, loader.sources, heldout, processor))
     return loader, heldout
+
+
+def show_unread(
+    recipe: Recipe, train: Sequence[RowSource], heldout: Sequence[RowSource], processor: OmniProcessor
+) -> None:
+    """Print which keys of the data nothing reads. All columns of held-out rows are for the recipe's scorer."""
+    scored = recipe.evaluation is not None and recipe.evaluation.scorer is not None
+    for line in (
+        *unread_notes(train, processor.renderer),
+        *unread_notes(heldout, processor.renderer, scored=scored),
+    ):
+        console.print(f"note: {line}", soft_wrap=True, markup=False)
 
 
 def spared(recipe: Recipe, model: OmniModel) -> list[str]:

@@ -331,9 +331,7 @@ def _require_shown(shown: MarkedText, messages: list[Message]) -> None:
         if not calls_of(message):
             _require_said(message, text, where, is_seen=OWN in seen)
         if is_trained(message) and THOUGHT not in seen and (message.get("reasoning_content") or "").strip():
-            raise ValueError(
-                f"the chat template does not write the thoughts (`reasoning_content`) of {where}; {_ASIDE}"
-            )
+            raise ValueError(f"the chat template does not write the thoughts (reasoning_content) of {where}; {_ASIDE}")
 
 
 def _require_said(message: Message, text: str, where: str, *, is_seen: bool) -> None:

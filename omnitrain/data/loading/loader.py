@@ -327,6 +327,7 @@ def first_samples(
     overlong: Sequence[Overlong] | None = None,
     *,
     without_tails: bool = False,
+    may_ask: bool = False,
 ) -> list[tuple[str, Sample | Rejected | UserError]]:
     """Prepare the first row of every metrics source of each data set, and return it with the source's name.
 
@@ -338,8 +339,9 @@ def first_samples(
         budget: the most that a pack may hold. None: no limit.
         overlong: what to do with samples that exceed it, for each data set. None: reject them.
         without_tails: see :func:`build_dataloader`.
+        may_ask: see :meth:`OmniProcessor.sample`.
     """
-    rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong)
+    rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong, may_ask=may_ask)
     groups = [(s, name, group[0]) for s, table in enumerate(sources) for name, group in table.by_source().items()]
     prepared = prepare_some(rows, [(i, s, row) for i, (s, _, row) in enumerate(groups)])
     return [(name, row) for (_, name, _), row in zip(groups, prepared, strict=True)]

@@ -21,7 +21,6 @@ from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat
 
-
 _MORE_FIELDS = ("tool_calls", "function_call", "reasoning_content")
 
 

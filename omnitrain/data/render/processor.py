@@ -86,9 +86,7 @@ class OmniProcessor:
         if row.document is not None and not row.problem:
             return self._document(row, row.document, index, max_tokens, without_tail=without_tail)
         sample = self._try(row, row.messages, index, for_generation=False)
-        if isinstance(sample, Sample) and (
-            useless := _not_shown(row) or ("" if may_ask else _not_trained(row, sample))
-        ):
+        if isinstance(sample, Sample) and (useless := _not_shown(row) or (not may_ask and _not_trained(row, sample))):
             return Rejected(row.id, row.source, useless, index)
         if without_tail and isinstance(sample, Sample):
             sample = sample.without_tail()
@@ -239,10 +237,7 @@ def _not_shown(row: Row) -> str:
 def _not_trained(row: Row, sample: Sample) -> str:
     """Describe why nothing is learnt from a row; empty: something is."""
     if not sample.loss_mask[1:].any() and not any(span.is_target for span in sample.spans):
-        return (
-            "nothing of the row is trained: it has no message of the assistant, or none of a `weight` above 0 (also "
-            "`loss`, `train`, `training`)"
-        )
+        return "nothing of the row is trained: no message of the assistant, or none without `weight: 0`"
     answers = [message for message in map(canonical, row.messages) if is_trained(message)]
     return "" if any(map(_says, answers)) else "all answers of the row are empty"
 

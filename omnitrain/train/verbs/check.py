@@ -44,7 +44,7 @@ from omnitrain.train.build_from_recipe import (
     use_own_functions,
 )
 from omnitrain.train.callbacks import Callbacks, load_callbacks
-from omnitrain.train.data import IDLE_STEPS, nothing_to_train, spared
+from omnitrain.train.data import IDLE_STEPS, nothing_to_train, show_unread, spared
 from omnitrain.train.device import machines_for, require_devices, use_device
 from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import load_scorer
@@ -89,12 +89,15 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
             overlong = recipe.data.overlong_of_sources() if of_train else None
             limits = functools.partial(PackBudget, recipe.data.pack_tokens, elements, built[0].media_names)
             if (budget := problems.attempt(limits)) is not None:
-                firsts = first_samples(opened[kind], built[1], budget, overlong, without_tails=cut)
+                firsts = first_samples(
+                    opened[kind], built[1], budget, overlong, without_tails=cut, may_ask=not of_train
+                )
                 problems += _check_rows(kind, firsts, built[0].teachers)
             problems.attempt(functools.partial(require_usable, opened[kind], built[1]))
     if runs and opened["train"]:
         problems.attempt(lambda: require_shown(opened["train"], opened["heldout"], built[1], spared(recipe, built[0])))
         problems.attempt(lambda: _require_targets(recipe, opened["train"], built[1], built[0]))
+        problems.attempt(lambda: show_unread(recipe, opened["train"], opened["heldout"], built[1]))
     _check_surroundings(recipe, problems)
     return _without_repetitions(problems)
 

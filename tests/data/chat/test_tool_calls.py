@@ -137,7 +137,7 @@ def test_reasoning_is_trained_where_the_template_writes_it() -> None:
     reasoned = [m | thinks if m["role"] == "assistant" else m for m in CONVERSATION[:10]]
     rejected = made(QWEN3, reasoned)
     assert isinstance(rejected, Rejected)
-    assert "does not write the thoughts (`reasoning_content`) of the assistant's message 3; give" in rejected.reason
+    assert "does not write the thoughts (reasoning_content) of the assistant's message 3; give" in rejected.reason
     earlier = [m | {"weight": 0} if m in reasoned[:6] and m["role"] == "assistant" else m for m in reasoned]
     third, last = trained(QWEN3, earlier)
     assert third.startswith("<think>\nso\n</think>\n\nI look.\n<tool_call>")
