@@ -19,7 +19,8 @@ from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.documents import Document
-from omnitrain.data.sources.rows import Row, is_file
+from omnitrain.data.sources.part_files import is_file
+from omnitrain.data.sources.rows import Row
 from omnitrain.data.sources.turns import canonical, how_to_show
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat

@@ -5,7 +5,7 @@ The keys of all messages are known (:meth:`RowSource.first_of_each_kind`); their
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from omnitrain.data.chat.parts import Message
 from omnitrain.data.render.renderer import Renderer
@@ -22,8 +22,8 @@ _MESSAGE = frozenset({*FIELDS, "tool_calls"})
 _SHOWN_COLUMNS = 12  # of a note
 
 
-def unread_notes(sources: Iterable[RowSource], renderer: Renderer, *, scored: bool = False) -> list[str]:
-    """Return a line for each data set with keys that nothing reads.
+def unread_notes(sources: Sequence[RowSource], renderer: Renderer, *, scored: bool = False) -> list[str]:
+    """Return a line for each data set with keys that nothing reads, and for each whose format was recognised.
 
     Args:
         sources: the data sets.
@@ -33,7 +33,9 @@ def unread_notes(sources: Iterable[RowSource], renderer: Renderer, *, scored: bo
     Raises:
         UserError: see :meth:`RowSource.__getitem__`.
     """
-    return [note for source in sources if (note := _note(source, renderer.reads | HARMLESS, scored))]
+    notes = (_note(source, renderer.reads | HARMLESS, scored) for source in sources)
+    said = (f"data {source.name!r}: {source.reading.said}" for source in sources if source.reading.said)
+    return [*said, *filter(None, notes)]
 
 
 def _note(source: RowSource, known: Collection[str], scored: bool) -> str:

@@ -16,7 +16,8 @@ from PIL import Image
 from omnitrain.data.chat.parts import content_parts
 from omnitrain.data.render.component_media import MediaAdapter
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.sources.rows import MODALITIES, Row, RowSource, is_file
+from omnitrain.data.sources.part_files import is_file
+from omnitrain.data.sources.rows import MODALITIES, Row, RowSource
 from omnitrain.data.sources.turns import MARKERS, how_to_show
 from omnitrain.errors import UserError
 

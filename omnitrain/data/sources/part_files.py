@@ -23,6 +23,11 @@ def modality_of_type(kind: Any) -> Any:
     return _MODALITIES.get(kind, kind) if isinstance(kind, str) else kind
 
 
+def is_file(value: Any) -> bool:
+    """Whether a value of a media column is a file; null, an empty path and empty bytes are not."""
+    return any(value.values()) if isinstance(value, dict) else bool(value)
+
+
 def take_files(messages: Any, media: Mapping[str, Sequence[Any]]) -> tuple[Any, dict[str, list[Any]]]:
     """Return messages whose media parts have no files, and the files of the row in the order of its parts.
 

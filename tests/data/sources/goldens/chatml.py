@@ -16,7 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
-SPECIAL = ["<|pad|>", "<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL = [
+    *("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "<|pad|>",
+]
 IMAGE, VIDEO = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
 
 _TOOLS_INTRO = """\n\n# Tools\n
@@ -32,7 +35,7 @@ _TEMPLATE = (
     "{% elif p.type == 'image' or p.type == 'image_url' %}IMAGE{% elif p.type == 'video' %}VIDEO{% endif %}{% endfor %}{% endif %}"
     "{% endmacro %}"
     "{%- if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ show(messages[0].content) }}{% endif %}"
-    "{{ INTRO }}{% for t in tools %}\n{{ (t if t.type == 'function' else {'type': 'function', 'function': t}) | tojson }}"
+    "{{ INTRO }}{% for t in tools %}{{ '\n' }}{{ (t if t.type == 'function' else {'type': 'function', 'function': t}) | tojson }}"
     "{% endfor %}{{ END }}<|im_end|>\n{% endif %}"
     "{%- for message in messages %}{% if message.role == 'tool' %}"
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"

@@ -1,0 +1,154 @@
+"""The formats of rows by their names: which columns they have, and what marks media in their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from omnitrain.data.sources.reading import Reading
+from omnitrain.data.sources.turns import MARKERS
+from omnitrain.errors import DataError
+from omnitrain.recipe import Columns, DataSource
+
+_EVERY = {"id", "source", "system", "tools", *(f"{modality}s" for modality in MARKERS)}  # fields of every format
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Columns that rows of a format have: fields of :class:`Columns` -> names.
+
+    Attributes:
+        needs: those that must be there; of several columns of a field, the first.
+        may: those that may be there.
+    """
+
+    needs: Mapping[str, Any]
+    may: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Format:
+    """What rows of a format have, apart from what messages of any format may have.
+
+    Attributes:
+        shapes: its kinds of rows. A data set has one of them, the first whose columns are there.
+        marks: whether ``<image>``, ``<audio>`` and ``<video>`` in texts show media.
+        shows_first: see :class:`Reading`.
+        images_mark_videos: see :class:`Reading`.
+    """
+
+    shapes: tuple[Shape, ...]
+    marks: bool = False
+    shows_first: bool = False
+    images_mark_videos: bool = False
+
+
+_MESSAGES, _CONVERSATIONS = Shape({"messages": "messages"}), Shape({"messages": "conversations"})
+_ALPACA = Shape({"prompt": ["instruction", "input"], "response": "output"}, {"history": "history"})
+_QUERY = Shape({"prompt": "query", "response": "response"}, {"history": "history"})
+_COMPLETION = Shape({"prompt": "prompt", "response": "completion"})
+
+FORMATS = {
+    "alpaca": Format((_ALPACA,), marks=True),
+    "sharegpt": Format((_CONVERSATIONS,), marks=True),
+    "llama_factory": Format((_CONVERSATIONS, _MESSAGES, _ALPACA), marks=True),
+    "ms_swift": Format((_MESSAGES, _CONVERSATIONS, _QUERY, _ALPACA), marks=True, shows_first=True),
+    "axolotl": Format((_MESSAGES, _CONVERSATIONS)),
+    "openai": Format((_MESSAGES,)),
+    "trl": Format((_MESSAGES, _COMPLETION), shows_first=True),
+    "llava": Format((_CONVERSATIONS,), marks=True, images_mark_videos=True),
+}
+# Formats that are recognised, in this order, and the columns that only their rows have.
+_RECOGNISED = {
+    "llava": ("conversations", "image"),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "trl": ("prompt", "completion"),
+    "ms_swift": ("query", "response"),
+}
+
+
+def reading_of(source: DataSource, found: Sequence[str]) -> Reading:
+    """Return how the rows of a data set are read.
+
+    Args:
+        source: the recipe's node.
+        found: columns of the data set, or of its first rows; none: nothing is known.
+
+    Raises:
+        DataError: the rows are not of the format that the recipe names, or `columns` has one that it does not use.
+    """
+    own = {name: value for name, value in source.columns if value != Columns.model_fields[name].default}
+    name, said = source.format, ""
+    if name is None and source.columns.messages not in found and not own.keys() & {"messages", "response", "text"}:
+        name, said = _recognised(found)
+    if name is None or not found:
+        return Reading(
+            source.columns,
+            frozenset(source.media_markers or ()),
+            source.roles,
+            shows_first=source.columns.response is not None,
+        )
+    format, columns = FORMATS[name], _columns(name, own, found)
+    marked = [m for m in MARKERS if format.marks and getattr(columns, f"{m}s") in found]
+    return Reading(
+        columns,
+        frozenset(marked if source.media_markers is None else source.media_markers),
+        source.roles,
+        shows_first=format.shows_first or columns.response is not None,
+        images_mark_videos=format.images_mark_videos,
+        said=said,
+    )
+
+
+def fitting(found: Collection[str]) -> list[str]:
+    """Return the formats whose rows have such columns, those first that fewer rows have."""
+    return [name for name, columns in _RECOGNISED.items() if set(columns) <= set(found)]
+
+
+def _recognised(found: Sequence[str]) -> tuple[str | None, str]:
+    """Return the format of rows with these columns, and in words why it is; None: it is not known."""
+    fit = fitting(found)
+    if not fit:
+        return None, ""
+    why = " and ".join(f"`{column}`" for column in _RECOGNISED[fit[0]])
+    others = [f"`{name}`" for name in fit[1:] if not set(_RECOGNISED[name]) <= set(_RECOGNISED[fit[0]])]
+    also = f"; {' and '.join(others)} would fit, too, so set `format` if that is meant" if others else ""
+    return fit[0], f"read as `format: {fit[0]}`, because its rows have {why}{also}"
+
+
+def _columns(name: str, own: Mapping[str, Any], found: Collection[str]) -> Columns:
+    """Return the columns of the shape of a format that a data set has, under the names that the recipe gives them."""
+    shapes = [shape for shape in FORMATS[name].shapes if _has(shape, own, found)]
+    if not shapes:
+        expected = " or ".join(_words(shape, own) for shape in FORMATS[name].shapes)
+        others = [one for one in fitting(found) if one != name]
+        hint = f"; such rows are of `format: {others[0]}`" if others else "; `columns` may rename them"
+        raise DataError(f"format: {name!r} reads {expected}; found the columns {list(found)}{hint}")
+    fewest = min(shapes, key=lambda shape: len(_unused(shape, own)))
+    if unused := _unused(fewest, own):
+        key = min(unused)
+        raise DataError(
+            f"columns.{key}: found {own[key]!r}, but `format: {name}` reads {_words(fewest, own)} and does not use "
+            f"`columns.{key}`; remove it, or remove `format`"
+        )
+    singular = {f"{m}s": m for m in MARKERS if f"{m}s" not in found and m in found}
+    return Columns(**{**singular, **fewest.may, **fewest.needs, **own})
+
+
+def _has(shape: Shape, own: Mapping[str, Any], found: Collection[str]) -> bool:
+    return all(_named(shape, own, key)[0] in found for key in shape.needs)
+
+
+def _unused(shape: Shape, own: Mapping[str, Any]) -> set[str]:
+    return own.keys() - shape.needs.keys() - shape.may.keys() - _EVERY
+
+
+def _named(shape: Shape, own: Mapping[str, Any], key: str) -> list[str]:
+    names = own.get(key, shape.needs[key])
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _words(shape: Shape, own: Mapping[str, Any]) -> str:
+    return " and ".join(repr(_named(shape, own, key)[0]) for key in shape.needs)
