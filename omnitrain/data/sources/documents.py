@@ -35,9 +35,7 @@ class TextFiles:
 
     column_names = ("text",)
 
-    def __init__(
-        self, files: Sequence[str], choose: Callable[[Sequence[str]], Reading], *, reader: FileReader
-    ) -> None:
+    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Reading], *, reader: FileReader) -> None:
         """Read the size of each file.
 
         Args:

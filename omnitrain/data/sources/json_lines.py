@@ -7,7 +7,7 @@ import json
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,29 +56,21 @@ class JsonLines:
         self._spans = [row_spans(file, self._reader) for file in self._files]
         self._ends = list(accumulate(len(starts) for starts, _ in self._spans))
         self._is_checked = sum(int(stops[-1]) for _, stops in self._spans if len(stops)) <= CHECKED_BYTES
-        self._read_as(choose(self._some_names()))
+        self._check_rows(choose)
         if (reading := choose(self.column_names)) != self.reading:  # a later row has a further column
-            self._read_as(reading)
+            self._check_rows(lambda _: reading)
 
-    def _some_names(self) -> list[str]:
-        names: dict[str, None] = {}
-        for _, line in self._some(len(self), EXAMPLES):
-            with contextlib.suppress(ValueError):
-                names |= dict.fromkeys(_object(line))
-        return list(names)
-
-    def _read_as(self, reading: Reading) -> None:
-        self.reading, self._columns = reading, reading.columns
+    def _check_rows(self, choose: Callable[[Sequence[str]], Reading]) -> None:
+        rows = self._looked_at()
+        first = list(islice(rows, EXAMPLES))
+        self.reading = choose(list(dict.fromkeys(name for *_, line in first for name in _names(line))))
+        self._columns = self.reading.columns
         self._sources: list[Any] | None = [] if self._is_checked else None
         self.kinds: dict[tuple[Any, Any], int] = {}
-        self.column_names: list[str] = []
-        self._check_rows()
-
-    def _check_rows(self) -> None:
         names: dict[str, None] = {}
         wrong: list[str] = []
         num_wrong = 0
-        for position, where, line in self._looked_at():
+        for position, where, line in chain(first, rows):
             try:
                 record = _record(line, self._columns)
             except ValueError as error:
@@ -192,6 +184,14 @@ def kinds_of(record: dict[str, Any], reading: Reading) -> Iterator[tuple[Any, An
             role, content = (next((turn[n] for n in FIELDS[f] if turn.get(n) is not None), None) for f in TURN)
             yield from ((str(role), kind) for kind in _kinds(turn, content, marked))
     yield from ((column, None) for column in ("tools", "system") if record.get(getattr(columns, column)))
+
+
+def _names(line: bytes) -> list[str]:
+    """Return the columns of a row; none: it is no row."""
+    try:
+        return list(_object(line))
+    except ValueError:
+        return []
 
 
 def _object(line: bytes) -> dict[str, Any]:

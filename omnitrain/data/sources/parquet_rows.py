@@ -45,9 +45,7 @@ class ParquetRows:
         blocks: rows of each row group.
     """
 
-    def __init__(
-        self, files: Sequence[str], choose: Callable[[Sequence[str]], Reading], *, reader: FileReader
-    ) -> None:
+    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Reading], *, reader: FileReader) -> None:
         """Read the footer of each file.
 
         Args:

@@ -341,9 +341,7 @@ def _idle(source: DataSource, files: Sequence[str], kinds: Mapping[tuple[Any, An
         yield Idle("media_folder", "but no message shows a medium; remove it, or see `media_markers`")
 
 
-def _missing_columns(
-    found: Sequence[str], source: DataSource, columns: Columns, *, needs_messages: bool
-) -> list[str]:
+def _missing_columns(found: Sequence[str], source: DataSource, columns: Columns, *, needs_messages: bool) -> list[str]:
     """Return problems if the message column, or a column whose name the recipe sets, is missing."""
     defaults, found = Columns(), list(found)
     named = {field for field in Columns.model_fields if getattr(source.columns, field) != getattr(defaults, field)}

@@ -38,9 +38,7 @@ class TarShards:
     ``json`` file are columns of the row themselves. All other files are ``{bytes, path}``.
     """
 
-    def __init__(
-        self, files: Sequence[str], choose: Callable[[Sequence[str]], Reading], *, reader: FileReader
-    ) -> None:
+    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Reading], *, reader: FileReader) -> None:
         """Read the index of each shard, or build it.
 
         Args:

@@ -44,7 +44,9 @@ def golden(row: dict[str, Any]) -> dict[str, Any]:
     settings = SimpleNamespace(
         media_dir="", mask_history=False, train_on_prompt=False, cutoff_len=4096, neat_packing=False
     )
-    processor = SimpleNamespace(image_processor=SimpleNamespace(merge_size=1), video_processor=SimpleNamespace(merge_size=1))
+    processor = SimpleNamespace(
+        image_processor=SimpleNamespace(merge_size=1), video_processor=SimpleNamespace(merge_size=1)
+    )
     aligned = get_dataset_converter(attributes(row).formatting, attributes(row), settings)(copy.deepcopy(row))
     made = SupervisedDatasetProcessor(template=template, tokenizer=tokens, processor=processor, data_args=settings)
     encoded = made.preprocess_dataset({key: [value] for key, value in aligned.items()})
@@ -53,5 +55,8 @@ def golden(row: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    formats = {f: {n: row for n, row in ROWS[f].items() if (f, n) not in DOCUMENTED} for f in ("alpaca", "llama_factory", "llava")}
+    formats = {
+        f: {n: row for n, row in ROWS[f].items() if (f, n) not in DOCUMENTED}
+        for f in ("alpaca", "llama_factory", "llava")
+    }
     save("llamafactory", {f: {name: golden(row) for name, row in rows.items()} for f, rows in formats.items()})

@@ -34,7 +34,11 @@ def golden(row: dict[str, Any]) -> dict[str, Any]:
 
 def _of_text(row: dict[str, Any]) -> dict[str, Any]:
     config = Qwen2Config(
-        vocab_size=300, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        vocab_size=300,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
         num_key_value_heads=1,
     )
     tokens = tokenizer()

@@ -52,7 +52,11 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
         "system column": {"conversations": _sharegpt(*_CHAT[2:]), "system": "Be short."},
         "bot": {"conversations": _sharegpt(("user", "2+2?"), ("bot", "4"))},
         "masks": {
-            "conversations": [_sharegpt(*_CHAT)[0], {"from": "gpt", "value": "hello", "loss": False}, *_sharegpt(*_CHAT[2:])]
+            "conversations": [
+                _sharegpt(*_CHAT)[0],
+                {"from": "gpt", "value": "hello", "loss": False},
+                *_sharegpt(*_CHAT[2:]),
+            ]
         },
         "tools": {
             "conversations": _sharegpt(
@@ -80,8 +84,12 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
             "tools": json.dumps([_TOOL]),
         },
         "media": {
-            "messages": _said(("user", "<image><image>Which?"), ("assistant", "The first."), ("user", "And <video>?"),
-                              ("assistant", "A cat.")),
+            "messages": _said(
+                ("user", "<image><image>Which?"),
+                ("assistant", "The first."),
+                ("user", "And <video>?"),
+                ("assistant", "A cat."),
+            ),
             "images": ["cat.png", "dog.png"],
             "videos": ["cat.webp"],
         },
