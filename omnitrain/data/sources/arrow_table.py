@@ -182,8 +182,12 @@ def _where(every: pa.Table, kinds: Iterable[tuple[str, pa.Array]]) -> list[pa.Ta
 
 
 def _filled(prefix: str, fields: Mapping[str, pa.Array], known: Collection[str]) -> Iterator[tuple[str, pa.Array]]:
-    """Yield each field that is not known as a kind, with where it has a value."""
-    yield from ((f"{prefix}{name}", _is_filled(values)) for name, values in fields.items() if name not in known)
+    """Yield each field that is not known as a kind, with where it has a value; and the fields of objects in it."""
+    for name, values in fields.items():
+        if name not in known:
+            yield f"{prefix}{name}", _is_filled(values)
+            if pa.types.is_struct(values.type):
+                yield from _filled(f"{prefix}{name}.", _fields(values), ())
 
 
 def _fields(structs: pa.Array) -> dict[str, pa.Array]:

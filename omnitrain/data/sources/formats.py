@@ -60,9 +60,9 @@ class Table(Protocol):
     def kinds(self) -> Mapping[tuple[Any, Any], int] | None:
         """Kinds of messages of all records -> position of the first record that has it.
 
-        They are ``(role, None)``, ``(role, type of a part)``, and for further keys with a value
-        ``(role, "message.KEY")`` and ``(role, "part.KEY")``, with names as in the file; and ``("tools", None)`` and
-        ``("system", None)`` for these columns. None: they are found in :meth:`examples`.
+        They are ``(role, None)``, ``(role, type of a part)``, and for further keys that are not null
+        ``(role, "message.KEY")``, ``(role, "part.KEY")`` and ``(role, "part.KEY.KEY")``, as in the file; and
+        ``("tools", None)`` and ``("system", None)`` for these columns. None: they are found in :meth:`examples`.
         """
         ...
 

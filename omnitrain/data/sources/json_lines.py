@@ -221,7 +221,7 @@ def _record(line: bytes, columns: Columns) -> dict[str, Any]:
 
 
 def _kinds(turn: dict[str, Any], content: Any, marked: Collection[str]) -> Iterator[str | None]:
-    """Yield None, the other keys of a turn, the types of its parts (marked in a text, too), and the parts' keys."""
+    """Yield None, the other keys of a turn, the types of its parts (marked in a text, too), and their keys."""
     yield None
     yield from (f"message.{key}" for key, value in turn.items() if key not in SAID and value is not None)
     if isinstance(content, str):
@@ -229,7 +229,10 @@ def _kinds(turn: dict[str, Any], content: Any, marked: Collection[str]) -> Itera
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict):
             yield str(part.get("type"))
-            yield from (f"part.{key}" for key, value in part.items() if key not in PART and value is not None)
+            for key, value in part.items():
+                inside = value if isinstance(value, dict) else {}
+                found = {f"part.{key}": value} | {f"part.{key}.{name}": one for name, one in inside.items()}
+                yield from (name for name, one in found.items() if key not in PART and one is not None)
 
 
 def _kind_of(value: Any) -> str:
