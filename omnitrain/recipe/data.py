@@ -150,8 +150,8 @@ class DataSource(Strict):
     limit: int | None = Field(None, ge=1, description="Use only this number of rows, from the first. Unset: all.")
     format: RowFormat | None = Field(
         None,
-        description="Format of the rows. It names their columns; `columns` may rename them. Unset: that of `columns`, or "
-        "recognised by the columns if there is none named `messages`.",
+        description="Format of the rows. It names their columns; `columns` may rename them. Unset: that of `columns`; "
+        "without a column of messages, a format is recognised by its columns.",
     )
     columns: Columns = Field(default_factory=Columns, description="Column names.")
     roles: Annotated[dict[str, str], AfterValidator(_known)] = Field(
@@ -161,8 +161,8 @@ class DataSource(Strict):
     )
     media_markers: list[Literal["image", "audio", "video"]] | None = Field(
         None,
-        description="Modalities that texts mark with `<image>`, `<audio>` or `<video>`, as in LLaVA's data. Unset: none, "
-        "or those that `format` marks and the data has columns for.",
+        description="Modalities that texts mark with `<image>`, `<audio>` or `<video>`, as in LLaVA's data. Unset: "
+        "none, or those that a format marks and the data has columns for.",
     )
     media_folder: str | None = Field(
         None,

@@ -124,6 +124,8 @@ STANDS: dict[str, Always | Idle] = {
     ),
     "Columns.response": idle("`text` is set, so rows are documents", "data.train.0.columns={text: a, response: b}"),
     "Columns.prompt": idle("`response` is not set", "data.train.0.columns.prompt=a"),
+    "Columns.history": idle("`response` is not set", "data.train.0.columns.history=a"),
+    "DataSource.format": idle("'alpaca' reads 'instruction' and 'output'; found", "data.train.0.format=alpaca"),
     "Columns.system": idle("`response` is not set", "data.train.0.columns.system=a"),
     "DataSource.epochs": idle("held-out data sets are read once", "data.heldout.0.epochs=2"),
     "DataSource.limit": SIZE,

@@ -72,8 +72,8 @@ class ArrowTable:
 
 def record_of(record: dict[str, Any], columns: Columns) -> dict[str, Any]:
     """Return a record without the null fields in messages and tools that Arrow adds for fields of other rows."""
-    nested = {columns.messages, columns.tools, columns.response, *columns.prompts} & record.keys()
-    return record | {name: _without_nulls(record[name]) for name in nested}
+    nested = {columns.messages, columns.tools, columns.response, *columns.prompts}
+    return record | {name: _without_nulls(record[name]) for name in record.keys() & nested}
 
 
 def first_of_each_kind(table: Any, reading: Reading) -> dict[tuple[Any, Any], int]:

@@ -80,7 +80,8 @@ def reading_of(source: DataSource, found: Sequence[str]) -> Reading:
         DataError: the rows are not of the format that the recipe names, or `columns` has one that it does not use.
     """
     own = {name: value for name, value in source.columns if value != Columns.model_fields[name].default}
-    name, said = source.format, ""
+    name: str | None = source.format
+    said = ""
     if name is None and source.columns.messages not in found and not own.keys() & {"messages", "response", "text"}:
         name, said = _recognised(found)
     if name is None or not found:

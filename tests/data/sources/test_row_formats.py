@@ -7,13 +7,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
 
-from omnitrain.data.packing.sample import Sample
+from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
+from omnitrain.data.render.unread_keys import unread_notes
 from omnitrain.data.sources.rows import RowSource, open_sources
+from omnitrain.errors import DataError
 from omnitrain.recipe import DataSource
 from tests.data.sources.goldens.chatml import HERE, TEMPLATE, summary, tokenizer
 from tests.data.sources.goldens.rows import DOCUMENTED, ROWS
@@ -21,6 +24,9 @@ from tests.tiny import png, webp
 from tests.tiny_processors import qwen2_vl
 
 EACH = [(format, name) for format, rows in ROWS.items() for name in rows]
+NESTED = [(format, name) for format, name in EACH if name in ("history", "masks", "tools", "completion")]
+CHAT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
+ALPACA = {"instruction": "2+2?", "input": "", "output": "4"}
 
 
 @cache
@@ -51,14 +57,26 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(folder: Path, rows: list[dict[str, Any]], suffix: str = "jsonl", **node: Any) -> RowSource:
     path = folder / f"rows.{suffix}"
     if suffix == "parquet":
-        Dataset.from_list(rows).to_parquet(str(path))
+        pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return open_sources([DataSource.model_validate({"path": str(path), **node})])[0]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize(("format", "name"), EACH)
+def with_unknown(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with a key of its own on the row, each of its turns, and each part of these."""
+    turns = {key: [_unknown_turn(turn) for turn in row[key]] for key in ("messages", "conversations") if key in row}
+    return row | turns | {"of_row": 1}
+
+
+def _unknown_turn(turn: dict[str, Any]) -> dict[str, Any]:
+    text = "content" if "content" in turn else "value"
+    return turn | {text: [{"type": "text", "text": turn[text], "of_part": 1}], "of_message": 1}
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "suffix"), [(*one, "jsonl") for one in EACH] + [(*one, "parquet") for one in NESTED]
+)
 def test_a_row_trains_what_the_package_of_its_format_trains(
     tmp_path: Path, media: Path, format: str, name: str, suffix: str
 ) -> None:
@@ -68,3 +86,151 @@ def test_a_row_trains_what_the_package_of_its_format_trains(
     assert isinstance(found, Sample), found
     golden = goldens()[format, DOCUMENTED.get((format, name), name)]
     assert summary(found.input_ids.tolist(), found.loss_mask.tolist(), tokenizer()) == golden
+
+
+def test_a_key_that_nothing_reads_is_named_on_every_level_of_every_format(tmp_path: Path) -> None:
+    for format, rows in ROWS.items():
+        row = with_unknown(rows["system"])
+        (note,) = unread_notes([opened(tmp_path, [row], format=format)], processor().renderer)
+        has_turns = bool({"messages", "conversations"} & row.keys())
+        said = ["column 'of_row'", *["`of_message` of a message", "`of_part` of a part"] * has_turns]
+        assert [one for one in said if one not in note] == [], (format, note)
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "why"),
+    [
+        (CHAT, "sharegpt", "`conversations`"),
+        (CHAT | {"image": "cat.png"}, "llava", "`conversations` and `image`"),
+        (ALPACA, "alpaca", "`instruction` and `output`"),
+        (ROWS["trl"]["completion"], "trl", "`prompt` and `completion`"),
+        (ROWS["ms_swift"]["history"], "ms_swift", "`query` and `response`"),
+    ],
+)
+def test_a_format_is_recognised_by_its_columns_and_said(
+    tmp_path: Path, row: dict[str, Any], format: str, why: str
+) -> None:
+    source, named = opened(tmp_path, [row]), opened(tmp_path, [row], format=format)
+    assert source[0] == named[0] and not named.reading.said
+    notes = unread_notes([source, named], processor().renderer)
+    assert notes[0] == f"data 'rows': read as `format: {format}`, because its rows have {why}"
+
+
+def test_of_two_formats_that_fit_the_chosen_one_and_the_other_are_said(tmp_path: Path) -> None:
+    source = opened(tmp_path, [CHAT | ALPACA])
+    assert source[0].messages[0]["content"] == "hi"
+    assert source.reading.said == (
+        "read as `format: sharegpt`, because its rows have `conversations`; `alpaca` would fit, too, so set `format` if "
+        "that is meant"
+    )
+    assert opened(tmp_path, [CHAT | ALPACA], format="alpaca")[0].messages[0]["content"] == "2+2?"
+
+
+def test_messages_or_columns_of_the_recipe_come_before_what_could_be_recognised(tmp_path: Path) -> None:
+    said = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    plain = opened(tmp_path, [CHAT | said])
+    assert not plain.reading.said and plain[0].messages == said["messages"]
+    own = opened(tmp_path, [ALPACA | {"answer": "5"}], columns={"prompt": "instruction", "response": "answer"})
+    assert not own.reading.said and own[0].messages[-1]["content"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("rows", "node", "problem"),
+    [
+        ([CHAT], {"format": "alpaca"}, "'alpaca' reads 'instruction' and 'output'; found the columns ['conversations']; "
+         "such rows are of `format: sharegpt`"),
+        ([ALPACA], {"format": "trl"}, "'trl' reads 'messages' or 'prompt' and 'completion'; found"),
+        ([{"question": "a", "answer": "b"}], {"format": "alpaca"}, "; `columns` may rename them"),
+        ([ALPACA], {"format": "alpaca", "columns": {"messages": "input"}}, "columns.messages: found 'input', but "
+         "`format: alpaca` reads 'instruction' and 'output' and does not use `columns.messages`"),
+        ([CHAT], {"format": "sharegpt", "columns": {"prompt": "a"}}, "columns.prompt: found 'a', but `format: sharegpt`"),
+        ([ALPACA], {"format": "alpaca", "columns": {"history": "past"}}, "column 'past' (columns.history) is missing"),
+        ([ALPACA], {"columns": {"prompt": ["instruction", "inputs"], "response": "output"}}, "column 'inputs' "
+         "(columns.prompt) is missing, found ['instruction', 'input', 'output']"),
+    ],
+)  # fmt: skip
+def test_a_format_that_does_not_fit_is_refused_in_words(
+    tmp_path: Path, rows: list[dict[str, Any]], node: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(DataError) as raised:
+        opened(tmp_path, rows, **node)
+    assert problem in str(raised.value)
+
+
+def test_columns_rename_what_a_format_reads(tmp_path: Path) -> None:
+    rows = [{"ask": "3+3?", "context": "be short", "say": "6", "past": [["2+2?", "4"]]}]
+    columns = {"prompt": ["ask", "context"], "response": "say", "history": "past"}
+    texts = ["2+2?", "4", "3+3?\nbe short", "6"]
+    for node in ({}, {"format": "alpaca"}, {"format": "ms_swift"}):
+        row = opened(tmp_path, rows, columns=columns, **node)[0]
+        assert [message["content"] for message in row.messages] == texts and row.extra == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"history": "[['a', 'b']]"}, "column 'history' has \"[['a', 'b']]\", expected pairs of texts"),
+        ({"history": [["a"]]}, "column 'history' has [['a']], expected pairs of texts: [[question, answer], ...]"),
+        ({"history": [["a", None]]}, "column 'history' has None, expected a text"),
+        ({"instruction": None, "input": None}, "columns ['instruction', 'input'] are null, expected a text"),
+        ({"output": None}, "column 'output' has None, expected a text"),
+        ({"system": 3}, "column 'system' has 3, expected a text"),
+    ],
+)
+def test_a_row_with_a_wrong_value_is_rejected_with_the_reason(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    assert problem in opened(tmp_path, [ALPACA | change], format="alpaca")[0].problem
+
+
+def test_a_call_and_the_text_before_it_are_one_message_with_one_flag(tmp_path: Path) -> None:
+    def said(*flags: dict[str, Any], call: str = '{"name": "weather"}') -> RowSource:
+        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I look."}]
+        turns += [{"role": "tool_call", "content": call}]
+        marked = [turn | flag for turn, flag in zip(turns, ({}, *flags), strict=True)]
+        return opened(tmp_path, [{"messages": marked}], format="ms_swift")
+
+    message = said({"loss": False}, {"loss": False})[0].messages[1]
+    assert message == {
+        "role": "assistant", "content": "I look.", "weight": 0, "tool_calls": [{"name": "weather"}]
+    }  # fmt: skip
+    assert "but their flags are 0 and 1; give both the same" in said({"loss": False}, {"loss": True})[0].problem
+    rejected = processor().sample(said({}, {}, call="look!")[0])
+    assert isinstance(rejected, Rejected) and "tool_calls[0]: found 'look!'" in rejected.reason
+
+
+def test_markers_are_media_only_if_the_data_has_a_column_for_them(tmp_path: Path) -> None:
+    html = {"conversations": [{"from": "human", "value": "<image> or <video>?"}, {"from": "gpt", "value": "both"}]}
+    image, text = {"type": "image"}, {"type": "text", "text": " or <video>?"}
+    assert opened(tmp_path, [html], format="sharegpt")[0].messages[0]["content"] == "<image> or <video>?"
+    shown = opened(tmp_path, [html | {"images": ["cat.png"]}], format="sharegpt")
+    assert shown[0].messages[0]["content"] == [image, text] and shown.shown == {("image", False)}
+    unmarked = opened(tmp_path, [html | {"images": []}], format="sharegpt", media_markers=[])
+    assert unmarked[0].messages[0]["content"] == "<image> or <video>?" and unmarked.takes_markers
+
+
+def test_a_column_of_media_that_comes_late_in_the_file_is_read(tmp_path: Path) -> None:
+    late = {
+        "image": "cat.png",
+        "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}],
+    }
+    rows = [CHAT] * 100 + [late]
+    for node in ({}, {"format": "llava"}):
+        source = opened(tmp_path, rows, **node)
+        assert source[100].messages[0]["content"][0] == {"type": "image"} and source[100].media["image"] == ["cat.png"]
+        assert source.shown == {("image", False)} and source.columns.images == "image"
+
+
+def test_media_that_no_message_shows_are_known_before_training(tmp_path: Path) -> None:
+    rows = [ROWS["trl"]["history"] | {"images": []}] * 3 + [ROWS["trl"]["media"]]
+    for suffix in ("jsonl", "parquet"):
+        source = opened(tmp_path, rows, suffix, format="trl")
+        assert source.shown == {("image", False)} and 3 in source.first_of_each_kind()
+        parts = [part["type"] for part in source[3].messages[0]["content"]]
+        assert parts == ["image", "image", "text"] and source[0].messages[0]["content"] == "hi"
+
+
+def test_a_prompt_of_messages_is_not_trained_and_its_answers_are(tmp_path: Path) -> None:
+    row = ROWS["trl"]["masks"]
+    weights = [message.get("weight") for message in opened(tmp_path, [row], format="trl")[0].messages]
+    assert weights == [0, 0, 0, None]
