@@ -120,8 +120,8 @@ def test_of_two_formats_that_fit_the_chosen_one_and_the_other_are_said(tmp_path:
     source = opened(tmp_path, [CHAT | ALPACA])
     assert source[0].messages[0]["content"] == "hi"
     assert source.reading.said == (
-        "read as `format: sharegpt`, because its rows have `conversations`; `alpaca` would fit, too, so set `format` if "
-        "that is meant"
+        "read as `format: sharegpt`, because its rows have `conversations`; `alpaca` would fit, too, so set `format` "
+        "if that is meant"
     )
     assert opened(tmp_path, [CHAT | ALPACA], format="alpaca")[0].messages[0]["content"] == "2+2?"
 
@@ -137,13 +137,13 @@ def test_messages_or_columns_of_the_recipe_come_before_what_could_be_recognised(
 @pytest.mark.parametrize(
     ("rows", "node", "problem"),
     [
-        ([CHAT], {"format": "alpaca"}, "'alpaca' reads 'instruction' and 'output'; found the columns ['conversations']; "
-         "such rows are of `format: sharegpt`"),
+        ([CHAT], {"format": "alpaca"}, "'alpaca' reads 'instruction' and 'output'; found the columns "
+         "['conversations']; such rows are of `format: sharegpt`"),
         ([ALPACA], {"format": "trl"}, "'trl' reads 'messages' or 'prompt' and 'completion'; found"),
         ([{"question": "a", "answer": "b"}], {"format": "alpaca"}, "; `columns` may rename them"),
         ([ALPACA], {"format": "alpaca", "columns": {"messages": "input"}}, "columns.messages: found 'input', but "
          "`format: alpaca` reads 'instruction' and 'output' and does not use `columns.messages`"),
-        ([CHAT], {"format": "sharegpt", "columns": {"prompt": "a"}}, "columns.prompt: found 'a', but `format: sharegpt`"),
+        ([CHAT], {"format": "sharegpt", "columns": {"prompt": "a"}}, "columns.prompt: found 'a', but `format: share"),
         ([ALPACA], {"format": "alpaca", "columns": {"history": "past"}}, "column 'past' (columns.history) is missing"),
         ([ALPACA], {"columns": {"prompt": ["instruction", "inputs"], "response": "output"}}, "column 'inputs' "
          "(columns.prompt) is missing, found ['instruction', 'input', 'output']"),
