@@ -34,7 +34,7 @@ def unread_notes(sources: Sequence[RowSource], renderer: Renderer, *, scored: bo
         UserError: see :meth:`RowSource.__getitem__`.
     """
     notes = (_note(source, renderer.reads | HARMLESS, scored) for source in sources)
-    said = (f"data {source.name!r}: {source.reading.said}" for source in sources if source.reading.said)
+    said = (f"data {source.name!r}: {source.schema.said}" for source in sources if source.schema.said)
     return [*said, *filter(None, notes)]
 
 

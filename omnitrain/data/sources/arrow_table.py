@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnitrain.data.sources.examples import EXAMPLES, evenly_spaced, example_of
-from omnitrain.data.sources.reading import Reading
+from omnitrain.data.sources.schema import Schema
 from omnitrain.data.sources.turns import FIELDS, MARKERS, PART, SAID
 from omnitrain.recipe import Columns
 
@@ -21,7 +21,7 @@ _LISTS = (datasets.List, datasets.LargeList)
 class ArrowTable:
     """A data set of HF ``datasets``; see :class:`omnitrain.data.sources.formats.Table`."""
 
-    def __init__(self, data: datasets.Dataset, choose: Callable[[Sequence[str]], Reading]) -> None:
+    def __init__(self, data: datasets.Dataset, choose: Callable[[Sequence[str]], Schema]) -> None:
         """Wrap a data set.
 
         Args:
@@ -31,8 +31,8 @@ class ArrowTable:
         Raises:
             DataError: ``choose`` raises it.
         """
-        self.reading = choose(data.column_names)
-        self._columns = columns = self.reading.columns
+        self.schema = choose(data.column_names)
+        self._columns = columns = self.schema.columns
         info = data.info.copy()
         info.features = undecoded_features(data.features, columns)
         # `cast` would copy the rows; and a fingerprint that it computes would read all of them.
@@ -63,7 +63,7 @@ class ArrowTable:
     @cached_property
     def kinds(self) -> dict[tuple[Any, Any], int]:
         """See :class:`omnitrain.data.sources.formats.Table`. Does not read texts or media."""
-        return first_of_each_kind(self._data.data, self.reading)
+        return first_of_each_kind(self._data.data, self.schema)
 
     def problems(self) -> list[str]:
         """Return problems of columns with a wrong type: messages that are plain values, media that are not files."""
@@ -76,13 +76,13 @@ def record_of(record: dict[str, Any], columns: Columns) -> dict[str, Any]:
     return record | {name: _without_nulls(record[name]) for name in record.keys() & nested}
 
 
-def first_of_each_kind(table: Any, reading: Reading) -> dict[tuple[Any, Any], int]:
+def first_of_each_kind(table: Any, schema: Schema) -> dict[tuple[Any, Any], int]:
     """Return the kinds of the rows of an Arrow table; see :class:`omnitrain.data.sources.formats.Table`."""
-    columns = reading.columns
+    columns = schema.columns
     firsts: dict[tuple[Any, Any], int] = {}
     start = 0
     for chunk in table.column(columns.messages).chunks:
-        for kind, position in _first_of_each_kind(chunk, reading.marked):
+        for kind, position in _first_of_each_kind(chunk, schema.marked):
             firsts.setdefault(kind, start + position)
         start += len(chunk)
     for field in ("tools", "system"):

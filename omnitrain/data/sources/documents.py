@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from omnitrain.data.sources.files import FileReader, ReadError
-from omnitrain.data.sources.reading import Reading
+from omnitrain.data.sources.schema import Schema
 
 _ROW_BYTES = 1 << 15
 _SEARCHED = 1 << 12  # bytes in which the end of a line or word is searched
@@ -35,7 +35,7 @@ class TextFiles:
 
     column_names = ("text",)
 
-    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Reading], *, reader: FileReader) -> None:
+    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader) -> None:
         """Read the size of each file.
 
         Args:
@@ -43,7 +43,7 @@ class TextFiles:
             choose: returns how rows with given columns are read.
             reader: reads the files.
         """
-        self._files, self._reader, self.reading = list(files), reader, choose(self.column_names)
+        self._files, self._reader, self.schema = list(files), reader, choose(self.column_names)
         self._sizes = [reader.version(file).size for file in files]
         self._counts = [max(-(-(size - _SEARCHED) // _ROW_BYTES), min(size, 1)) for size in self._sizes]
         self._ends = list(accumulate(self._counts))

@@ -17,8 +17,8 @@ from omnitrain.data.sources.documents import TextFiles
 from omnitrain.data.sources.files import FileReader, ReadError, find_files, is_url
 from omnitrain.data.sources.json_lines import JsonLines
 from omnitrain.data.sources.parquet_rows import ParquetRows
-from omnitrain.data.sources.reading import Reading
-from omnitrain.data.sources.row_formats import reading_of
+from omnitrain.data.sources.row_formats import schema_of
+from omnitrain.data.sources.schema import Schema
 from omnitrain.data.sources.stream import Stream
 from omnitrain.data.sources.tar_shards import TarShards
 from omnitrain.errors import DataError
@@ -52,7 +52,7 @@ class Table(Protocol):
         ...
 
     @property
-    def reading(self) -> Reading:
+    def schema(self) -> Schema:
         """How its records are read, which is chosen when their columns are known."""
         ...
 
@@ -159,7 +159,7 @@ def open_table(source: DataSource, files: Sequence[str], reader: FileReader, *, 
 
 
 def _open(source: DataSource, files: Sequence[str], kind: str, reader: FileReader, *, copy_parquet: bool) -> Table:
-    choose = partial(reading_of, source)
+    choose = partial(schema_of, source)
     match kind:
         case "Hub":
             options = {"name": source.subset, "revision": source.revision, "split": source.split}

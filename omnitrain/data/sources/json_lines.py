@@ -16,7 +16,7 @@ import numpy as np
 from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.line_index import row_spans
-from omnitrain.data.sources.reading import Reading
+from omnitrain.data.sources.schema import Schema
 from omnitrain.data.sources.turns import FIELDS, MARKERS, PART, SAID, TURN
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
@@ -35,11 +35,11 @@ class JsonLines:
 
     Attributes:
         kinds: see :class:`omnitrain.data.sources.formats.Table`. Of large data sets, those of some rows.
-        reading: see :class:`omnitrain.data.sources.formats.Table`.
+        schema: see :class:`omnitrain.data.sources.formats.Table`.
     """
 
     def __init__(
-        self, files: Sequence[str], choose: Callable[[Sequence[str]], Reading], *, reader: FileReader | None = None
+        self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader | None = None
     ) -> None:
         """Find the rows, check them (some of them if there are many), and keep the source and kinds of these.
 
@@ -57,14 +57,14 @@ class JsonLines:
         self._ends = list(accumulate(len(starts) for starts, _ in self._spans))
         self._is_checked = sum(int(stops[-1]) for _, stops in self._spans if len(stops)) <= CHECKED_BYTES
         self._check_rows(choose)
-        if (reading := choose(self.column_names)) != self.reading:  # a later row has a further column
-            self._check_rows(lambda _: reading)
+        if (schema := choose(self.column_names)) != self.schema:  # a later row has a further column
+            self._check_rows(lambda _: schema)
 
-    def _check_rows(self, choose: Callable[[Sequence[str]], Reading]) -> None:
+    def _check_rows(self, choose: Callable[[Sequence[str]], Schema]) -> None:
         rows = self._looked_at()
         first = list(islice(rows, EXAMPLES))
-        self.reading = choose(list(dict.fromkeys(name for *_, line in first for name in _names(line))))
-        self._columns = self.reading.columns
+        self.schema = choose(list(dict.fromkeys(name for *_, line in first for name in _names(line))))
+        self._columns = self.schema.columns
         self._sources: list[Any] | None = [] if self._is_checked else None
         self.kinds: dict[tuple[Any, Any], int] = {}
         names: dict[str, None] = {}
@@ -79,7 +79,7 @@ class JsonLines:
                     wrong.append(f"{where()}: {error}")
                 continue
             names |= dict.fromkeys(record)
-            for kind in kinds_of(record, self.reading):
+            for kind in kinds_of(record, self.schema):
                 self.kinds.setdefault(kind, position)
             if self._sources is not None:
                 source = record.get(self._columns.source)
@@ -175,9 +175,9 @@ class JsonLines:
         return []
 
 
-def kinds_of(record: dict[str, Any], reading: Reading) -> Iterator[tuple[Any, Any]]:
+def kinds_of(record: dict[str, Any], schema: Schema) -> Iterator[tuple[Any, Any]]:
     """Yield the kinds of a row; see :class:`omnitrain.data.sources.formats.Table`."""
-    columns, marked = reading.columns, reading.marked
+    columns, marked = schema.columns, schema.marked
     turns = record.get(columns.messages)
     for turn in turns if isinstance(turns, list) else ():
         if isinstance(turn, dict):

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from omnitrain.data.sources.arrow_table import column_problems, first_of_each_kind, record_of, undecoded_features
 from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced, example_of
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
-from omnitrain.data.sources.reading import Reading
+from omnitrain.data.sources.schema import Schema
 from omnitrain.errors import DataError
 
 _KEPT_GROUPS = 5  # row groups in memory: those that an order in blocks uses at a time, and the next
@@ -45,7 +45,7 @@ class ParquetRows:
         blocks: rows of each row group.
     """
 
-    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Reading], *, reader: FileReader) -> None:
+    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader) -> None:
         """Read the footer of each file.
 
         Args:
@@ -76,8 +76,8 @@ class ParquetRows:
             sizes = (parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups))
             self._groups += [_Group(file, number, rows) for number, rows in enumerate(sizes) if rows]
         assert schema is not None
-        self.reading = choose(schema.names)
-        self._columns = columns = self.reading.columns
+        self.schema = choose(schema.names)
+        self._columns = columns = self.schema.columns
         self._features = undecoded_features(datasets.Features.from_arrow_schema(schema), columns)
         self.column_names: list[str] = schema.names
         self.blocks = tuple(group.rows for group in self._groups)
@@ -158,7 +158,7 @@ class ParquetRows:
             if (table := self._readable(group, names)) is None:
                 continue
             start = self._ends[group] - self.blocks[group]
-            for kind, position in first_of_each_kind(table.combine_chunks(), self.reading).items():
+            for kind, position in first_of_each_kind(table.combine_chunks(), self.schema).items():
                 firsts.setdefault(kind, start + position)
         return firsts
 

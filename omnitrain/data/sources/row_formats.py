@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from omnitrain.data.sources.reading import Reading
+from omnitrain.data.sources.schema import Schema
 from omnitrain.data.sources.turns import MARKERS
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns, DataSource
@@ -34,8 +34,8 @@ class Format:
     Attributes:
         shapes: its kinds of rows. A data set has one of them, the first whose columns are there.
         marks: whether ``<image>``, ``<audio>`` and ``<video>`` in texts show media.
-        shows_first: see :class:`Reading`.
-        images_mark_videos: see :class:`Reading`.
+        shows_first: see :class:`Schema`.
+        images_mark_videos: see :class:`Schema`.
     """
 
     shapes: tuple[Shape, ...]
@@ -69,7 +69,7 @@ _RECOGNISED = {
 }
 
 
-def reading_of(source: DataSource, found: Sequence[str]) -> Reading:
+def schema_of(source: DataSource, found: Sequence[str]) -> Schema:
     """Return how the rows of a data set are read.
 
     Args:
@@ -85,7 +85,7 @@ def reading_of(source: DataSource, found: Sequence[str]) -> Reading:
     if name is None and source.columns.messages not in found and not own.keys() & {"messages", "response", "text"}:
         name, said = _recognised(found)
     if name is None or not found:
-        return Reading(
+        return Schema(
             source.columns,
             frozenset(source.media_markers or ()),
             source.roles,
@@ -93,7 +93,7 @@ def reading_of(source: DataSource, found: Sequence[str]) -> Reading:
         )
     format, columns = FORMATS[name], _columns(name, own, found)
     marked = [m for m in MARKERS if format.marks and getattr(columns, f"{m}s") in found]
-    return Reading(
+    return Schema(
         columns,
         frozenset(marked if source.media_markers is None else source.media_markers),
         source.roles,

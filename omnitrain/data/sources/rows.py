@@ -20,7 +20,7 @@ from omnitrain.data.sources.formats import files_of, open_table, suffix_of
 from omnitrain.data.sources.json_lines import kinds_of
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.part_files import modality_of_type
-from omnitrain.data.sources.reading import required
+from omnitrain.data.sources.schema import required
 from omnitrain.data.sources.stream import Stream
 from omnitrain.data.sources.turns import MARKERS, role_of
 from omnitrain.errors import DataError, UserError
@@ -133,7 +133,7 @@ class RowSource(Sequence[Row]):
 
     Attributes:
         is_stream: whether its rows should be asked for in their order.
-        reading: how its records become messages.
+        schema: how its records become messages.
         takes_markers: whether the recipe says which modalities texts mark.
     """
 
@@ -152,7 +152,7 @@ class RowSource(Sequence[Row]):
         files, self._folder = files_of(source)
         self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
         self._table = open_table(source, files, self._reader, copy_parquet=copy_parquet)
-        self.reading, self.columns = self._table.reading, self._table.reading.columns
+        self.schema, self.columns = self._table.schema, self._table.schema.columns
         self._length = min(len(self._table), source.limit or len(self._table))
         if not self._length:
             raise DataError(f"data: {source.path!r} holds no rows")
@@ -223,7 +223,7 @@ class RowSource(Sequence[Row]):
         if self._has_documents:
             text = record.pop(name or "text")
             return {"document": text if isinstance(text, Document) else Document(required(text, name))}
-        messages, files = self.reading.conversation(record, media)
+        messages, files = self.schema.conversation(record, media)
         return {"messages": messages, "media": {m: self._located(files[m]) for m in MODALITIES}}
 
     def _located(self, files: list[Any]) -> list[Any]:
@@ -257,7 +257,7 @@ class RowSource(Sequence[Row]):
             return {("document", None): 0}
         found: Iterable[tuple[tuple[Any, Any], int]] = self._kinds_of_examples()
         if self.columns.response is None and self._table.kinds is not None:
-            found = chain(self._table.kinds.items(), found if self.reading.makes_messages else ())
+            found = chain(self._table.kinds.items(), found if self.schema.makes_messages else ())
         firsts: dict[tuple[Any, Any], int] = {}
         for (role, kind), position in found:
             key = role, modality_of_type(kind)
@@ -266,16 +266,16 @@ class RowSource(Sequence[Row]):
 
     def _kinds_of_examples(self) -> Iterator[tuple[tuple[Any, Any], int]]:
         for position, record in self._table.examples(len(self)):
-            if self.reading.makes_messages:
+            if self.schema.makes_messages:
                 row = self._row(position, record)
                 record = {self.columns.messages: row.messages, self.columns.tools: row.tools}
-            yield from ((kind, position) for kind in kinds_of(record, self.reading))
+            yield from ((kind, position) for kind in kinds_of(record, self.schema))
 
     @property
     def shown(self) -> frozenset[tuple[str, bool]]:
         """The modalities that the messages of all rows show, each with whether the assistant writes it."""
         return frozenset(
-            (kind, role_of(role, self.reading.roles) == "assistant")
+            (kind, role_of(role, self.schema.roles) == "assistant")
             for (role, kind), position in self.kinds.items()
             if kind in MODALITIES and position < len(self)
         )

@@ -12,7 +12,7 @@ import pyarrow as pa
 from omnitrain.data.sources.arrow_table import record_of
 from omnitrain.data.sources.examples import EXAMPLES
 from omnitrain.data.sources.files import ReadError
-from omnitrain.data.sources.reading import Reading
+from omnitrain.data.sources.schema import Schema
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
 
@@ -50,7 +50,7 @@ class Stream:
         column_names: columns of the first rows.
     """
 
-    def __init__(self, data: datasets.IterableDataset, choose: Callable[[Sequence[str]], Reading]) -> None:
+    def __init__(self, data: datasets.IterableDataset, choose: Callable[[Sequence[str]], Schema]) -> None:
         """Read the first rows.
 
         Args:
@@ -75,8 +75,8 @@ class Stream:
         else:
             self._length = len(self._first)
         self.column_names = list(dict.fromkeys(name for row in self._first for name in row))
-        self.reading = choose(self.column_names)
-        self._columns = self.reading.columns
+        self.schema = choose(self.column_names)
+        self._columns = self.schema.columns
         self._first = [record_of(row, self._columns) for row in self._first]
 
     def skip(self, rows: int) -> None:

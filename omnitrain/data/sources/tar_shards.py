@@ -17,7 +17,7 @@ import pyarrow as pa
 from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.index_file import index_of
-from omnitrain.data.sources.reading import Reading
+from omnitrain.data.sources.schema import Schema
 from omnitrain.errors import DataError
 
 _TEXTS = ("txt", "text", "cls", "caption", "transcript")
@@ -38,7 +38,7 @@ class TarShards:
     ``json`` file are columns of the row themselves. All other files are ``{bytes, path}``.
     """
 
-    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Reading], *, reader: FileReader) -> None:
+    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader) -> None:
         """Read the index of each shard, or build it.
 
         Args:
@@ -57,7 +57,7 @@ class TarShards:
             with contextlib.suppress(ReadError):
                 self._examples.append((position, self.outline(position)))
         self.column_names = list(dict.fromkeys(name for _, record in self._examples for name in record))
-        self.reading = choose(self.column_names)
+        self.schema = choose(self.column_names)
 
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """See :class:`omnitrain.data.sources.formats.Table`."""

@@ -111,7 +111,7 @@ def test_a_format_is_recognised_by_its_columns_and_said(
     tmp_path: Path, row: dict[str, Any], format: str, why: str
 ) -> None:
     source, named = opened(tmp_path, [row]), opened(tmp_path, [row], format=format)
-    assert source[0] == named[0] and not named.reading.said
+    assert source[0] == named[0] and not named.schema.said
     notes = unread_notes([source, named], processor().renderer)
     assert notes[0] == f"data 'rows': read as `format: {format}`, because its rows have {why}"
 
@@ -119,7 +119,7 @@ def test_a_format_is_recognised_by_its_columns_and_said(
 def test_of_two_formats_that_fit_the_chosen_one_and_the_other_are_said(tmp_path: Path) -> None:
     source = opened(tmp_path, [CHAT | ALPACA])
     assert source[0].messages[0]["content"] == "hi"
-    assert source.reading.said == (
+    assert source.schema.said == (
         "read as `format: sharegpt`, because its rows have `conversations`; `alpaca` would fit, too, so set `format` "
         "if that is meant"
     )
@@ -129,9 +129,9 @@ def test_of_two_formats_that_fit_the_chosen_one_and_the_other_are_said(tmp_path:
 def test_messages_or_columns_of_the_recipe_come_before_what_could_be_recognised(tmp_path: Path) -> None:
     said = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     plain = opened(tmp_path, [CHAT | said])
-    assert not plain.reading.said and plain[0].messages == said["messages"]
+    assert not plain.schema.said and plain[0].messages == said["messages"]
     own = opened(tmp_path, [ALPACA | {"answer": "5"}], columns={"prompt": "instruction", "response": "answer"})
-    assert not own.reading.said and own[0].messages[-1]["content"] == "5"
+    assert not own.schema.said and own[0].messages[-1]["content"] == "5"
 
 
 @pytest.mark.parametrize(

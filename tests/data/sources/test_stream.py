@@ -23,7 +23,7 @@ from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.loading.slots import LoaderState, SlotState
 from omnitrain.data.sources import stream
 from omnitrain.data.sources.files import ReadError
-from omnitrain.data.sources.row_formats import reading_of
+from omnitrain.data.sources.row_formats import schema_of
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.data.sources.stream import Stream
 from omnitrain.errors import DataError, UserError
@@ -137,7 +137,7 @@ def test_a_stream_that_breaks_costs_a_row_and_goes_on(monkeypatch: pytest.Monkey
             yield {"text": f"{i}"}
 
     monkeypatch.setattr(stream, "_ROWS_AT_A_TIME", 1)
-    found = Stream(IterableDataset.from_generator(rows), partial(reading_of, DataSource(path="ORG/NAME")))
+    found = Stream(IterableDataset.from_generator(rows), partial(schema_of, DataSource(path="ORG/NAME")))
     assert found[69] == {"text": "69"}
     for position in (70, 71):
         with pytest.raises(ReadError, match=f"row {position} of the stream: .*the line is dead"):
@@ -150,7 +150,7 @@ def test_a_stream_that_always_breaks_in_the_same_place_is_not_read_again_and_aga
         yield from ({"text": f"{i}"} for i in range(96))
         raise OSError("the shard is damaged")
 
-    found = Stream(IterableDataset.from_generator(rows), partial(reading_of, DataSource(path="ORG/NAME")))
+    found = Stream(IterableDataset.from_generator(rows), partial(schema_of, DataSource(path="ORG/NAME")))
     for position in (96, 97):
         with pytest.raises(ReadError, match=f"row {position} of the stream: .*the shard is damaged"):
             found[position]

@@ -12,7 +12,7 @@ from omnitrain.recipe import Columns
 
 
 @dataclass(frozen=True)
-class Reading:
+class Schema:
     """How records become conversations.
 
     Attributes:
