@@ -19,8 +19,6 @@ from omnitrain.recipe import Recipe
 from omnitrain.train.metrics.console import console
 from omnitrain.train.process_groups import Ranks
 
-IDLE_STEPS = 10  # a run ends if its first steps have no token to predict
-
 
 def open_data(
     recipe: Recipe,
@@ -94,11 +92,3 @@ def spared(recipe: Recipe, model: OmniModel) -> list[str]:
         return []
     parameters_by_name = model.components.items()
     return [name for name, parameters in parameters_by_name if not any(p.requires_grad for p in parameters.values())]
-
-
-def nothing_to_train(steps: int) -> str:
-    """Return the message for a run whose first ``steps`` steps have no token to predict."""
-    return (
-        f"data.train: nothing is trained in the first {steps} steps: no sample of them has a token to predict; what "
-        "messages of the role `assistant` say is predicted (`omnitrain check` counts it in the first rows)"
-    )

@@ -126,7 +126,9 @@ STANDS: dict[str, Always | Idle] = {
     "Columns.prompt": idle("`response` is not set", "data.train.0.columns.prompt=a"),
     "Columns.history": idle("`response` is not set", "data.train.0.columns.history=a"),
     "DataSource.format": idle("'alpaca' reads 'instruction' and 'output'; found", "data.train.0.format=alpaca"),
-    "Columns.system": idle("`response` is not set", "data.train.0.columns.system=a"),
+    "Columns.system": idle(
+        "documents have no media, tools and messages", "data.train.0.columns.text=a", "data.train.0.columns.system=a"
+    ),
     "DataSource.epochs": idle("held-out data sets are read once", "data.heldout.0.epochs=2"),
     "DataSource.limit": SIZE,
     "Data.weights_by": idle("there is only one training data set", "data.weights_by=tokens"),
@@ -135,6 +137,9 @@ STANDS: dict[str, Always | Idle] = {
     ),
     "Stage.weights": idle("there is only one training data set", "data.stages=[{from_step: 3, weights: {train: 2}}]"),
     "DataSource.weight": idle("there is only one training data set", "data.train.0.weight=2"),
+    "DataSource.roles": idle(
+        "`columns.text` is set", "data.train.0.columns.text=a", "data.train.0.roles={narrator: user}"
+    ),
     "DataSource.media_markers": idle("no text content has <image>", "data.train.0.media_markers=[image]", base="text"),
     "DataSource.media_folder": idle("no message shows a medium", "data.train.0.media_folder=.", base="text"),
     **{

@@ -23,9 +23,9 @@ from omnitrain.data.chat.template_marks import (
     MarkedText,
     Span,
     has_marks,
+    keys_of,
     marked_messages,
     marking_template,
-    words_of,
 )
 from omnitrain.data.chat.tool_calls import calls_of, name_of, with_text_arguments
 from omnitrain.data.sources.turns import FIELDS
@@ -47,7 +47,7 @@ class ChatTemplate:
     Attributes:
         generation_prompt: the text before an assistant's message.
         end: the special token after an assistant's last content. None: the template writes none.
-        words: the names and strings in its code.
+        keys: strings and names after a dot in its code; the keys of messages and parts that it reads are among them.
     """
 
     def __init__(self, owner: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -72,7 +72,7 @@ class ChatTemplate:
         self._takes_text = self._takes_parts = True
         self._takes_parts = _PROBE in self._probe([_asks([{"type": "text", "text": _PROBE}])])
         self._takes_text = not self._takes_parts or _PROBE in self._probe([_asks(_PROBE)])
-        self.words = words_of(self._source(())) | words_of(self._source(_TOOLS))
+        self.keys = keys_of(self._source(())) | keys_of(self._source(_TOOLS))
         prompts = self._prompts([_asks("a")])
         self.generation_prompt = prompts[0] if prompts else ""
         self._openings = tuple(dict.fromkeys([*prompts, *self._headers()])) if prompts else ()

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import jinja2
@@ -145,9 +145,14 @@ def marking_template(source: str) -> str:
     return "".join(blocks.around(s) if isinstance(s, list) else s for s in _statements(_LEXER.lex(source)))
 
 
-def words_of(source: str) -> frozenset[str]:
-    """Return the names and the strings in the code of a chat template."""
-    return frozenset(value.strip("'\"") for _, kind, value in _LEXER.lex(source) if kind in ("name", "string"))
+def keys_of(source: str) -> frozenset[str]:
+    """Return the strings, and the names after a dot, in the code of a chat template."""
+    tokens = [(kind, value) for _, kind, value in _LEXER.lex(source) if kind != "whitespace"]
+    return frozenset(
+        value.strip("'\"")
+        for (_, before), (kind, value) in pairwise(tokens)
+        if kind == "string" or (kind == "name" and before == ".")
+    )
 
 
 def _statements(tokens: Iterable[tuple[int, str, str]]) -> Iterator[str | list[str]]:

@@ -411,8 +411,8 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
     Args:
         data: the ``data`` node of a recipe, or any map-style or iterable dataset of rows.
         processor: turns data rows into samples. With a dataset, its rows are then dicts (``messages``, ``images``,
-            ``audios``, ``videos``, ``tools``, ``id``, ``task``) or :class:`Row`. None: ``collate_fn`` gets the rows of
-            the dataset as they are.
+            ``audios``, ``videos``, ``tools``, ``system``, ``id``, ``task``) or :class:`Row`. None: ``collate_fn`` gets
+            the rows of the dataset as they are.
         **options: with a recipe's data those of :class:`StepLoader`; with a dataset:
 
             - ``micro_batch_size``: rows of a micro-batch.

@@ -32,7 +32,8 @@ def sample_within(
         row: the data row.
         budget: the most that a pack may hold; None: no limit.
         overlong: what to do with a conversation that exceeds the budget. ``split``: cut it between turns into as few
-            samples as possible, from its begin on. Each has the system message and the media of its own turns.
+            samples as possible, from its begin on. Each has the system message and the media of its own turns. One of
+            which nothing is trained is left out.
         without_tail: see :meth:`Sample.without_tail`.
         may_ask: see :meth:`OmniProcessor.sample`.
 
@@ -84,7 +85,7 @@ def _split(processor: OmniProcessor, row: Row, budget: PackBudget, without_tail:
                 too_many = stop
             else:
                 return longer
-        pieces.append(found)
+        pieces += [found] * found.is_trained
         start = fits
     numbered = [replace(one, piece=number, num_pieces=len(pieces)) for number, one in enumerate(pieces)]
     return replace(numbered[0], more=tuple(numbered[1:]))

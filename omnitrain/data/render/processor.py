@@ -237,7 +237,7 @@ def _not_shown(row: Row) -> str:
 
 def _not_trained(row: Row, sample: Sample) -> str:
     """Describe why nothing is learnt from a row; empty: something is."""
-    if not sample.loss_mask[1:].any() and not any(span.is_target for span in sample.spans):
+    if not sample.is_trained:
         return "nothing of the row is trained: no message of the assistant, or none without `weight: 0`"
     answers = [message for message in map(canonical, row.messages) if is_trained(message)]
     return "" if any(map(_says, answers)) else "all answers of the row are empty"

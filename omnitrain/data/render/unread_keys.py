@@ -5,7 +5,7 @@ The keys of all messages are known (:meth:`RowSource.first_of_each_kind`); their
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from omnitrain.data.chat.parts import Message
 from omnitrain.data.render.renderer import Renderer
@@ -38,7 +38,7 @@ def unread_notes(sources: Sequence[RowSource], renderer: Renderer, *, scored: bo
     return [*said, *filter(None, notes)]
 
 
-def _note(source: RowSource, known: Collection[str], scored: bool) -> str:
+def _note(source: RowSource, known: frozenset[str], scored: bool) -> str:
     positions = sorted({*range(min(LOOKED_AT, len(source))), *source.first_of_each_kind()})
     rows = [source.outline(position) for position in positions]
     found: dict[str, list[str]] = {}
@@ -54,7 +54,7 @@ def _note(source: RowSource, known: Collection[str], scored: bool) -> str:
     return f"data {source.name!r}: nothing reads {'; '.join(keys)}" if keys else ""
 
 
-def _unread(row: Row, known: Collection[str]) -> Iterator[str]:
+def _unread(row: Row, known: frozenset[str]) -> Iterator[str]:
     """Yield the keys of messages, parts and files that are not known, in words."""
     messages = [message for message in _listed(row.messages) if isinstance(message, dict)]
     parts = [part for message in messages for part in _listed(message.get("content")) if isinstance(part, dict)]

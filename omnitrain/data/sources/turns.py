@@ -21,7 +21,7 @@ FIELDS = {
 }
 TURN = ("role", "content")
 SAID = {*FIELDS["role"], *FIELDS["content"]}
-PART = ("type", "text")
+PART = frozenset({"type", "text"})
 MARKERS = {"image": "<image>", "audio": "<audio>", "video": "<video>"}
 NO_ROLES: Mapping[str, str] = MappingProxyType({})
 

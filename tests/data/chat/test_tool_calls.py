@@ -144,6 +144,51 @@ def test_reasoning_is_trained_where_the_template_writes_it() -> None:
     assert last == "<think>\nso\n</think>\n\nWarm.<|im_end|>"
 
 
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_of_any_name_are_trained_by_a_template_that_reads_any_name(read: str, given: str) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.READ %}<think>{{ m.READ | trim }}</think>{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ).replace("READ", read)
+    talk = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", given: " 5\n", "content": "5"}]
+    assert trained(template, talk, None) == ["<think>5</think>5<|im_end|>"]
+
+
+def test_a_template_without_thoughts_is_refused_for_rows_in_which_they_are_trained() -> None:
+    plain = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    thinks = {"role": "assistant", "content": "5", "reasoning": "because"}
+    with pytest.raises(UserError, match=r"row 'r' of 's': the chat template does not write thoughts"):
+        made(plain, [CONVERSATION[1], thinks], None)
+    talk = [CONVERSATION[1], thinks | {"loss": False}, CONVERSATION[1], thinks | {"reasoning": None, "content": "6"}]
+    assert trained(plain, talk, None) == ["6<|im_end|>"]
+
+
+def test_calls_of_sharegpt_are_those_of_openai(tmp_path: Path) -> None:
+    said = [
+        ("human", "How is it?"),
+        ("function_call", '{"name": "weather", "arguments": {"place": "Paris"}}'),
+        ("observation", "18"),
+        ("gpt", "Mild."),
+    ]
+    record = {"conversations": [{"from": who, "value": what} for who, what in said], "tools": json.dumps(TOOLS)}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(record) + "\n")
+    source = DataSource.model_validate({"path": str(tmp_path / "rows.jsonl"), "columns": {"messages": "conversations"}})
+    messages = [
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "tool_calls": [call(1, "weather", {"place": "Paris"})]},
+        {"role": "tool", "content": "18"},
+        {"role": "assistant", "content": "Mild."},
+    ]
+    ours, theirs = processor_of(HERMES).sample(open_sources([source])[0][0]), made(HERMES, messages)
+    assert isinstance(ours, Sample) and isinstance(theirs, Sample)
+    assert ours.input_ids.tolist() == theirs.input_ids.tolist()
+    assert ours.loss_mask.tolist() == theirs.loss_mask.tolist() and ours.loss_mask.sum() > 20
+
+
 def test_a_template_with_generation_tags_is_trained_as_transformers_does() -> None:
     given = as_transformers_takes_it(CONVERSATION, text_arguments=False)
     theirs = tokenizer(TAGGED).apply_chat_template(
