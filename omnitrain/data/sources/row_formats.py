@@ -103,14 +103,14 @@ def schema_of(source: DataSource, found: Sequence[str]) -> Schema:
     )
 
 
-def fitting(found: Collection[str]) -> list[str]:
+def _fitting(found: Collection[str]) -> list[str]:
     """Return the formats whose rows have such columns, those first that fewer rows have."""
     return [name for name, columns in _RECOGNISED.items() if set(columns) <= set(found)]
 
 
 def _recognised(found: Sequence[str]) -> tuple[str | None, str]:
     """Return the format of rows with these columns, and in words why it is; None: it is not known."""
-    fit = fitting(found)
+    fit = _fitting(found)
     if not fit:
         return None, ""
     why = " and ".join(f"`{column}`" for column in _RECOGNISED[fit[0]])
@@ -124,18 +124,18 @@ def _columns(name: str, own: Mapping[str, Any], found: Collection[str]) -> Colum
     shapes = [shape for shape in FORMATS[name].shapes if _has(shape, own, found)]
     if not shapes:
         expected = " or ".join(_words(shape, own) for shape in FORMATS[name].shapes)
-        others = [one for one in fitting(found) if one != name]
+        others = [one for one in _fitting(found) if one != name]
         hint = f"; such rows are of `format: {others[0]}`" if others else "; `columns` may rename them"
         raise DataError(f"format: {name!r} reads {expected}; found the columns {list(found)}{hint}")
-    fewest = min(shapes, key=lambda shape: len(_unused(shape, own)))
-    if unused := _unused(fewest, own):
+    shape = min(shapes, key=lambda one: len(_unused(one, own)))
+    if unused := _unused(shape, own):
         key = min(unused)
         raise DataError(
-            f"columns.{key}: found {own[key]!r}, but `format: {name}` reads {_words(fewest, own)} and does not use "
+            f"columns.{key}: found {own[key]!r}, but `format: {name}` reads {_words(shape, own)} and does not use "
             f"`columns.{key}`; remove it, or remove `format`"
         )
     singular = {f"{m}s": m for m in MARKERS if f"{m}s" not in found and m in found}
-    return Columns(**{**singular, **fewest.may, **fewest.needs, **own})
+    return Columns(**{**singular, **shape.may, **shape.needs, **own})
 
 
 def _has(shape: Shape, own: Mapping[str, Any], found: Collection[str]) -> bool:

@@ -79,8 +79,8 @@ def _questions(record: dict[str, Any], columns: Columns) -> list[Any]:
     """Take the turns before the answer out of a record: earlier ones, and those of the prompt's columns."""
     history = [] if columns.history is None else _earlier(record.pop(columns.history, None), columns.history)
     given = {name: record.pop(name, None) for name in columns.prompts}
-    if [value for value in given.values() if isinstance(value, list)]:
-        return history + [_untrained(turn) for value in given.values() for turn in value or ()]
+    if len(given) == 1 and isinstance(turns := next(iter(given.values())), list):
+        return history + [_untrained(turn) for turn in turns]
     texts = [required(value, name) for name, value in given.items() if value is not None or len(given) == 1]
     if given and not texts:
         raise ValueError(f"columns {list(given)} are null, expected a text")
@@ -103,7 +103,7 @@ def _earlier(pairs: Any, name: str) -> list[Any]:
     """Return earlier questions and answers, ``[[question, answer], ...]``, as turns."""
     pairs = pairs or []
     if not isinstance(pairs, list) or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"column {name!r} has {pairs!r}, expected pairs of texts: [[question, answer], ...]")
+        raise ValueError(f"column {name!r} has {str(pairs)[:80]!r}, expected pairs of texts: [[question, answer], ...]")
     speakers = ("user", "assistant")
     return [
         {"role": role, "content": required(text, name)}

@@ -130,10 +130,11 @@ def _calls(content: Any) -> Any:
 
 def _joined(message: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
     """Return the assistant's message with the calls of the turn after it."""
-    if message.get("weight") != call.get("weight"):
+    flags = [one.get("weight", 1) for one in (message, call)]
+    if flags[0] != flags[1]:
         raise ValueError(
-            f"the assistant's text and its call are one message, but their flags are {message.get('weight')!r} and "
-            f"{call.get('weight')!r}; give both the same `weight` (also `loss`, `train`, `training`)"
+            f"the assistant's text and its call are one message, but their flags are {flags[0]} and {flags[1]}; give "
+            "both the same `weight` (also `loss`, `train`, `training`)"
         )
     return call | message | {"tool_calls": [*_calls(message.get("tool_calls") or []), *call["tool_calls"]]}
 

@@ -170,7 +170,8 @@ def test_columns_rename_what_a_format_reads(tmp_path: Path) -> None:
     ("change", "problem"),
     [
         ({"history": "[['a', 'b']]"}, "column 'history' has \"[['a', 'b']]\", expected pairs of texts"),
-        ({"history": [["a"]]}, "column 'history' has [['a']], expected pairs of texts: [[question, answer], ...]"),
+        ({"history": [["a"]]}, "column 'history' has \"[['a']]\", expected pairs of texts: [[question, answer], ...]"),
+        ({"input": ["a"]}, "column 'input' has ['a'], expected a text"),
         ({"history": [["a", None]]}, "column 'history' has None, expected a text"),
         ({"instruction": None, "input": None}, "columns ['instruction', 'input'] are null, expected a text"),
         ({"output": None}, "column 'output' has None, expected a text"),
