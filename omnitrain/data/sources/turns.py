@@ -16,7 +16,7 @@ from omnitrain.recipe.data import CALLS, ROLES
 FIELDS = {
     "role": ("role", "from"),
     "content": ("content", "value"),
-    "weight": ("weight", "loss", "train", "training"),
+    "weight": ("weight", "loss", "train", "training", "loss_scale"),
     "reasoning_content": ("reasoning_content", "reasoning", "thinking"),
 }
 TURN = ("role", "content")
@@ -74,12 +74,30 @@ def canonical(message: Any) -> Any:
         return message
     left = dict(message)
     found = {field: _taken(left, names) for field, names in FIELDS.items()}
-    weight, thoughts = found["weight"], found["reasoning_content"]
-    if weight is not None:
-        found["weight"] = int(weight)
+    content, of_parts = _without_flags(found["content"])
+    weight, thoughts = _one_flag({found["weight"], of_parts} - {None}), found["reasoning_content"]
+    found |= {"content": content, "weight": None if weight is None else int(weight)}
     if not isinstance(thoughts, str | None):
         raise ValueError(f"the thoughts of a message (`reasoning_content`) are {thoughts!r}, expected a text")
     return {field: value for field, value in found.items() if value is not None} | left
+
+
+def _without_flags(content: Any) -> tuple[Any, Any]:
+    """Return the content without the flags of its parts, and the flag of all parts; None: they have none."""
+    if not isinstance(content, list):
+        return content, None
+    parts = [dict(part) if isinstance(part, dict) else part for part in content]
+    flags = {_taken(part, FIELDS["weight"]) for part in parts if isinstance(part, dict)}
+    return parts, _one_flag({1 if flag is None else flag for flag in flags}) if flags - {None} else None
+
+
+def _one_flag(flags: Collection[Any]) -> Any:
+    if len(flags) > 1:
+        raise ValueError(
+            "the flags of a message and its parts contradict each other: a message is trained as a whole or not at all; "
+            "make a message of each part, or remove the row"
+        )
+    return next(iter(flags), None)
 
 
 def role_of(speaker: Any, roles: Mapping[str, str] = NO_ROLES) -> Any:

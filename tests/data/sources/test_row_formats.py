@@ -235,3 +235,22 @@ def test_a_prompt_of_messages_is_not_trained_and_its_answers_are(tmp_path: Path)
     row = ROWS["trl"]["masks"]
     weights = [message.get("weight") for message in opened(tmp_path, [row], format="trl")[0].messages]
     assert weights == [0, 0, 0, None]
+
+
+@pytest.mark.parametrize(
+    ("flags", "weight"),
+    [
+        (({"train": False}, {"weight": 0}), 0),
+        (({"train": True}, {}), 1),
+        (({}, {}), None),
+        (({"train": False}, {}), "the flags of a message and its parts contradict each other"),
+        (({"train": False}, {"train": True}), "make a message of each part"),
+        (({"loss_scale": 0.5}, {}), "loss_scale 0.5 of a message: expected 0 (not trained) or 1"),
+    ],
+)
+def test_flags_of_parts_are_the_flag_of_their_message(tmp_path: Path, flags: Any, weight: Any) -> None:
+    parts = [{"type": "text", "text": text, **flag} for text, flag in zip(("a", "b"), flags, strict=True)]
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": parts}]
+    row = opened(tmp_path, [{"messages": said}], format="axolotl")[0]
+    assert weight in row.problem if row.problem else row.messages[1].get("weight") == weight
+    assert row.problem or [part.keys() for part in row.messages[1]["content"]] == [{"type", "text"}] * 2

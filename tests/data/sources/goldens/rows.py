@@ -126,6 +126,14 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
             ),
             "tools": json.dumps(TOOLS),
         },
+        "loss scale": {
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "hello", "loss_scale": 0.0},
+                {"role": "user", "content": "2+2?"},
+                {"role": "assistant", "content": "4", "loss_scale": 1.0},
+            ]
+        },
         "text and call": {
             "messages": _said(
                 ("user", "Weather in Paris?"),
