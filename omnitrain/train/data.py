@@ -65,19 +65,13 @@ def open_data(
     heldout = open_sources(recipe.data.heldout)
     ranks.first(lambda: require_usable([*loader.sources, *heldout], processor))
     require_shown(loader.sources, heldout, processor, spared(recipe, model))
-    ranks.first(lambda: show_unread(recipe, loader.sources, heldout, processor))
+    ranks.first(lambda: show_unread(recipe, [*loader.sources, *heldout], processor))
     return loader, heldout
 
 
-def show_unread(
-    recipe: Recipe, train: Sequence[RowSource], heldout: Sequence[RowSource], processor: OmniProcessor
-) -> None:
-    """Print which keys of the data nothing reads. All columns of held-out rows are for the recipe's scorer."""
-    scored = recipe.evaluation is not None and recipe.evaluation.scorer is not None
-    for line in (
-        *unread_notes(train, processor.renderer),
-        *unread_notes(heldout, processor.renderer, scored=scored),
-    ):
+def show_unread(recipe: Recipe, sources: Sequence[RowSource], processor: OmniProcessor) -> None:
+    """Print which keys of the data nothing reads."""
+    for line in unread_notes(sources, processor.renderer, recipe):
         console.print(f"note: {line}", soft_wrap=True, markup=False)
 
 

@@ -178,7 +178,7 @@ class ChatTemplate:
         That is what the template writes for all conversations, such as a default system prompt, and the opening.
         """
         marked = self._render_marked([first | {"content": _PROBE}], tools, texts=False)
-        start, stop = marked.pieces[0][0]
+        start, stop = marked.pieces.get(0, [(0, 0)])[0]
         lead = marked.text[start:stop].partition(_PROBE)[0]
         for opening in self._openings:
             if opening in lead:
@@ -328,8 +328,7 @@ def _require_shown(shown: MarkedText, messages: list[Message]) -> None:
             raise ValueError(f"the chat template writes other messages inside {where}")
         if missing := [name for call in calls_of(message) if (name := name_of(call)) not in text]:
             raise ValueError(f"the chat template does not write these calls of message {index + 1}: {missing}")
-        if not calls_of(message):
-            _require_said(message, text, where, is_seen=OWN in seen)
+        _require_said(message, text, where, is_seen=OWN in seen or bool(calls_of(message)))
         if is_trained(message) and THOUGHT not in seen and (message.get("reasoning_content") or "").strip():
             raise ValueError(f"the chat template does not write the thoughts (reasoning_content) of {where}; {_ASIDE}")
 

@@ -5,7 +5,7 @@ The keys of all messages are known (:meth:`RowSource.first_of_each_kind`); their
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from omnitrain.data.chat.parts import Message
 from omnitrain.data.render.renderer import Renderer
@@ -13,6 +13,7 @@ from omnitrain.data.render.unread_media import LOOKED_AT
 from omnitrain.data.sources.part_files import FILE_KEYS
 from omnitrain.data.sources.rows import Row, RowSource
 from omnitrain.data.sources.turns import FIELDS, PART
+from omnitrain.recipe import Recipe
 
 # Keys that say nothing about what is trained.
 HARMLESS = frozenset(
@@ -22,20 +23,24 @@ _MESSAGE = frozenset({*FIELDS, "tool_calls"})
 _SHOWN_COLUMNS = 12  # of a note
 
 
-def unread_notes(sources: Sequence[RowSource], renderer: Renderer, *, scored: bool = False) -> list[str]:
+def unread_notes(sources: Iterable[RowSource], renderer: Renderer, recipe: Recipe) -> list[str]:
     """Return a line for each data set with keys that nothing reads, and for each whose format was recognised.
 
     Args:
         sources: the data sets.
         renderer: the chat format, which may read further keys.
-        scored: whether a scorer of the recipe gets the rows, and may read all columns.
+        recipe: the recipe; if it has a scorer, this may read all columns.
 
     Raises:
         UserError: see :meth:`RowSource.__getitem__`.
     """
-    notes = (_note(source, renderer.reads | HARMLESS, scored) for source in sources)
-    said = (f"data {source.name!r}: {source.schema.said}" for source in sources if source.schema.said)
-    return [*said, *filter(None, notes)]
+    scored = recipe.evaluation is not None and recipe.evaluation.scorer is not None
+    known = renderer.reads | HARMLESS
+    return [line for source in sources for line in (_recognised(source), _note(source, known, scored)) if line]
+
+
+def _recognised(source: RowSource) -> str:
+    return f"data {source.name!r}: {source.schema.said}" if source.schema.said else ""
 
 
 def _note(source: RowSource, known: frozenset[str], scored: bool) -> str:

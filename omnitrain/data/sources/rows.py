@@ -39,7 +39,8 @@ class Row:
     Attributes:
         id: unique name of the row.
         source: name of the source by which metrics are split.
-        messages: ``[{"role": ..., "content": str | [{"type": ..., "text": ...}, ...]}, ...]``.
+        messages: ``[{"role": ..., "content": str | [{"type": ..., "text": ...}, ...], ...}, ...]``, perhaps with
+            ``tool_calls``, ``reasoning_content``, ``weight`` (0: not trained) and keys that a chat template reads.
         media: modality -> encoded files (bytes or a path), in the order of the parts that show them.
         extra: all other columns, for scorers.
         tools: tools that the assistant may call, as in the column; None: none.

@@ -94,8 +94,8 @@ def _without_flags(content: Any) -> tuple[Any, Any]:
 def _one_flag(flags: Collection[Any]) -> Any:
     if len(flags) > 1:
         raise ValueError(
-            "the flags of a message and its parts contradict each other: a message is trained as a whole or not at all; "
-            "make a message of each part, or remove the row"
+            "the flags of a message and its parts contradict each other: it is trained as a whole or not at all; "
+            "make a message of each part, or drop the row"
         )
     return next(iter(flags), None)
 

@@ -95,7 +95,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
             problems.attempt(functools.partial(require_usable, opened[kind], built[1]))
     if runs and opened["train"]:
         problems.attempt(lambda: require_shown(opened["train"], opened["heldout"], built[1], spared(recipe, built[0])))
-        problems.attempt(lambda: show_unread(recipe, opened["train"], opened["heldout"], built[1]))
+        problems.attempt(lambda: show_unread(recipe, [*opened["train"], *opened["heldout"]], built[1]))
     _check_surroundings(recipe, problems)
     return _without_repetitions(problems)
 

@@ -56,7 +56,7 @@ def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, ro
                 found.append(row)
                 activity.update(f"measuring {source.name}: {len(found):,} of {min(rows, len(source)):,} rows")
             measured.append(found)
-    unread = unread_notes(sources, processor.renderer)
+    unread = unread_notes(sources, processor.renderer, resolved)
     return DataStats.of(name, resolved, sources, measured, _packing(resolved, measured, budget, contract), unread)
 
 

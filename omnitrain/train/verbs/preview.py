@@ -54,7 +54,7 @@ def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs
     rejected = [view_rejected(one, _row(loader, one.index)) for one in loader.rejected.values()]
     reader = processor.readers.get("video")
     max_frames = reader[1].max_frames if reader is not None else resolved.data.max_frames
-    unread = unread_notes(loader.sources, processor.renderer)
+    unread = unread_notes(loader.sources, processor.renderer, resolved)
     return DataPreview(name, tuple(views), tuple(rejected), max_frames, tuple(unread))
 
 

@@ -60,6 +60,12 @@ def renderer() -> Renderer:
     return tiny_processor(tiny_model()).renderer
 
 
+def recipe_of(scorer: str | None) -> Recipe:
+    model, data = {"foundation": "ORG/NAME"}, {"train": [{"path": "chats.jsonl"}], "heldout": [{"path": "chats.jsonl"}]}
+    run = {"model": model, "data": data, "output_dir": "run", "train": {"steps": 1}}
+    return Recipe.model_validate(run | {"evaluation": {"scorer": scorer}})
+
+
 def with_keys(row: dict[str, Any], place: str) -> dict[str, Any]:
     """A copy with the key ``zoom`` in a place, and with null and a harmless key there."""
     row, more = json.loads(json.dumps(row)), {"zoom": 2, "blank": None, "id": "x"}
@@ -86,7 +92,7 @@ def test_an_unknown_key_is_named_on_every_level_however_late_it_comes(
     messages = next(name for name in ("messages", "conversations") if name in row)
     source = opened(tmp_path, rows, format, columns={"messages": messages})
     note = PLACES[place].replace("32 of 32", "1 of 32" if format == "jsonl" else "32 of 32")
-    assert unread_notes([source], renderer) == [f"data 'chats': nothing reads {note}"]
+    assert unread_notes([source], renderer, recipe_of(None)) == [f"data 'chats': nothing reads {note}"]
 
 
 def test_what_the_template_or_a_scorer_may_read_is_not_named(tmp_path: Path, renderer: Renderer) -> None:
@@ -97,12 +103,12 @@ def test_what_the_template_or_a_scorer_may_read_is_not_named(tmp_path: Path, ren
     )
     talk = [{"role": "user", "content": "a", "mood": "glad"}, {"role": "assistant", "content": "b", "speed": 2}]
     source = opened(tmp_path, [{"messages": talk, "score": 1}, {"messages": talk, "url": "x", "id": "one"}])
-    (note,) = unread_notes([source], TemplateRenderer(tokenizer))
+    (note,) = unread_notes([source], TemplateRenderer(tokenizer), recipe_of(None))
     assert (
         note
         == "data 'chats': nothing reads `speed` of a message (2 of 2 rows, first 'chats[0]'); columns 'score', 'url'"
     )
-    (note,) = unread_notes([source], renderer, scored=True)
+    (note,) = unread_notes([source], renderer, recipe_of("my.py:score"))
     assert note == (
         "data 'chats': nothing reads `mood` of a message (2 of 2 rows, first 'chats[0]'); "
         "`speed` of a message (2 of 2 rows, first 'chats[0]')"
@@ -111,7 +117,9 @@ def test_what_the_template_or_a_scorer_may_read_is_not_named(tmp_path: Path, ren
 
 def test_twenty_columns_are_one_line(tmp_path: Path, renderer: Renderer) -> None:
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (note,) = unread_notes([opened(tmp_path, [{"messages": talk} | {f"c{n}": n for n in range(20)}])], renderer)
+    (note,) = unread_notes(
+        [opened(tmp_path, [{"messages": talk} | {f"c{n}": n for n in range(20)}])], renderer, recipe_of(None)
+    )
     assert note.endswith("columns 'c0', 'c1', 'c2', 'c3', 'c4', 'c5', 'c6', 'c7', 'c8', 'c9', 'c10', 'c11' and 8 more")
 
 

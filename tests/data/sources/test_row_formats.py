@@ -17,7 +17,7 @@ from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.render.unread_keys import unread_notes
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import DataError
-from omnitrain.recipe import DataSource
+from omnitrain.recipe import DataSource, Recipe
 from tests.data.sources.goldens.chatml import HERE, TEMPLATE, summary, tokenizer
 from tests.data.sources.goldens.rows import DOCUMENTED, ROWS
 from tests.tiny import png, webp
@@ -25,6 +25,14 @@ from tests.tiny_processors import qwen2_vl
 
 EACH = [(format, name) for format, rows in ROWS.items() for name in rows]
 NESTED = [(format, name) for format, name in EACH if name in ("history", "masks", "tools", "completion")]
+RECIPE = Recipe.model_validate(
+    {
+        "model": {"foundation": "ORG/NAME"},
+        "data": {"train": [{"path": "a.json"}]},
+        "output_dir": "run",
+        "train": {"steps": 1},
+    }
+)
 CHAT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
 ALPACA = {"instruction": "2+2?", "input": "", "output": "4"}
 
@@ -91,7 +99,7 @@ def test_a_row_trains_what_the_package_of_its_format_trains(
 def test_a_key_that_nothing_reads_is_named_on_every_level_of_every_format(tmp_path: Path) -> None:
     for format, rows in ROWS.items():
         row = with_unknown(rows["system"])
-        (note,) = unread_notes([opened(tmp_path, [row], format=format)], processor().renderer)
+        (note,) = unread_notes([opened(tmp_path, [row], format=format)], processor().renderer, RECIPE)
         has_turns = bool({"messages", "conversations"} & row.keys())
         said = ["column 'of_row'", *["`of_message` of a message", "`of_part` of a part"] * has_turns]
         assert [one for one in said if one not in note] == [], (format, note)
@@ -112,7 +120,7 @@ def test_a_format_is_recognised_by_its_columns_and_said(
 ) -> None:
     source, named = opened(tmp_path, [row]), opened(tmp_path, [row], format=format)
     assert source[0] == named[0] and not named.schema.said
-    notes = unread_notes([source, named], processor().renderer)
+    notes = unread_notes([source, named], processor().renderer, RECIPE)
     assert notes[0] == f"data 'rows': read as `format: {format}`, because its rows have {why}"
 
 
