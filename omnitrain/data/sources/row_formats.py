@@ -91,7 +91,10 @@ def schema_of(source: DataSource, found: Sequence[str]) -> Schema:
             source.roles,
             shows_first=source.columns.response is not None,
         )
-    format, columns = FORMATS[name], _columns(name, own, found)
+    try:
+        format, columns = FORMATS[name], _columns(name, own, found)
+    except ValueError as error:
+        raise DataError(f"data: {source.path!r}: {error}") from None
     marked = [m for m in MARKERS if format.marks and getattr(columns, f"{m}s") in found]
     return Schema(
         columns,
@@ -120,17 +123,21 @@ def _recognised(found: Sequence[str]) -> tuple[str | None, str]:
 
 
 def _columns(name: str, own: Mapping[str, Any], found: Collection[str]) -> Columns:
-    """Return the columns of the shape of a format that a data set has, under the names that the recipe gives them."""
+    """Return the columns of the shape of a format that a data set has, under the names that the recipe gives them.
+
+    Raises:
+        ValueError: it has none of them, or the recipe names columns that its shape does not use.
+    """
     shapes = [shape for shape in FORMATS[name].shapes if _has(shape, own, found)]
     if not shapes:
         expected = " or ".join(_words(shape, own) for shape in FORMATS[name].shapes)
         others = [one for one in _fitting(found) if one != name]
         hint = f"; such rows are of `format: {others[0]}`" if others else "; `columns` may rename them"
-        raise DataError(f"format: {name!r} reads {expected}; found the columns {list(found)}{hint}")
+        raise ValueError(f"format: {name!r} reads {expected}; found the columns {list(found)}{hint}")
     shape = min(shapes, key=lambda one: len(_unused(one, own)))
     if unused := _unused(shape, own):
         key = min(unused)
-        raise DataError(
+        raise ValueError(
             f"columns.{key}: found {own[key]!r}, but `format: {name}` reads {_words(shape, own)} and does not use "
             f"`columns.{key}`; remove it, or remove `format`"
         )

@@ -162,7 +162,7 @@ def test_a_format_that_does_not_fit_is_refused_in_words(
 ) -> None:
     with pytest.raises(DataError) as raised:
         opened(tmp_path, rows, **node)
-    assert problem in str(raised.value)
+    assert problem in str(raised.value) and str(raised.value).startswith(f"data: '{tmp_path / 'rows.jsonl'}': ")
 
 
 def test_columns_rename_what_a_format_reads(tmp_path: Path) -> None:
