@@ -60,13 +60,14 @@ FORMATS = {
     "llava": Format((_CONVERSATIONS,), marks=True, images_mark_videos=True),
 }
 # Formats that are recognised, in this order, and the columns that only their rows have.
-_RECOGNISED = {
-    "llava": ("conversations", "image"),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "trl": ("prompt", "completion"),
-    "ms_swift": ("query", "response"),
-}
+_RECOGNISED = (
+    ("llava", ("conversations", "image")),
+    ("llava", ("conversations", "video")),
+    ("sharegpt", ("conversations",)),
+    ("alpaca", ("instruction", "output")),
+    ("trl", ("prompt", "completion")),
+    ("ms_swift", ("query", "response")),
+)
 
 
 def schema_of(source: DataSource, found: Sequence[str]) -> Schema:
@@ -106,20 +107,25 @@ def schema_of(source: DataSource, found: Sequence[str]) -> Schema:
     )
 
 
-def _fitting(found: Collection[str]) -> list[str]:
-    """Return the formats whose rows have such columns, those first that fewer rows have."""
-    return [name for name, columns in _RECOGNISED.items() if set(columns) <= set(found)]
+def _fitting(found: set[str]) -> dict[str, set[str]]:
+    """Return the formats whose rows have such columns, in the order of preference, and these columns."""
+    fit: dict[str, set[str]] = {}
+    for name, columns in _RECOGNISED:
+        if found >= set(columns):
+            fit.setdefault(name, set(columns))
+    return fit
 
 
-def _recognised(found: Sequence[str]) -> tuple[str | None, str]:
+def _recognised(found: Collection[str]) -> tuple[str | None, str]:
     """Return the format of rows with these columns, and in words why it is; None: it is not known."""
-    fit = _fitting(found)
+    fit = _fitting(set(found))
     if not fit:
         return None, ""
-    why = " and ".join(f"`{column}`" for column in _RECOGNISED[fit[0]])
-    others = [f"`{name}`" for name in fit[1:] if not set(_RECOGNISED[name]) <= set(_RECOGNISED[fit[0]])]
+    chosen, columns = next(iter(fit.items()))
+    others = [f"`{name}`" for name, its in fit.items() if not its <= columns]
     also = f"; {' and '.join(others)} would fit, too, so set `format` if that is meant" if others else ""
-    return fit[0], f"read as `format: {fit[0]}`, because its rows have {why}{also}"
+    why = " and ".join(f"`{column}`" for column in sorted(columns))
+    return chosen, f"read as `format: {chosen}`, because its rows have {why}{also}"
 
 
 def _columns(name: str, own: Mapping[str, Any], found: Collection[str]) -> Columns:
@@ -131,7 +137,7 @@ def _columns(name: str, own: Mapping[str, Any], found: Collection[str]) -> Colum
     shapes = [shape for shape in FORMATS[name].shapes if _has(shape, own, found)]
     if not shapes:
         expected = " or ".join(_words(shape, own) for shape in FORMATS[name].shapes)
-        others = [one for one in _fitting(found) if one != name]
+        others = [one for one in _fitting(set(found)) if one != name]
         hint = f"; such rows are of `format: {others[0]}`" if others else "; `columns` may rename them"
         raise ValueError(f"format: {name!r} reads {expected}; found the columns {list(found)}{hint}")
     shape = min(shapes, key=lambda one: len(_unused(one, own)))

@@ -110,8 +110,9 @@ def test_a_key_that_nothing_reads_is_named_on_every_level_of_every_format(tmp_pa
     [
         (CHAT, "sharegpt", "`conversations`"),
         (CHAT | {"image": "cat.png"}, "llava", "`conversations` and `image`"),
+        (CHAT | {"video": "cat.webp"}, "llava", "`conversations` and `video`"),
         (ALPACA, "alpaca", "`instruction` and `output`"),
-        (ROWS["trl"]["completion"], "trl", "`prompt` and `completion`"),
+        (ROWS["trl"]["completion"], "trl", "`completion` and `prompt`"),
         (ROWS["ms_swift"]["history"], "ms_swift", "`query` and `response`"),
     ],
 )
