@@ -86,16 +86,16 @@ def schema_of(source: DataSource, found: Sequence[str]) -> Schema:
     if name is None and source.columns.messages not in found and not own.keys() & {"messages", "response", "text"}:
         name, said = _recognised(found)
     if name is None or not found:
-        return Schema(
-            source.columns,
-            frozenset(source.media_markers or ()),
-            source.roles,
-            shows_first=source.columns.response is not None,
-        )
+        shows_first = source.columns.response is not None
+        return Schema(source.columns, frozenset(source.media_markers or ()), source.roles, shows_first=shows_first)
     try:
-        format, columns = FORMATS[name], _columns(name, own, found)
+        columns = _columns(name, own, found)
     except ValueError as error:
         raise DataError(f"data: {source.path!r}: {error}") from None
+    return _schema(FORMATS[name], columns, source, found, said)
+
+
+def _schema(format: Format, columns: Columns, source: DataSource, found: Collection[str], said: str) -> Schema:
     marked = [m for m in MARKERS if format.marks and getattr(columns, f"{m}s") in found]
     return Schema(
         columns,

@@ -266,3 +266,8 @@ def test_flags_of_parts_are_the_flag_of_their_message(tmp_path: Path, flags: Any
     row = opened(tmp_path, [{"messages": said}], format="axolotl")[0]
     assert weight in row.problem if row.problem else row.messages[1].get("weight") == weight
     assert row.problem or [part.keys() for part in row.messages[1]["content"]] == [{"type", "text"}] * 2
+
+
+def test_a_row_without_messages_is_rejected(tmp_path: Path) -> None:
+    rejected = processor().sample(opened(tmp_path, [{"messages": []}], format="openai")[0])
+    assert isinstance(rejected, Rejected) and rejected.reason == "the row has no messages"
