@@ -71,7 +71,7 @@ def required(text: Any, name: str | None) -> str:
         ValueError: it is no text.
     """
     if not isinstance(text, str):
-        raise ValueError(f"column {name!r} has {text!r}, expected a text")
+        raise ValueError(f"column {name!r} has {'no value' if text is None else repr(text)}, expected a text")
     return text
 
 
