@@ -1,4 +1,4 @@
-"""Goldens of axolotl 0.19.0 (transformers 5.16.1): `python make_axolotl.py` from the root of the repository.
+"""Goldens of axolotl 0.19.0 (transformers 5.16.1): `PYTHONPATH=. python tests/data/sources/goldens/make_axolotl.py`.
 
 Its data sets of `type: chat_template`, with the keys that axolotl's documentation gives for such rows. It reads
 OpenAI's rows with `message_field_training: weight`. Rows with media go the way of its multimodal models.

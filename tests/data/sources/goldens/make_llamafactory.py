@@ -1,4 +1,4 @@
-"""Goldens of LLaMA-Factory 0.9.5 (transformers 5.6.0): `python make_llamafactory.py` from the root of the repository.
+"""Goldens of LLaMA-Factory 0.9.5 (transformers 5.6.0): `PYTHONPATH=. python tests/data/sources/goldens/make_llamafactory.py`.
 
 Its template `qwen2_vl` writes tools and media as the template of `chatml.py`; without a default system message here,
 and without the number of tokens of a medium, which is the model's matter.

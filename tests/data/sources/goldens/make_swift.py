@@ -1,4 +1,4 @@
-"""Goldens of ms-swift 4.6.0 (transformers 5.19.0): `python make_swift.py` from the root of the repository.
+"""Goldens of ms-swift 4.6.0 (transformers 5.19.0): `PYTHONPATH=. python tests/data/sources/goldens/make_swift.py`.
 
 Its template `chatml` with the tools of `hermes` writes what the template of `chatml.py` does; an image or video is one
 token here, as in that template.

@@ -1,4 +1,4 @@
-"""Goldens of TRL 1.16.0: `python make_trl.py` from the root of the repository.
+"""Goldens of TRL 1.16.0: `PYTHONPATH=. python tests/data/sources/goldens/make_trl.py`.
 
 `SFTTrainer` makes the labels of rows without media, with `assistant_only_loss: true`: by default it trains all text of
 `messages`. For rows with media, `prepare_multimodal_messages` places the images, as in TRL's collator. OpenAI's rows
