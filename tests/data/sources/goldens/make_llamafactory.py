@@ -1,7 +1,7 @@
 """Goldens of LLaMA-Factory 0.9.5: `PYTHONPATH=. python tests/data/sources/goldens/make_llamafactory.py`.
 
-With transformers 5.6.0. Its template `qwen2_vl` writes tools and media as the template of `chatml.py`; without a default system message here,
-and without the number of tokens of a medium, which is the model's matter.
+With transformers 5.6.0. Its template `qwen2_vl` writes tools and media as the template of `chatml.py`; without a
+default system message here, and without the number of tokens of a medium, which is the model's matter.
 """
 
 from __future__ import annotations
