@@ -139,8 +139,6 @@ def _meant(name: str, siblings: Sequence[str], root: type[BaseModel]) -> str:
 
 
 def _expectation(detail: ErrorDetails) -> str:
-    if detail["type"] == "list_type" and isinstance(detail["input"], str):
-        return f"a list, such as [{detail['input']}]"
     expected = _NODE_CLASS.sub("a mapping of keys to values", _SUBJECT.sub("", detail["msg"]))
     return expected.replace("a valid integer", "an integer").replace("a valid ", "a ")
 

@@ -24,6 +24,7 @@ from omnitrain.data.sources.rows import RowSource
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
 
+_MIXED_EPOCHS = 2  # the order of which epochs meet in packs
 TEXT, PREDICTED = "text", " predicted"
 
 
@@ -158,9 +159,16 @@ class Packing:
 
 
 def pack_measures(
-    measured: Sequence[Sequence[Measured]], data: Data, budget: PackBudget, *, seed: int, packs: int, alone: bool
+    measured: Sequence[Sequence[Measured]],
+    data: Data,
+    budget: PackBudget,
+    *,
+    seed: int,
+    packs: int,
+    alone: bool,
+    slots: int | None = 1,
 ) -> Packing:
-    """Fill packs with measured rows, in the order in which a run with one pack per step draws them.
+    """Fill packs with measured rows, in the order in which the first slot of a run draws them.
 
     Args:
         measured: rows of each data set; a sample among them.
@@ -169,19 +177,22 @@ def pack_measures(
         seed: seed of the data order.
         packs: number of packs.
         alone: make packs of one sample.
+        slots: packs of a step. Each slot has its share of the rows of an epoch. None: the rows are some of larger data
+            sets, which end later.
     """
     endless = [source.model_copy(update={"epochs": None}) for source in data.train]
     data = data.model_copy(update={"train": endless})
-    state = LoaderState()
+    state = LoaderState() if slots is not None else LoaderState(order_version=_MIXED_EPOCHS)
+    slots = slots or 1
     if data.weights_by == "tokens":
         state = replace(state, tokens_per_draw=tuple(map(_tokens_per_draw, measured)))
-    order = order_of(measured, data, seed, 1, state)
+    order = order_of(measured, data, seed, slots, state)
     packer = SlotPacker(data, order, _MeasuredRows(measured, order.draws()), 0, SlotState(0), alone, budget)
     made = []
     for _ in range(packs):
         chosen = packer.choose()
         made.append(PackMeasure(len(chosen), sum(map(len, chosen)), sum(one.num_predicted for one in chosen)))
-    read = packer.state.next_index - len(packer.state.held)
+    read = packer.state.next_index // slots - len(packer.state.held)
     return Packing(made, read / packs)
 
 

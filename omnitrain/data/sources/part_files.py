@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+import numpy as np
+
+from omnitrain.data.sources.inline_files import as_file, bytes_of_text
 from omnitrain.data.sources.turns import MARKERS
 
 # Type of a part -> its modality. Parts whose type is a modality may have a file, the others must have one.
 _MODALITIES = {kind: m for m in MARKERS for kind in (m, f"{m}_url", f"input_{m}")}
-_EXPECTED = "expected a path, a URL, a data: URL, bytes, or an object with url, path, bytes or data (base64)"
+_EXPECTED = (
+    "expected a path, a URL, a data: URL, base64, bytes, a PIL image, an array, or an object with url, path, bytes or "
+    "data (base64)"
+)
 _TIMES = ("start", "stop")
-FILE_KEYS = frozenset({"bytes", "path", "url", "data", *_TIMES})  # of an object that is a file
+FILE_KEYS = frozenset(
+    {"bytes", "path", "url", "data", "array", "sampling_rate", *_TIMES}
+)  # of an object that is a file
 
 
 def modality_of_type(kind: Any) -> Any:
@@ -25,7 +31,9 @@ def modality_of_type(kind: Any) -> Any:
 
 def is_file(value: Any) -> bool:
     """Whether a value of a media column is a file; null, an empty path and empty bytes are not."""
-    return any(value.values()) if isinstance(value, dict) else bool(value)
+    if isinstance(value, dict):
+        return any(map(is_file, value.values()))
+    return value.size > 0 if isinstance(value, np.ndarray) else bool(value)
 
 
 def take_files(messages: Any, media: Mapping[str, Sequence[Any]]) -> tuple[Any, dict[str, list[Any]]]:
@@ -90,26 +98,23 @@ def _file_of(value: Any, key: str, what: str) -> Any:
             return value["bytes"]
         if value.get("data"):
             return _decoded(value["data"], what)
-        value = value.get("url") or value.get("path")
-    if isinstance(value, bytes):
-        return value
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{what}: found {value!r} in {key!r}; {_EXPECTED}")
-    if key == "base64":
+        value = as_file(value)["bytes"] if value.get("array") is not None else value.get("url") or value.get("path")
+    if key == "base64" and isinstance(value, str):
         return _decoded(value, what)
-    if value.startswith("data:"):
-        head, comma, content = value.partition(",")
-        if not comma:
-            raise ValueError(f"{what}: found {value[:40]!r}; expected data:TYPE;base64,CONTENT")
-        return _decoded(content, what) if head.endswith(";base64") else unquote_to_bytes(content)
-    return url2pathname(urlsplit(value).path) if value.startswith("file://") else value
+    try:
+        file = as_file(value)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    if not isinstance(file, (str, bytes)) or not file:
+        raise ValueError(f"{what}: found {value!r} in {key!r}; {_EXPECTED}")
+    return url2pathname(urlsplit(file).path) if isinstance(file, str) and file.startswith("file://") else file
 
 
 def _decoded(text: Any, what: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError, TypeError) as error:
-        raise ValueError(f"{what}: invalid base64: {error}") from None
+        return bytes_of_text(text)
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
 def _merged(shown: Sequence[Any], column: Sequence[Any]) -> list[Any]:

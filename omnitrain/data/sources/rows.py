@@ -17,11 +17,13 @@ import numpy as np
 from omnitrain.data.sources.documents import Document, TextFiles
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.formats import files_of, open_table, suffix_of
+from omnitrain.data.sources.inline_files import as_file, is_inline
 from omnitrain.data.sources.json_lines import kinds_of
 from omnitrain.data.sources.media import MediaFile
-from omnitrain.data.sources.part_files import modality_of_type
+from omnitrain.data.sources.part_files import is_file, modality_of_type
 from omnitrain.data.sources.schema import required
 from omnitrain.data.sources.stream import Stream
+from omnitrain.data.sources.tar_shards import TarShards
 from omnitrain.data.sources.turns import MARKERS, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
@@ -82,7 +84,7 @@ class Row:
                 f"the messages show {modality} {position + 1}, but the row has {len(values)} files; put files in a "
                 f"separate column (`columns.{modality}s`)"
             )
-        value = values[position]
+        value = _as_file(values[position], f"{modality} {position + 1}")
         data = value.get("bytes") if isinstance(value, dict) else value
         if isinstance(data, bytes):
             return data
@@ -105,12 +107,14 @@ class Row:
             ValueError: see :meth:`media_bytes`; or the part of the file to decode is wrong.
         """
         values, place = self.media.get(modality, []), f"{modality} {position + 1}"
-        value = values[position] if position < len(values) else None
+        value = _as_file(values[position], place) if position < len(values) else None
         path, has_bytes = _path_of(value), isinstance(value, dict) and value.get("bytes")
         start, stop = _part_of(value, place, modality)
         with ExitStack() as stack:
-            if path is None or has_bytes or is_url(path):
-                stream: BinaryIO = io.BytesIO(self.media_bytes(modality, position))
+            if isinstance(value, bytes):
+                stream: BinaryIO = io.BytesIO(value)
+            elif path is None or has_bytes or is_url(path):
+                stream = io.BytesIO(self.media_bytes(modality, position))
             else:
                 try:
                     stream = stack.enter_context(open(path, "rb"))
@@ -201,6 +205,7 @@ class RowSource(Sequence[Row]):
 
     def _row(self, position: int, record: dict[str, Any]) -> Row:
         default, columns = f"{self.name}[{position}]", self.columns
+        record = dict.fromkeys(self._table.column_names) | record  # a record may lack columns
         media = {m: _as_list(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
         row = Row(
             id=_text(record.pop(columns.id, None), default),
@@ -224,8 +229,22 @@ class RowSource(Sequence[Row]):
         if self._has_documents:
             text = record.pop(name or "text")
             return {"document": text if isinstance(text, Document) else Document(required(text, name))}
+        if self.columns.response is not None and (lacking := self._lacking(record, media)):
+            raise ValueError(f"the row has no file in {' and '.join(lacking)}")
         messages, files = self.schema.conversation(record, media)
         return {"messages": messages, "media": {m: self._located(files[m]) for m in MODALITIES}}
+
+    def _lacking(self, record: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Return the columns without the file that a row with a response needs, with the keys that name them.
+
+        In a tar shard, each media column is a file that belongs to the row. Elsewhere a row with a prompt needs none.
+        """
+        names = {m: getattr(self.columns, f"{m}s") for m in MODALITIES}
+        held = [m for m, name in names.items() if name in self._table.column_names]
+        empty = [f"{names[m]!r} (columns.{m}s)" for m in held if not any(map(is_file, media[m]))]
+        needs_all = isinstance(self._table, TarShards)
+        has_prompt = any(record.get(name) != "" for name in self.columns.prompts)
+        return empty if needs_all or (len(empty) == len(held) and not has_prompt) else []
 
     def _located(self, files: list[Any]) -> list[Any]:
         """Return files whose paths begin with the folder of the media."""
@@ -377,6 +396,13 @@ def _unreadable(place: str, path: str | None, error: OSError) -> ValueError:
     return ValueError(f"{place} cannot be read from its file: {error}{hint}")
 
 
+def _as_file(value: Any, place: str) -> Any:
+    try:
+        return as_file(value)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
 def _part_of(value: Any, place: str, modality: str) -> tuple[float, float | None]:
     """Return where the part of a file to decode starts and stops, in seconds.
 
@@ -398,7 +424,9 @@ def _part_of(value: Any, place: str, modality: str) -> tuple[float, float | None
 def _located(file: Any, folder: str) -> Any:
     """Prepend ``folder`` to the path of a file, if it has one."""
     if isinstance(file, str) and file:
-        return file if is_url(file) else f"{folder.rstrip('/')}/{file}" if is_url(folder) else str(Path(folder, file))
+        if is_url(file) or is_inline(file):
+            return file
+        return f"{folder.rstrip('/')}/{file}" if is_url(folder) else str(Path(folder, file))
     if isinstance(file, dict) and file.get("path") and not file.get("bytes"):
         return file | {"path": _located(file["path"], folder)}
     return file

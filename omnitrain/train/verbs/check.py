@@ -305,7 +305,8 @@ def _check_rows(
                 problems.attempt(functools.partial(with_teacher_inputs, Pack.from_samples([sample]), teachers))
             length = sum(piece.input_ids.size for piece in sample.pieces)
             trained = sum(map(_num_trained, sample.pieces))
-            console.print(f"{kind} {name}: the first row has {length} tokens, {trained} of them trained")
+            which = f"row {sample.index + 1}, the first that is not skipped," if sample.index else "the first row"
+            console.print(f"{kind} {name}: {which} has {length} tokens, {trained} of them trained")
     return problems
 
 

@@ -72,6 +72,20 @@ def test_check_looks_at_each_data_set_though_a_later_one_has_the_same_sources(tm
     ]
 
 
+def test_one_unusable_row_at_the_beginning_is_no_problem_of_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"ask": "what"}, {"ask": "what", "say": None}, {"ask": "what", "say": "a cat"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    node = f"data.train={{path: {tmp_path}/rows.jsonl, columns: {{prompt: ask, response: say}}}}"
+    assert check_recipe(load(tiny_recipe(tmp_path, text_only=True), node)) == []
+    assert "train rows: row 3, the first that is not skipped, has " in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+    first, of_all = check_recipe(load(tiny_recipe(tmp_path, text_only=True), node))
+    assert first == "data.train: row 'rows[0]': column 'say' has no value, expected a text"
+    assert of_all.startswith("all of 2 rows were rejected")
+
+
 def test_a_plan_is_compared_with_the_model_under_its_key_in_the_recipe(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path), "parallel.components.image_encodr.mode=replicate")
     problem = "parallel.components.image_encodr: unknown component; did you mean "
