@@ -47,6 +47,7 @@ from omnitrain.train.metrics.display import (
     show_components,
     show_contract,
     show_kept_memory,
+    show_own_head,
     show_unused,
 )
 from omnitrain.train.metrics.early_stopping import StopWatcher
@@ -362,6 +363,7 @@ class Trainer:
     def _show(self) -> None:
         show_components(component_rows(self.model, self.ops))
         show_unused(self.model.config.unused_tensors)
+        show_own_head(self.model.config)
         show_contract(self.model.runner.contract, in_full=False)
         if self.layout is not None:
             console.print(self.layout.table(self.model))

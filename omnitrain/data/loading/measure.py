@@ -39,6 +39,7 @@ class Measure:
         tokens: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
             `` predicted`` after them. They add up to ``length``.
         items: modality -> images, sounds or videos.
+        lowered: number of videos that a limit of frames reads at a lower rate.
         elements: name of media in a pack -> number of input elements.
         is_alone: whether it must be alone in its pack.
         index: position in the global data order.
@@ -50,6 +51,7 @@ class Measure:
     num_predicted: int
     tokens: Mapping[str, int]
     items: Mapping[str, int]
+    lowered: int = 0
     elements: Mapping[str, int] = field(default_factory=dict)
     is_alone: bool = False
     index: int = 0
@@ -129,6 +131,7 @@ def _of_sample(sample: Sample, parts: Sequence[MediaPart | None]) -> Measure:
         num_predicted=num_predicted,
         tokens=+tokens,
         items=items,
+        lowered=sample.num_lowered,
         elements=sample.elements,
         is_alone=sample.is_alone,
         piece=sample.piece,

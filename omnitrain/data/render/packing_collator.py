@@ -117,6 +117,8 @@ class OmniDataCollatorWithPacking:
     def _sample(self, features: Mapping[str, Any], name: str, index: int) -> Sample:
         given = {key: value for key, value in features.items() if value is not None and key not in _NAMES}
         known = {*self.packing_features, *self.concat_features}
+        if lost := sorted((given.keys() - known) & self._native.forward_arguments):
+            raise ValueError(f"the model takes {lost}, which omnitrain does not pass to it; it passes {sorted(known)}")
         if unknown := sorted(given.keys() - known):
             raise ValueError(
                 f"{unknown} are neither in packing_features nor in concat_features; {hint(unknown[0], sorted(known))}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -10,6 +11,7 @@ from urllib.request import url2pathname
 import numpy as np
 
 from omnitrain.data.sources.inline_files import as_file, bytes_of_text
+from omnitrain.data.sources.reading import READING_KEYS, reading_keys
 from omnitrain.data.sources.turns import MARKERS
 
 # Type of a part -> its modality. Parts whose type is a modality may have a file, the others must have one.
@@ -18,10 +20,23 @@ _EXPECTED = (
     "expected a path, a URL, a data: URL, base64, bytes, a PIL image, an array, or an object with url, path, bytes or "
     "data (base64)"
 )
-_TIMES = ("start", "stop")
-FILE_KEYS = frozenset(
-    {"bytes", "path", "url", "data", "array", "sampling_rate", *_TIMES}
-)  # of an object that is a file
+FILE_KEYS = frozenset({"bytes", "path", "url", "data", "array", "sampling_rate", *READING_KEYS})  # of a file's object
+
+
+@dataclass(frozen=True)
+class _GivenFile:
+    """The file of a part, None if it has none, and the keys that say how it is read."""
+
+    file: Any
+    said: Mapping[str, Any]
+
+    @property
+    def with_said(self) -> Any:
+        """The file, as an object if anything is said of it."""
+        if self.file is None or not self.said:
+            return self.file
+        kind = "bytes" if isinstance(self.file, bytes) else "path"
+        return {**(self.file if isinstance(self.file, dict) else {kind: self.file}), **self.said}
 
 
 def modality_of_type(kind: Any) -> Any:
@@ -50,13 +65,13 @@ def take_files(messages: Any, media: Mapping[str, Sequence[Any]]) -> tuple[Any, 
     """
     if not isinstance(messages, list):
         return messages, {modality: list(files) for modality, files in media.items()}
-    shown: dict[str, list[Any]] = {modality: [] for modality in media}
+    shown: dict[str, list[_GivenFile]] = {modality: [] for modality in media}
     plain = [_without_files(message, f"message {n}", shown) for n, message in enumerate(messages, 1)]
     return plain, {modality: _merged(shown[modality], files) for modality, files in media.items()}
 
 
-def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any:
-    """Return a message without files, and append the file of each media part (None: it has none) to ``shown``.
+def _without_files(message: Any, where: str, shown: dict[str, list[_GivenFile]]) -> Any:
+    """Return a message without files and how they are read, and append the file of each media part to ``shown``.
 
     What is left in a part has no effect.
     """
@@ -76,19 +91,15 @@ def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any
             raise ValueError(f"{what}: found {sorted(given)}; expected one of them")
         if not given and kind != modality:
             raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
-        shown[modality].append(next((_part_of_file(part, value, key, what) for key, value in given.items()), None))
-        read = {*given, *FILE_KEYS} if given else {}
         inside = [value for value in given.values() if isinstance(value, dict)]
+        file = next((_file_of(value, key, what) for key, value in given.items()), None)
+        shown[modality].append(
+            _GivenFile(file, {k: v for keys in (part, *inside) for k, v in reading_keys(keys).items()})
+        )
+        read = {*given, *FILE_KEYS} if given else READING_KEYS
         rest = {name: value for keys in (*inside, part) for name, value in keys.items() if name not in read}
         parts.append(rest | {"type": modality})
     return message | {"content": parts}
-
-
-def _part_of_file(part: dict[str, Any], value: Any, key: str, what: str) -> Any:
-    """Return a file, or with ``start`` or ``stop`` (seconds) of the part or its value, an object with these."""
-    file, given = _file_of(value, key, what), part | (value if isinstance(value, dict) else {})
-    times = {name: given[name] for name in _TIMES if given.get(name) is not None}
-    return {"bytes" if isinstance(file, bytes) else "path": file} | times if times else file
 
 
 def _file_of(value: Any, key: str, what: str) -> Any:
@@ -117,9 +128,10 @@ def _decoded(text: Any, what: str) -> bytes:
         raise ValueError(f"{what}: {error}") from None
 
 
-def _merged(shown: Sequence[Any], column: Sequence[Any]) -> list[Any]:
-    """Return the files of parts; those without one (None) have the next file of the column."""
-    if not any(file is not None for file in shown):
+def _merged(shown: Sequence[_GivenFile], column: Sequence[Any]) -> list[Any]:
+    """Return the files of parts; those without one have the next file of the column."""
+    if not any(part.file is not None or part.said for part in shown):
         return list(column)
     following = iter(column)
-    return [next(following, None) if file is None else file for file in shown] + list(following)
+    files = [replace(part, file=next(following, None)) if part.file is None else part for part in shown]
+    return [part.with_said for part in files] + list(following)

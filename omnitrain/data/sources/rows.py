@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,13 +20,14 @@ from omnitrain.data.sources.inline_files import as_file, is_inline
 from omnitrain.data.sources.json_lines import kinds_of
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.part_files import is_file, modality_of_type
+from omnitrain.data.sources.reading import UNSAID, Reading, part_and_reading
 from omnitrain.data.sources.schema import required
 from omnitrain.data.sources.stream import Stream
 from omnitrain.data.sources.tar_shards import TarShards
 from omnitrain.data.sources.turns import MARKERS, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
-from omnitrain.recipe.data import source_names
+from omnitrain.recipe.data import VISUAL_KEYS, source_names
 from omnitrain.recipe.suggest import nearest
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
@@ -49,6 +49,7 @@ class Row:
         document: a text to train on in place of messages.
         problem: why the row cannot be read; empty if it can.
         reader: reads the files of its media.
+        reading: how its images and videos are read, as far as the data set says it.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Row:
     document: Document | None = None
     problem: str = ""
     reader: FileReader = field(default_factory=FileReader)
+    reading: Reading = UNSAID
 
     @property
     def question(self) -> list[dict[str, Any]]:
@@ -109,7 +111,7 @@ class Row:
         values, place = self.media.get(modality, []), f"{modality} {position + 1}"
         value = _as_file(values[position], place) if position < len(values) else None
         path, has_bytes = _path_of(value), isinstance(value, dict) and value.get("bytes")
-        start, stop = _part_of(value, place, modality)
+        start, stop, reading = part_and_reading(value, modality, place)
         with ExitStack() as stack:
             if isinstance(value, bytes):
                 stream: BinaryIO = io.BytesIO(value)
@@ -121,7 +123,7 @@ class Row:
                 except OSError as error:
                     raise _unreadable(place, path, error) from error
             try:
-                yield MediaFile(stream, start, stop)
+                yield MediaFile(stream, start, stop, reading.over(self.reading))
             except UserError:
                 raise
             except ValueError as error:
@@ -156,6 +158,7 @@ class RowSource(Sequence[Row]):
         """
         files, self._folder = files_of(source)
         self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
+        self._reading = Reading(**{key: getattr(source, key) for key in VISUAL_KEYS})
         self._table = open_table(source, files, self._reader, copy_parquet=copy_parquet)
         self.schema, self.columns = self._table.schema, self._table.schema.columns
         self._length = min(len(self._table), source.limit or len(self._table))
@@ -215,6 +218,7 @@ class RowSource(Sequence[Row]):
             tools=record.pop(columns.tools, None),
             extra=record,
             reader=self._reader,
+            reading=self._reading,
         )
         try:
             return replace(row, **self._content(record, media))
@@ -352,13 +356,16 @@ def _idle(source: DataSource, files: Sequence[str], kinds: Mapping[tuple[Any, An
             yield Idle("copy_parquet", "but the files are no parquet files; remove it")
     if files and not is_url(f"{files[0]}{source.media_folder or ''}"):
         yield Idle("read_seconds", "but neither the files nor `media_folder` are a URL; remove it")
-    shown = {kind for _, kind in kinds} if source.media_markers or source.media_folder else set()
+    shown = {kind for _, kind in kinds}
     for modality in source.media_markers or ():
         if modality not in shown:
             why = f"but no text content has {MARKERS[modality]} (lists of parts are not searched); remove it"
             yield Idle("media_markers", why)
     if not shown & set(MODALITIES):
         yield Idle("media_folder", "but no message shows a medium; remove it, or see `media_markers`")
+    for key, modalities in VISUAL_KEYS.items():
+        if not shown & set(modalities):
+            yield Idle(key, f"but no message shows {' or '.join(modalities)}; remove it")
 
 
 def _missing_columns(found: Sequence[str], source: DataSource, columns: Columns, *, needs_messages: bool) -> list[str]:
@@ -401,24 +408,6 @@ def _as_file(value: Any, place: str) -> Any:
         return as_file(value)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-
-
-def _part_of(value: Any, place: str, modality: str) -> tuple[float, float | None]:
-    """Return where the part of a file to decode starts and stops, in seconds.
-
-    Raises:
-        ValueError: it is no part of a sound.
-    """
-    start, stop = (value.get("start"), value.get("stop")) if isinstance(value, dict) else (None, None)
-    if start is None and stop is None:
-        return 0.0, None
-    if modality != "audio":
-        raise ValueError(f"{place} has `start` or `stop`, which only a sound may have; cut the file")
-    begin, end = 0.0 if start is None else start, math.inf if stop is None else stop
-    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (begin, end))
-    if not numbers or not 0 <= begin < end:
-        raise ValueError(f"{place} starts at {start!r} and stops at {stop!r}; expected seconds, start before stop")
-    return float(begin), stop
 
 
 def _located(file: Any, folder: str) -> Any:

@@ -11,8 +11,10 @@ from rich.table import Table
 from transformers.utils import logging as hf_logging
 
 from omnitrain.models.components.contract import Contract
+from omnitrain.models.hf.tied import OWN_HEAD
 from omnitrain.models.hf.unused_weights import unused_line
 from omnitrain.models.omni.summary import ComponentRow
+from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.hub_retries import tell_of_hub_retries
 
@@ -52,6 +54,12 @@ def show_unused(unused: Mapping[str, int] | None) -> None:
     """Print the tensors of the checkpoint that the foundation does not have, if any."""
     if line := unused_line(unused):
         console.print(line, markup=False)
+
+
+def show_own_head(config: OmniConfig) -> None:
+    """Print that the head is not tied, if the config of the foundation's checkpoint says that it is."""
+    if config.has_own_head:
+        console.print(OWN_HEAD, markup=False)
 
 
 def show_kept_memory(by_source: Mapping[str, float], pack_tokens: int) -> None:
