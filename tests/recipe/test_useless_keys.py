@@ -134,6 +134,8 @@ STANDS: dict[str, Always | Idle] = {
     ),
     "Columns.response": idle("`text` is set, so rows are documents", "data.train.0.columns={text: a, response: b}"),
     "Columns.prompt": idle("`response` is not set", "data.train.0.columns.prompt=a"),
+    "Columns.history": idle("`response` is not set", "data.train.0.columns.history=a"),
+    "DataSource.format": idle("'alpaca' reads 'instruction' and 'output'; found", "data.train.0.format=alpaca"),
     "Columns.system": idle(
         "documents have no media, tools and messages", "data.train.0.columns.text=a", "data.train.0.columns.system=a"
     ),
