@@ -163,7 +163,6 @@ class Trainer:
             decays_of(self.model, settings),
             matrices_of(self.model, settings),
         )
-        self._holders = None if self.layout is None else self.layout.holders(self.model)
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets, self.samples = state.step, state.steps_without_targets, state.samples
@@ -500,7 +499,7 @@ class Trainer:
             self.compiled.check()
         self.watch.at(phase="optimizer")
         self.spans.optimizer_begins()
-        whole_norm = clip_gradients(self._parameters, settings.max_grad_norm, self._holders)
+        whole_norm = clip_gradients(self._parameters, settings.max_grad_norm)
         # The one time in a step that the host waits for the device.
         local_loss, norm = torch.stack([part.double(), whole_norm.to(part.device, torch.float64)]).tolist()
         loss = self.ranks.peers.sum(local_loss)
