@@ -45,10 +45,12 @@ def join_process_group(backend: str) -> None:
     if not is_host:  # torch's client writes a traceback for each time limit that ends
         _wait_for(lambda: [] if _listens(host, port) else [0], waits)
     store = dist.TCPStore(host, port, world_size, is_host, wait_for_workers=False, multi_tenant=True)
-    joined = [f"omnitrain/joined/{other}" for other in range(world_size)]
-    store.set(joined[rank], "")
+    keys = [f"omnitrain/joined/{other}" for other in range(world_size)]
+    store.set(keys[rank], "")
     if rank == 0:
-        _wait_for(lambda: [] if store.check(joined) else [r for r, key in enumerate(joined) if not store.check([key])], waits)
+        _wait_for(
+            lambda: [] if store.check(keys) else [r for r in range(world_size) if not store.check([keys[r]])], waits
+        )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
@@ -58,7 +60,7 @@ def _wait_for(missing: Callable[[], list[int]], waits: str) -> None:
     while ranks := missing():
         waited = time.monotonic() - start
         if waited > SILENT_SECONDS and not told:
-            print(f"omnitrain: {_message(waits, ranks)}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"omnitrain: {_message(waits, ranks)}\n")
             told = True
         if waited > default_pg_timeout.total_seconds():
             raise TrainingError(_message(waits, ranks))
