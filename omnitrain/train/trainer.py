@@ -44,6 +44,7 @@ from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.costs import WAIT_FOR_DATA
 from omnitrain.train.metrics.display import (
     quiet_libraries,
+    show_added_tokens,
     show_components,
     show_contract,
     show_kept_memory,
@@ -362,6 +363,7 @@ class Trainer:
     def _show(self) -> None:
         show_components(component_rows(self.model, self.ops))
         show_unused(self.model.config.unused_tensors)
+        show_added_tokens(self.model)
         show_contract(self.model.runner.contract, in_full=False)
         if self.layout is not None:
             console.print(self.layout.table(self.model))

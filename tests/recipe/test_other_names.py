@@ -12,7 +12,8 @@ from omnitrain.recipe.other_names import OTHER_NAMES, key_of, name_here
 OF_OTHER_LIBRARIES = {
     *("epochs", "batch_size", "train_batch_size", "lr", "evaluation_strategy", "no_cuda", "tp_size", "train_file"),
     *("dataset_name", "max_length", "max_seq_length", "cutoff_len", "model_name_or_path", "attn_implementation"),
-    *("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "save_strategy", "warmup_ratio"),
+    *("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "save_strategy", "warmup_ratio", "r", "dora"),
+    *("lora_target", "target_modules", "lora_dropout", "use_rslora", "use_dora", "finetuning_type"),
 }
 
 
