@@ -62,7 +62,7 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     attached = {modality for adapter in (*readers.values(), *writers.values()) for modality in adapter.modalities}
     renderer, added = _renderer(recipe, model, attached)
     assert parts.foundation is not None
-    _fit_vocabulary(model, renderer.tokenizer, parts.foundation, added, recipe.train.seed)
+    _fit_vocabulary(model, renderer.tokenizer, parts.foundation, added)
     _require_same_tokens(parts.teachers, renderer.tokenizer)
     freeze(model, recipe.model.freeze)
     _add_adapters(model, recipe.parallel)
@@ -409,7 +409,7 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str]) -> list[i
 
 
 def _fit_vocabulary(
-    model: OmniModel, tokenizer: PreTrainedTokenizerBase, source: HFSource, added: Sequence[int], seed: int
+    model: OmniModel, tokenizer: PreTrainedTokenizerBase, source: HFSource, added: Sequence[int]
 ) -> None:
     """Grow the foundation's embeddings if the tokenizer has more tokens than they have rows.
 
@@ -422,6 +422,5 @@ def _fit_vocabulary(
         require_vocabulary(tokenizer, rows, source.path)
         model.added_tokens = tuple(sorted({*added, *range(rows, len(tokenizer))}))
     if len(tokenizer) > rows:
-        torch.manual_seed(seed)  # checks of the model, if they are not cached, have drawn numbers
         model.foundation.resize_token_embeddings(len(tokenizer), mean_resizing=model.device.type != "meta")
         model.config.foundation = as_dict(model.foundation.config)
