@@ -54,3 +54,9 @@ def test_a_tree_that_is_no_recipe_gets_no_advice_for_one() -> None:
         size: int
 
     assert name_here("max_steps", Other) is None
+
+
+@pytest.mark.parametrize(("name", "said"), [("r", "use `rank`"), ("use_dora", "there is no DoRA"), ("dora", "no DoRA")])
+def test_names_of_peft_inside_the_node_are_told_by_the_key_beside_them(name: str, said: str) -> None:
+    advice = name_here(name, Recipe, ["rank", "targets"])
+    assert advice is not None and said in advice
