@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.models.adapters.lora import adapters_of, add_lora
+from omnitrain.models.adapters.lora import adapters_of, add_lora, find_adapters
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import use_omnitrain_experts
@@ -202,10 +204,11 @@ def test_dropout_where_adapters_have_none_and_new_rows_in_bf16_are_refused() -> 
     assert problems_of(Lora(), (5, 7), precision={"compute": "bfloat16"}) == []
 
 
-def test_a_tower_and_its_language_model_have_one_dropout_in_one_file() -> None:
-    own = {name: ComponentPlan(lora=Lora(dropout=d)) for name, d in {FOUNDATION: 0.1, "image_encoder": 0.2}.items()}
-    model = build_omni_model(foundation=factories.qwen3_vl())
-    (problem,) = adapters_for(model, ParallelPlan(components=own))[1]
+def test_components_of_one_hf_model_have_one_dropout_in_one_file() -> None:
+    model = build_omni_model(foundation=factories.qwen3_moe())
+    first = find_adapters(model, FOUNDATION, Lora(dropout=0.1))
+    present = {FOUNDATION: first, "image_encoder": replace(first, dropout=0.2)}  # a tower inside of it
+    (problem,) = adapters_for(model, ParallelPlan(), present)[1]
     assert "dropout 0.2" in problem and "peft has one `rslora` and one `dropout` for both: use the same" in problem
 
 
