@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from omnitrain.recipe.located_problem import located
 from omnitrain.recipe.strict import Strict
@@ -15,6 +15,23 @@ from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.useless_keys import Idle
 
 Overlong = Literal["drop", "error", "split"]
+
+CALLS = "tool_call"  # of a speaker whose text is a call of a tool, or a list of them
+_NAMES = {
+    "system": (),
+    "developer": (),
+    "user": ("human",),
+    "assistant": ("gpt", "chatgpt", "bing", "bard", "bot", "model"),
+    "tool": ("observation", "observations", "tool_response", "function", "ipython"),
+    CALLS: ("function_call",),
+}
+ROLES = {name: role for role, names in _NAMES.items() for name in (role, *names)}  # speaker -> role
+
+
+def _known(roles: dict[str, str]) -> dict[str, str]:
+    if wrong := [role for speaker, role in roles.items() if role not in {speaker, *_NAMES}]:
+        raise ValueError(f"found {wrong}, expected {', '.join(_NAMES)}, or the name of the speaker itself")
+    return roles
 
 
 class Columns(Strict):
@@ -42,20 +59,21 @@ class Columns(Strict):
         None, description="Text of an assistant's only message, in place of `messages`. The row's media come before."
     )
     prompt: str | None = Field(None, description="With `response`: text of the user's message, after the row's media.")
-    system: str | None = Field(None, description="With `response`: text of a system message.")
+    system: str = Field(
+        "system", description="Text of a system message before the others. No such column, null or empty: none."
+    )
 
     def idle(self) -> Iterator[Idle]:
         """Yield columns that the way in which rows are read does not use."""
         if self.response is None:
             yield Idle("prompt", "but `response` is not set; set it to the column of the answers")
-            yield Idle("system", "but `response` is not set; set it to the column of the answers")
         for key in ("text", "response"):
             if getattr(self, key) is not None:
                 yield Idle("messages", f"but `{key}` is set, so no messages are read; remove one of them")
         if self.text is not None:
             yield Idle("response", "but `text` is set, so rows are documents; remove one of them")
-            for key in ("images", "audios", "videos", "tools"):
-                yield Idle(key, "but `text` is set, and documents have no media and tools; remove it")
+            for key in ("images", "audios", "videos", "tools", "system"):
+                yield Idle(key, "but `text` is set, and documents have no media, tools and messages; remove it")
 
     def of_media(self) -> dict[str, str]:
         """Return field -> column name for the media columns."""
@@ -112,6 +130,11 @@ class DataSource(Strict):
     )
     limit: int | None = Field(None, ge=1, description="Use only this number of rows, from the first. Unset: all.")
     columns: Columns = Field(default_factory=Columns, description="Column names.")
+    roles: Annotated[dict[str, str], AfterValidator(_known)] = Field(
+        default_factory=dict,
+        description="Speaker in the data -> `system`, `developer`, `user`, `assistant`, `tool`, or `tool_call` (its "
+        "text is a call); or the same name again, if the chat template knows it. Usual speakers need no entry.",
+    )
     media_markers: list[Literal["image", "audio", "video"]] = Field(
         default_factory=list,
         description="Modalities that texts mark with `<image>`, `<audio>` or `<video>`, as in LLaVA's data.",
@@ -121,6 +144,12 @@ class DataSource(Strict):
         description="Folder or URL that media paths are relative to. Unset: the working folder; for a folder with a "
         "file `metadata.*` of rows, this folder.",
     )
+
+    def idle(self) -> Iterator[Idle]:
+        """Yield roles of data without messages."""
+        for key in ("text", "response"):
+            if getattr(self.columns, key) is not None:
+                yield Idle("roles", f"but `columns.{key}` is set, so no messages are read; remove it")
 
 
 CHAT_TEXTS = (

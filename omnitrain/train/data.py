@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from omnitrain.data.loading.loader import StepLoader, build_dataloader, require_usable
 from omnitrain.data.loading.slots import LoaderState
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.unread_keys import unread_notes
 from omnitrain.data.render.unread_media import require_shown
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.models.omni.lockstep import idle_prompt
@@ -14,9 +16,8 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.item_costs import MeasuredCosts
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
+from omnitrain.train.metrics.console import console
 from omnitrain.train.process_groups import Ranks
-
-IDLE_STEPS = 10  # a run ends if its first steps have no token to predict
 
 
 def open_data(
@@ -64,7 +65,14 @@ def open_data(
     heldout = open_sources(recipe.data.heldout)
     ranks.first(lambda: require_usable([*loader.sources, *heldout], processor))
     require_shown(loader.sources, heldout, processor, spared(recipe, model))
+    ranks.first(lambda: show_unread(recipe, [*loader.sources, *heldout], processor))
     return loader, heldout
+
+
+def show_unread(recipe: Recipe, sources: Sequence[RowSource], processor: OmniProcessor) -> None:
+    """Print which keys of the data nothing reads."""
+    for line in unread_notes(sources, processor.renderer, recipe):
+        console.print(f"note: {line}", soft_wrap=True, markup=False)
 
 
 def spared(recipe: Recipe, model: OmniModel) -> list[str]:
@@ -78,11 +86,3 @@ def spared(recipe: Recipe, model: OmniModel) -> list[str]:
         return []
     parameters_by_name = model.components.items()
     return [name for name, parameters in parameters_by_name if not any(p.requires_grad for p in parameters.values())]
-
-
-def nothing_to_train(steps: int) -> str:
-    """Return the message for a run whose first ``steps`` steps have no token to predict."""
-    return (
-        f"data.train: nothing is trained in the first {steps} steps: no sample of them has a token to predict; what "
-        "messages of the role `assistant` say is predicted (`omnitrain check` counts it in the first rows)"
-    )

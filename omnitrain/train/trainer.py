@@ -31,7 +31,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.report.at_end import report_at_end
 from omnitrain.report.run_facts import write_facts
 from omnitrain.train.callbacks import Callback, CallbackError, Callbacks, load_callbacks
-from omnitrain.train.data import IDLE_STEPS, nothing_to_train, open_data
+from omnitrain.train.data import open_data
 from omnitrain.train.device import use_device
 from omnitrain.train.encoder_costs import EncoderCosts
 from omnitrain.train.epochs import counts_samples, in_steps
@@ -209,7 +209,7 @@ class Trainer:
 
         Raises:
             NonFiniteError: a loss or gradient is not finite; the finished steps are saved.
-            UserError: the data cannot be used; the finished steps are saved, unless they had nothing to predict.
+            UserError: the data cannot be used; the finished steps are saved.
             TrainingError: a data process was killed; the finished steps are saved.
             CallbackError: a callback raised on some rank; the finished steps are saved.
         """
@@ -256,7 +256,6 @@ class Trainer:
                 self._upcoming = self._fetched(steps) if self._looks_ahead() else None
                 loss, norm = self._measured_step(batch)
                 self.data_state = self.loader.state()
-                self._require_targets()
                 if self.save_times.before_end and not self.saver.is_rehearsed:
                     self.saver.rehearse(self._state())
                 self._tell("on_step", loss, norm)
@@ -470,11 +469,6 @@ class Trainer:
 
     def _newest_checkpoint(self) -> str:
         return f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint exists"
-
-    def _require_targets(self) -> None:
-        """Raise if all steps so far had no token to predict."""
-        if self.steps_without_targets == self.step >= min(IDLE_STEPS, self.recipe.train.steps):
-            raise UserError(nothing_to_train(self.step))
 
     def _with_what_was_measured(self) -> Recipe:
         """Return the recipe with measured values in place of `auto`."""

@@ -121,7 +121,7 @@ check R model.freeze=[foundation]
 run R model.freeze=[foundation] train.device=tpu
     2  2 problems in recipe.yaml:...'tpu' is not a device...no parameter is trainable
 check R data.train=[{path: questions.parquet}]
-    2  nothing is trained in the first 4 steps: no sample of them has a token to predict
+    2  data.train: row 'text/0': nothing of the row is trained: no message of the assistant
 run R data.train=[{path: nothing.parquet}]
     2  nothing.parquet
 run R data.train=[{path: empty.jsonl}]

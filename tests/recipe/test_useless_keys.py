@@ -124,7 +124,9 @@ STANDS: dict[str, Always | Idle] = {
     ),
     "Columns.response": idle("`text` is set, so rows are documents", "data.train.0.columns={text: a, response: b}"),
     "Columns.prompt": idle("`response` is not set", "data.train.0.columns.prompt=a"),
-    "Columns.system": idle("`response` is not set", "data.train.0.columns.system=a"),
+    "Columns.system": idle(
+        "documents have no media, tools and messages", "data.train.0.columns.text=a", "data.train.0.columns.system=a"
+    ),
     "DataSource.epochs": idle("held-out data sets are read once", "data.heldout.0.epochs=2"),
     "DataSource.limit": SIZE,
     "Data.weights_by": idle("there is only one training data set", "data.weights_by=tokens"),
@@ -133,6 +135,9 @@ STANDS: dict[str, Always | Idle] = {
     ),
     "Stage.weights": idle("there is only one training data set", "data.stages=[{from_step: 3, weights: {train: 2}}]"),
     "DataSource.weight": idle("there is only one training data set", "data.train.0.weight=2"),
+    "DataSource.roles": idle(
+        "`columns.text` is set", "data.train.0.columns.text=a", "data.train.0.roles={narrator: user}"
+    ),
     "DataSource.media_markers": idle("no text content has <image>", "data.train.0.media_markers=[image]", base="text"),
     "DataSource.media_folder": idle("no message shows a medium", "data.train.0.media_folder=.", base="text"),
     **{

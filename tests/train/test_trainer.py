@@ -135,7 +135,7 @@ def test_data_in_which_nobody_answers_end_the_run(tmp_path: Path) -> None:
     asked = tiny_row("text", 0)
     rows = [replace(asked, messages=asked.messages[:-1])] * 4
     write_parquet(tmp_path / "train.parquet", rows)
-    with pytest.raises(UserError, match="nothing is trained in the first 4 steps"):
+    with pytest.raises(UserError, match=r"all of 4 rows were rejected.*nothing of the row is trained"):
         Trainer(load(recipe, "model.encoders={}", "model.decoders={}")).fit()
 
 

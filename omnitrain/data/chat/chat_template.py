@@ -7,6 +7,7 @@ included: content, reasoning and tool calls. In a template with ``{% generation 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -18,18 +19,23 @@ from omnitrain.data.chat.parts import Message, content_parts, is_trained
 from omnitrain.data.chat.template_marks import (
     OTHERS,
     OWN,
+    THOUGHT,
     MarkedText,
     Span,
     has_marks,
+    keys_of,
     marked_messages,
     marking_template,
 )
 from omnitrain.data.chat.tool_calls import calls_of, name_of, with_text_arguments
+from omnitrain.data.sources.turns import FIELDS
 from omnitrain.errors import UserError
 
 Tools = Sequence[dict[str, Any]]
 
 _PROBE = "\U000f0002"
+_BETWEEN = re.compile(r"\n|</?\w+>")  # lines, and tags such as <think>
+_ASIDE = "give this message a `weight` of 0, or remove what is not written"
 _TOOL = "omnitrain_probe"
 _TOOLS = [{"type": "function", "function": {"name": _TOOL, "description": _TOOL, "parameters": {"type": "object"}}}]
 _CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": _TOOL, "arguments": {"omnitrain_argument": "a"}}}
@@ -41,6 +47,7 @@ class ChatTemplate:
     Attributes:
         generation_prompt: the text before an assistant's message.
         end: the special token after an assistant's last content. None: the template writes none.
+        keys: strings and names after a dot in its code; the keys of messages and parts that it reads are among them.
     """
 
     def __init__(self, owner: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -65,6 +72,7 @@ class ChatTemplate:
         self._takes_text = self._takes_parts = True
         self._takes_parts = _PROBE in self._probe([_asks([{"type": "text", "text": _PROBE}])])
         self._takes_text = not self._takes_parts or _PROBE in self._probe([_asks(_PROBE)])
+        self.keys = keys_of(self._source(())) | keys_of(self._source(_TOOLS))
         prompts = self._prompts([_asks("a")])
         self.generation_prompt = prompts[0] if prompts else ""
         self._openings = tuple(dict.fromkeys([*prompts, *self._headers()])) if prompts else ()
@@ -99,17 +107,23 @@ class ChatTemplate:
             tools: the rendered tools.
 
         Raises:
-            ValueError: the characters cannot be found.
+            ValueError: the characters cannot be found, or the template leaves out text of the assistant.
+            UserError: the template does not write thoughts.
         """
         trained = [index for index, message in enumerate(messages) if is_trained(message)]
         if not trained:
             return []
+        if self._thoughts is None and any(messages[index].get("reasoning_content") for index in trained):
+            raise UserError(
+                "the chat template does not write thoughts (`reasoning_content`), so the bare answer would be trained; "
+                "set data.processor to a processor whose template does, write them into `content`, or remove them"
+            )
         marked = self._marked(text, messages, tools)
         return [span for index in trained for span in self._written(marked, messages, tools, index)]
 
     def _marked(self, text: str, messages: list[Message], tools: Tools) -> MarkedText:
         if has_marks(text):
-            raise ValueError("the messages contain characters U+F0010 to U+F0016, which omnitrain reserves")
+            raise ValueError("the messages contain characters U+F0010 to U+F0017, which omnitrain reserves")
         shown = self._render_marked(messages, tools, texts=True)
         _require_shown(shown, messages)
         marked = shown if shown.text == text else self._render_marked(messages, tools, texts=False)
@@ -134,27 +148,42 @@ class ChatTemplate:
             )
         ((start, stop),) = pieces
         if "endgeneration" not in self._source(tools):
-            start = self._start(marked.text, start, messages[:index], tools)
+            start = self._start(marked.text, start, messages[: index + 1], tools)
             return [(start, self._stop(marked.text, start, stop))]
         inside = [span for span in marked.generated if start <= span[0] and span[1] <= stop]
         if not inside:
             raise ValueError(f"the chat template has no {{% generation %}} around message {index + 1}")
         return inside
 
-    def _start(self, text: str, start: int, before: list[Message], tools: Tools) -> int:
-        """Return where generation begins in the message that starts at ``start``."""
+    def _start(self, text: str, start: int, messages: list[Message], tools: Tools) -> int:
+        """Return where generation begins in the last of ``messages``, which starts at ``start``."""
         for opening in self._openings:
             if text.startswith(opening, start):
                 return start + len(opening)
-        prompts = self._prompts(before, tools) if before else []  # the prompt may depend on earlier messages
+        if len(messages) == 1:
+            return start + self._lead(messages[0], tools)
+        prompts = self._prompts(messages[:-1], tools)  # the prompt may depend on earlier messages
         if found := [prompt for prompt in prompts if text.startswith(prompt, start)]:
             return start + len(found[0])
         if prompts and not text[:start].endswith(tuple(prompts)):
             raise ValueError(
-                f"the chat template opens message {len(before) + 1} with {text[start : start + 40]!r}, but its "
+                f"the chat template opens message {len(messages)} with {text[start : start + 40]!r}, but its "
                 f"generation prompt is {prompts[0]!r}"
             )
         return start
+
+    def _lead(self, first: Message, tools: Tools) -> int:
+        """Return how much of a conversation's first message, one of the assistant, comes before its generation.
+
+        That is what the template writes for all conversations, such as a default system prompt, and the opening.
+        """
+        marked = self._render_marked([first | {"content": _PROBE}], tools, texts=False)
+        start, stop = marked.pieces.get(0, [(0, 0)])[0]
+        lead = marked.text[start:stop].partition(_PROBE)[0]
+        for opening in self._openings:
+            if opening in lead:
+                return lead.index(opening) + len(opening)
+        return next((len(lead) - len(header) for header in self._headers() if lead.endswith(header)), 0)
 
     def _stop(self, text: str, start: int, stop: int) -> int:
         """Return the end of the last special token before ``stop``, or of one directly after it, or ``stop``."""
@@ -170,8 +199,11 @@ class ChatTemplate:
 
     def _shaped(self, message: Message) -> Message:
         parts = [{k: v for k, v in part.items() if v is not None} for part in content_parts(message)]
-        handled = {"content", "tool_calls", "weight"}
+        handled = {"content", "tool_calls", "weight", "reasoning_content"}
         others = {key: value for key, value in message.items() if value is not None and key not in handled}
+        thoughts = message.get("reasoning_content")
+        if thoughts is not None and self._thoughts is not None:
+            others[self._thoughts] = thoughts
         no_content: Message = {}
         if calls := calls_of(message):
             if self._call_form is None:
@@ -204,6 +236,15 @@ class ChatTemplate:
                 parts = text.rpartition(_TOOL)
                 if "omnitrain_argument" in parts[2] and "{'omnitrain_argument'" not in text:
                     return no_content, as_text
+        return None
+
+    @cached_property
+    def _thoughts(self) -> str | None:
+        """Return the key under which the template reads thoughts; None: it writes none."""
+        answer = self._shaped({"role": "assistant", "content": "a"})
+        for name in FIELDS["reasoning_content"]:
+            if _PROBE in self._try([self._shaped(_asks("a")), answer | {name: _PROBE}], ()):
+                return name
         return None
 
     @cached_property
@@ -277,16 +318,31 @@ def _asks(content: str | list[Message]) -> Message:
 
 
 def _require_shown(shown: MarkedText, messages: list[Message]) -> None:
-    """Raise if the text of an assistant message lacks its content, or has the content of another message."""
+    """Raise if the text of an assistant message lacks what it says, or has the content of another message."""
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index not in shown.pieces:
             continue
         text = "".join(shown.text[start:stop] for start, stop in shown.pieces[index])
-        seen, calls = shown.seen.get(index, set()), calls_of(message)
+        where, seen = f"the assistant's message {index + 1}", shown.seen.get(index, set())
         if OTHERS in seen:
-            raise ValueError(f"the chat template writes other messages inside the assistant's message {index + 1}")
-        if missing := [name_of(call) for call in calls if name_of(call) not in text]:
+            raise ValueError(f"the chat template writes other messages inside {where}")
+        if missing := [name for call in calls_of(message) if (name := name_of(call)) not in text]:
             raise ValueError(f"the chat template does not write these calls of message {index + 1}: {missing}")
-        says = any(part.get("text", "").strip() for part in content_parts(message))
-        if says and not calls and OWN not in seen:
-            raise ValueError(f"the chat template does not write the text of the assistant's message {index + 1}")
+        _require_said(message, text, where, is_seen=OWN in seen or bool(calls_of(message)))
+        if is_trained(message) and THOUGHT not in seen and (message.get("reasoning_content") or "").strip():
+            raise ValueError(f"the chat template does not write the thoughts (reasoning_content) of {where}; {_ASIDE}")
+
+
+def _require_said(message: Message, text: str, where: str, *, is_seen: bool) -> None:
+    """Raise if ``text`` has no text of a message, or only a part of it. A template may write all of it otherwise."""
+    said = "\n".join(part.get("text", "") for part in content_parts(message))
+    if said.strip() and not is_seen:
+        raise ValueError(f"the chat template does not write the text of {where}")
+    lines = [line.strip() for line in _BETWEEN.split(said) if line.strip()]
+    left_out, end = [], 0
+    for line in lines:
+        at = text.find(line, end)
+        end = end if at < 0 else at + len(line)
+        left_out += [line] * (at < 0)
+    if is_trained(message) and 0 < len(left_out) < len(lines):
+        raise ValueError(f"the chat template does not write {left_out[0][:40]!r} of {where}; {_ASIDE}")

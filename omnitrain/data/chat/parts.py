@@ -80,17 +80,17 @@ def media_parts(messages: list[Message]) -> list[MediaPart]:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message is trained: assistant messages are, unless their ``weight`` is 0.
+    """Whether a message of :func:`~omnitrain.data.sources.turns.canonical` is trained.
+
+    Messages of the assistant are, unless their ``weight`` is 0.
 
     Raises:
-        ValueError: a weight that is neither 0 nor 1, or that this message cannot have.
+        ValueError: a weight that this message cannot have.
     """
     is_assistant = message["role"] == "assistant"
     weight = message.get("weight")
     if weight is None:
         return is_assistant
-    if weight not in (0, 1) or isinstance(weight, str):
-        raise ValueError(f"weight {weight!r} of a message: expected 0 (not trained) or 1")
     if weight and not is_assistant:
         raise ValueError(
             f"weight {weight!r} of a message of role {message['role']!r}: only assistant messages are trained"

@@ -12,20 +12,23 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import jinja2
 
 from omnitrain.data.chat.parts import Message
+from omnitrain.data.sources.turns import FIELDS
 
 Span = tuple[int, int]
 
 OWN, OTHERS = "\U000f0010", "\U000f0011"  # mark before the last character of a text of the assistant, or of others
 _BEGIN, _BEGUN, _END = "\U000f0012", "\U000f0013", "\U000f0014"
 _GENERATES, _GENERATED = "\U000f0015", "\U000f0016"
-_MARKS = re.compile(f"{_BEGIN}([\\d,]+){_BEGUN}|[{OWN}-{_GENERATED}]")
+THOUGHT = "\U000f0017"  # mark before the last character of the assistant's thoughts
+_MARKS = re.compile(f"{_BEGIN}([\\d,]+){_BEGUN}|[{OWN}-{THOUGHT}]")
 _BEGIN_KEY, _END_KEY = "omnitrain_begin", "omnitrain_end"
+_LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as transformers reads chat templates
 _WITHOUT_OUTPUT = {"comment_begin", "comment", "comment_end", "raw_begin", "raw_end"}
 
 
@@ -38,7 +41,7 @@ class MarkedText:
         pieces: index of a message -> characters ``[start, stop)`` that the template wrote for this message; not empty,
             and merged if adjacent.
         generated: spans of characters inside ``{% generation %}``.
-        seen: index of a message -> kinds of texts (:data:`OWN`, :data:`OTHERS`) inside it.
+        seen: index of a message -> kinds of texts (:data:`OWN`, :data:`OTHERS`, :data:`THOUGHT`) inside it.
         last_stop: end of the last iteration of a loop over messages.
     """
 
@@ -66,7 +69,7 @@ class MarkedText:
                 at.append(next((index for index in equal if index not in read.pieces), equal[-1]))
             elif mark[0] == _GENERATES:
                 began.append(len(read.text))
-            elif mark[0] in (OWN, OTHERS):
+            elif mark[0] in (OWN, OTHERS, THOUGHT):
                 read.seen.setdefault(at[-1] if at else -1, set()).add(mark[0])
             elif not (at if mark[0] == _END else began):
                 raise ValueError("the chat template does not write its messages one after another")
@@ -110,10 +113,11 @@ def _mark_of(message: Message, messages: Sequence[Message]) -> str:
 
 
 def _marked_texts(message: Message) -> Message:
-    """Mark the content, and nested fields that the assistant does not write (``tool_responses``)."""
+    """Mark the content, the thoughts, and nested fields that the assistant does not write (``tool_responses``)."""
     mark = OWN if message["role"] == "assistant" else OTHERS
     nested = {key: value for key, value in message.items() if isinstance(value, (list, dict)) and key != "tool_calls"}
-    marked = message | {key: _marked_within(value, OTHERS) for key, value in nested.items()}
+    thoughts = {key: _marked_within(message[key], THOUGHT) for key in FIELDS["reasoning_content"] if key in message}
+    marked = message | {key: _marked_within(value, OTHERS) for key, value in nested.items()} | thoughts
     return marked | ({"content": _marked_within(message["content"], mark)} if "content" in message else {})
 
 
@@ -137,9 +141,18 @@ def marking_template(source: str) -> str:
     Raises:
         jinja2.TemplateError: ``source`` is not a template.
     """
-    lexer = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as transformers reads chat templates
     blocks = _Blocks()
-    return "".join(blocks.around(s) if isinstance(s, list) else s for s in _statements(lexer.lex(source)))
+    return "".join(blocks.around(s) if isinstance(s, list) else s for s in _statements(_LEXER.lex(source)))
+
+
+def keys_of(source: str) -> frozenset[str]:
+    """Return the strings, and the names after a dot, in the code of a chat template."""
+    tokens = [(kind, value) for _, kind, value in _LEXER.lex(source) if kind != "whitespace"]
+    return frozenset(
+        value.strip("'\"")
+        for (_, before), (kind, value) in pairwise(tokens)
+        if kind == "string" or (kind == "name" and before == ".")
+    )
 
 
 def _statements(tokens: Iterable[tuple[int, str, str]]) -> Iterator[str | list[str]]:

@@ -25,7 +25,8 @@ def tools_of(column: Any) -> list[dict[str, Any]]:
 def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tool calls of a message: ``{"type": "function", "function": {"name": ..., "arguments": {...}}, ...}``.
 
-    Arguments as JSON text, the format of OpenAI, become the object that HF templates expect.
+    A single call, or the JSON text of calls, is read, too. Arguments as JSON text, the format of OpenAI, become the
+    object that HF templates expect.
 
     Raises:
         ValueError: an entry is not a call, or its arguments are not an object.
@@ -33,6 +34,7 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if message.get("function_call"):
         raise ValueError("function_call: OpenAI replaced it by `tool_calls`; use that")
     calls = _parsed(message.get("tool_calls"), "tool_calls") or []
+    calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls: found {_shown(calls)}; expected a list of objects with a `function`")
     return [_call(call, f"tool_calls[{position}]") for position, call in enumerate(calls)]

@@ -11,9 +11,7 @@ from omnitrain.data.packing.fill_pack import fill_pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.sources.part_files import take_files
-from omnitrain.data.sources.rows import MODALITIES, Row
-from omnitrain.data.sources.turns import as_messages
+from omnitrain.data.sources.rows import MODALITIES, Row, conversation
 from omnitrain.errors import UserError
 from omnitrain.recipe import Columns
 
@@ -103,19 +101,21 @@ def _row_of(record: Any, index: int) -> Row:
     columns, name = Columns(), f"dataset[{index}]"
     if columns.messages not in record:
         raise UserError(f"dataset: row {index} has no {columns.messages!r}; found {sorted(map(str, record))}")
-    files = {modality: record.get(getattr(columns, f"{modality}s")) for modality in MODALITIES}
+    record = dict(record)
+    files = {modality: record.pop(getattr(columns, f"{modality}s"), None) for modality in MODALITIES}
     media = {m: list(f) if isinstance(f, (list, tuple)) else [f] * (f is not None) for m, f in files.items()}
-    used = {columns.id, columns.source, columns.messages, columns.tools, *columns.of_media().values()}
     row = Row(
-        id=str(record.get(columns.id, name)),
-        source=str(record.get(columns.source, "dataset")),
+        id=str(record.pop(columns.id, name)),
+        source=str(record.pop(columns.source, "dataset")),
         messages=[],
         media=media,
-        extra={key: value for key, value in record.items() if key not in used},
-        tools=record.get(columns.tools),
+        extra=record,
+        tools=record.pop(columns.tools, None),
     )
     try:
-        messages, media = take_files(as_messages(record[columns.messages], marked=frozenset()), media)
+        messages, media = conversation(record, columns, media)
+    except UserError as error:
+        raise row.named(error) from error
     except ValueError as error:
         return replace(row, problem=str(error))
     return replace(row, messages=messages, media=media)

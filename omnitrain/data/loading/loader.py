@@ -327,6 +327,7 @@ def first_samples(
     overlong: Sequence[Overlong] | None = None,
     *,
     without_tails: bool = False,
+    may_ask: bool = False,
 ) -> list[tuple[str, Sample | Rejected | UserError]]:
     """Prepare the first row of every metrics source of each data set, and return it with the source's name.
 
@@ -338,8 +339,9 @@ def first_samples(
         budget: the most that a pack may hold. None: no limit.
         overlong: what to do with samples that exceed it, for each data set. None: reject them.
         without_tails: see :func:`build_dataloader`.
+        may_ask: see :meth:`OmniProcessor.sample`.
     """
-    rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong)
+    rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong, may_ask=may_ask)
     groups = [(s, name, group[0]) for s, table in enumerate(sources) for name, group in table.by_source().items()]
     prepared = prepare_some(rows, [(i, s, row) for i, (s, _, row) in enumerate(groups)])
     return [(name, row) for (_, name, _), row in zip(groups, prepared, strict=True)]
@@ -409,8 +411,8 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
     Args:
         data: the ``data`` node of a recipe, or any map-style or iterable dataset of rows.
         processor: turns data rows into samples. With a dataset, its rows are then dicts (``messages``, ``images``,
-            ``audios``, ``videos``, ``tools``, ``id``, ``task``) or :class:`Row`. None: ``collate_fn`` gets the rows of
-            the dataset as they are.
+            ``audios``, ``videos``, ``tools``, ``system``, ``id``, ``task``) or :class:`Row`. None: ``collate_fn`` gets
+            the rows of the dataset as they are.
         **options: with a recipe's data those of :class:`StepLoader`; with a dataset:
 
             - ``micro_batch_size``: rows of a micro-batch.

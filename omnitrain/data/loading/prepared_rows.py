@@ -36,6 +36,7 @@ class PreparedRows:
         cached: int = 0,
         without_tails: bool = False,
         overlong: Sequence[Overlong] | None = None,
+        may_ask: bool = False,
     ) -> None:
         """Prepare the rows of ``sources``.
 
@@ -46,9 +47,11 @@ class PreparedRows:
             cached: number of prepared samples that each process keeps.
             without_tails: see :meth:`Sample.without_tail`.
             overlong: what to do with samples that exceed the budget, for each data set. None: reject them.
+            may_ask: see :meth:`OmniProcessor.sample`.
         """
         self.sources, self.processor, self.budget, self.cached = sources, processor, budget, cached
-        self.without_tails, self.overlong = without_tails, overlong or ["drop"] * len(sources)
+        self.overlong = overlong or ["drop"] * len(sources)
+        self._options = {"without_tail": without_tails, "may_ask": may_ask}
         self.on_read: Callable[[Row], None] | None = None
 
     def seconds(self, source: int) -> float | None:
@@ -82,7 +85,7 @@ class PreparedRows:
         overlong, data_row = self.overlong[source], self.sources[source][row]
         if self.on_read is not None:
             self.on_read(data_row)
-        prepared = sample_within(self.processor, data_row, self.budget, overlong, without_tail=self.without_tails)
+        prepared = sample_within(self.processor, data_row, self.budget, overlong, **self._options)
         if overlong == "error" and isinstance(prepared, Rejected) and prepared.is_overlong:
             raise DataError(
                 f"row {prepared.id!r}: {prepared.reason}; raise the limit, or set `overlong` to `drop` or `split`"

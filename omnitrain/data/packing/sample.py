@@ -119,6 +119,11 @@ class Sample:
         """Whether the sample must be the only one in its pack."""
         return bool(self.forward_inputs)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether a loss has some of its tokens."""
+        return bool(self.loss_mask[1:].any()) or any(span.is_target for span in self.spans)
+
     def __len__(self) -> int:
         return len(self.input_ids) if self.num_inputs is None else self.num_inputs
 

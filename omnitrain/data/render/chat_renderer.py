@@ -18,9 +18,10 @@ from omnitrain.data.packing.sample import MediaSpan
 from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.renderer import Encoded, single_token
 from omnitrain.data.sources.rows import Row
-from omnitrain.data.sources.turns import MORE_FIELDS
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat
+
+_MORE_FIELDS = ("tool_calls", "function_call", "reasoning_content")
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,12 @@ class ChatRenderer:
         chat: the format.
         end_token: id of ``chat.end``.
         native_modalities: always empty.
+        reads: always empty.
         refused_modalities: modality that the foundation could read with another format -> why not with this one.
     """
 
     native_modalities: frozenset[str] = frozenset()
+    reads: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ def _render(messages: list[Message], chat: ChatFormat) -> list[_Text | MediaPart
                 f"message role {message['role']!r}: expected system, user or assistant; for other roles set "
                 "data.processor to a processor whose chat template writes them"
             )
-        if fields := [name for name in MORE_FIELDS if message.get(name)]:
+        if fields := [name for name in _MORE_FIELDS if message.get(name)]:
             raise UserError(
                 f"a message has {fields}, which a data.chat format cannot write; set data.processor to a processor "
                 "whose chat template writes them, or drop these rows"

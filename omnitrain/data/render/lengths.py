@@ -23,6 +23,7 @@ def sample_within(
     overlong: Overlong = "drop",
     *,
     without_tail: bool = False,
+    may_ask: bool = False,
 ) -> Sample | Rejected:
     """Return the sample of a row, the first of several, or why it is rejected.
 
@@ -31,22 +32,26 @@ def sample_within(
         row: the data row.
         budget: the most that a pack may hold; None: no limit.
         overlong: what to do with a conversation that exceeds the budget. ``split``: cut it between turns into as few
-            samples as possible, from its begin on. Each has the system message and the media of its own turns.
+            samples as possible, from its begin on. Each has the system message and the media of its own turns. One of
+            which nothing is trained is left out.
         without_tail: see :meth:`Sample.without_tail`.
+        may_ask: see :meth:`OmniProcessor.sample`.
 
     Raises:
         UserError: the model cannot use such rows at all.
     """
-    sample = _sample(processor, row, budget, without_tail)
+    sample = _sample(processor, row, budget, without_tail, may_ask)
     if overlong == "split" and isinstance(sample, Rejected) and sample.is_overlong:
         assert budget is not None
         return _split(processor, row, budget, without_tail)
     return sample
 
 
-def _sample(processor: OmniProcessor, row: Row, budget: PackBudget | None, without_tail: bool) -> Sample | Rejected:
+def _sample(
+    processor: OmniProcessor, row: Row, budget: PackBudget | None, without_tail: bool, may_ask: bool
+) -> Sample | Rejected:
     max_tokens = None if budget is None else budget.tokens
-    sample = processor.sample(row, max_tokens=max_tokens, without_tail=without_tail)
+    sample = processor.sample(row, max_tokens=max_tokens, without_tail=without_tail, may_ask=may_ask)
     if isinstance(sample, Sample) and budget is not None and (reason := budget.excess(sample)):
         return Rejected(row.id, row.source, reason, is_overlong=True)
     return sample
@@ -63,7 +68,7 @@ def _split(processor: OmniProcessor, row: Row, budget: PackBudget, without_tail:
         for modality, value in (file for index in indices for file in media[index]):
             shown.setdefault(modality, []).append(value)
         part = replace(row, messages=[row.messages[index] for index in indices], media=shown)
-        return _sample(processor, part, budget, without_tail)
+        return _sample(processor, part, budget, without_tail, may_ask=True)  # another piece has what is trained
 
     pieces: list[Sample] = []
     start = 0
@@ -80,7 +85,7 @@ def _split(processor: OmniProcessor, row: Row, budget: PackBudget, without_tail:
                 too_many = stop
             else:
                 return longer
-        pieces.append(found)
+        pieces += [found] * found.is_trained
         start = fits
     numbered = [replace(one, piece=number, num_pieces=len(pieces)) for number, one in enumerate(pieces)]
     return replace(numbered[0], more=tuple(numbered[1:]))

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from omnitrain.data.chat.parts import MediaPart, Message, media_parts
+from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts
 from omnitrain.data.chat.text_tokenizer import DocumentEncoder, load_tokenizer
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.chat_renderer import ChatRenderer
@@ -20,7 +20,7 @@ from omnitrain.data.render.renderer import Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.documents import Document
 from omnitrain.data.sources.rows import Row, is_file
-from omnitrain.data.sources.turns import how_to_show
+from omnitrain.data.sources.turns import canonical, how_to_show
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat
 
@@ -63,15 +63,22 @@ class OmniProcessor:
         self.start_tokens = {m: renderer.start_token(m) for m in self._media.modalities}
 
     def sample(
-        self, row: Row, index: int = 0, max_tokens: int | None = None, *, without_tail: bool = False
+        self,
+        row: Row,
+        index: int = 0,
+        max_tokens: int | None = None,
+        *,
+        without_tail: bool = False,
+        may_ask: bool = False,
     ) -> Sample | Rejected:
-        """Return the training sample of a row, or :class:`Rejected` for a damaged or overlong row.
+        """Return the training sample of a row, or :class:`Rejected` for one that is damaged, overlong or not trained.
 
         Args:
             row: the data row.
             index: position in the global data order.
             max_tokens: maximum number of tokens of a sample. None: no limit.
             without_tail: see :meth:`Sample.without_tail`.
+            may_ask: whether it may have nothing to predict, such as a held-out question.
 
         Raises:
             UserError: the model cannot use such rows at all (no component handles a modality).
@@ -79,8 +86,8 @@ class OmniProcessor:
         if row.document is not None and not row.problem:
             return self._document(row, row.document, index, max_tokens, without_tail=without_tail)
         sample = self._try(row, row.messages, index, for_generation=False)
-        if isinstance(sample, Sample) and (unused := _not_shown(row)):
-            return Rejected(row.id, row.source, unused, index)
+        if isinstance(sample, Sample) and (useless := _not_shown(row) or (not may_ask and _not_trained(row, sample))):
+            return Rejected(row.id, row.source, useless, index)
         if without_tail and isinstance(sample, Sample):
             sample = sample.without_tail()
         if isinstance(sample, Sample) and max_tokens is not None and len(sample) > max_tokens:
@@ -132,6 +139,7 @@ class OmniProcessor:
         if row.problem:
             return Rejected(row.id, row.source, row.problem, index)
         try:
+            messages = [canonical(message) for message in messages]
             parts = media_parts(messages)
         except (TypeError, KeyError, AttributeError, UnicodeEncodeError) as error:
             problem = f"{type(error).__name__}: {error}"
@@ -140,12 +148,14 @@ class OmniProcessor:
             )
             return Rejected(row.id, row.source, reason, index)
         except UserError as error:
-            raise _in_row(row, error) from error
+            raise row.named(error) from error
+        except ValueError as error:
+            return Rejected(row.id, row.source, str(error), index)
         self._check_modalities(row, parts)
         try:
             encoded = self.renderer.encode(row, messages, self._media, for_generation=for_generation)
         except UserError as error:
-            raise _in_row(row, error) from error
+            raise row.named(error) from error
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
         if not len(encoded.input_ids):
@@ -212,10 +222,6 @@ class OmniProcessor:
         return cls(renderer, readers, writers)
 
 
-def _in_row(row: Row, error: UserError) -> UserError:
-    return UserError(f"row {row.id!r} of {row.source!r}: {error}")
-
-
 def _not_shown(row: Row) -> str:
     """Describe media of the row that its messages do not show, so that the model would silently ignore them."""
     shown = Counter(part.modality for part in media_parts(row.messages))
@@ -226,3 +232,18 @@ def _not_shown(row: Row) -> str:
         f"the row has {count} {modality} files, but the messages show {shown[modality]}: {how_to_show(modality)}"
         for modality, count in surplus.items()
     )
+
+
+def _not_trained(row: Row, sample: Sample) -> str:
+    """Describe why nothing is learnt from a row; empty: something is."""
+    if not sample.is_trained:
+        return "nothing of the row is trained: no message of the assistant, or none without `weight: 0`"
+    answers = [message for message in map(canonical, row.messages) if is_trained(message)]
+    return "" if any(map(_says, answers)) else "all answers of the row are empty"
+
+
+def _says(message: Message) -> bool:
+    """Whether a message has more than blanks."""
+    parts = content_parts(message)
+    is_said = any(part["type"] != "text" or part["text"].strip() for part in parts)
+    return is_said or bool(message.get("tool_calls") or message.get("reasoning_content"))

@@ -37,12 +37,14 @@ class Renderer(Protocol):
         end_token: id of the token that ends an assistant's message.
         native_modalities: modalities that the foundation reads natively.
         refused_modalities: modality that the foundation could read, but not here -> why.
+        reads: further keys of messages and parts that may change the text.
     """
 
     tokenizer: PreTrainedTokenizerBase
     end_token: int
     native_modalities: frozenset[str]
     refused_modalities: Mapping[str, str]
+    reads: frozenset[str]
 
     def start_token(self, modality: str) -> int:
         """Return the id of the token before a medium that an attached component reads or writes.

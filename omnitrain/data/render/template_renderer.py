@@ -45,6 +45,7 @@ class TemplateRenderer:
         end_token: id of the token that ends an assistant's message.
         native_modalities: modalities that the foundation reads natively.
         refused_modalities: modality that the foundation could read, but not here -> why.
+        reads: see :attr:`ChatTemplate.keys`.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class TemplateRenderer:
         self.native = _as_shown(processor, native or NativeInputs({}))
         self.native_modalities = frozenset(self.native.placeholders) | self.native.in_forward
         self.refused_modalities = self.native.refused
+        self.reads = self.template.keys
         self._starts = starts or ChatFormat()
         self._settings: dict[str, Any] = {
             "arguments": dict(arguments or {}),

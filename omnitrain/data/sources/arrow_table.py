@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnitrain.data.sources.examples import EXAMPLES, evenly_spaced, example_of
-from omnitrain.data.sources.turns import MARKERS, MORE_FIELDS, TURN_FIELDS
+from omnitrain.data.sources.turns import FIELDS, MARKERS, PART, SAID
 from omnitrain.recipe import Columns
 
 _LISTS = (datasets.List, datasets.LargeList)
@@ -80,10 +80,10 @@ def first_of_each_kind(table: Any, columns: Columns, marked: Collection[str]) ->
         for kind, position in _first_of_each_kind(chunk, marked):
             firsts.setdefault(kind, start + position)
         start += len(chunk)
-    if columns.tools in table.column_names:
-        has_tools = _is_filled(table.column(columns.tools))
-        for position in pc.indices_nonzero(has_tools)[:1].to_pylist():
-            firsts["tools", None] = position
+    for field in ("tools", "system"):
+        if (name := getattr(columns, field)) in table.column_names:
+            for position in pc.indices_nonzero(_is_filled(table.column(name)))[:1].to_pylist():
+                firsts[field, None] = position
     return firsts
 
 
@@ -143,47 +143,59 @@ def _type_name(feature: Any) -> str:
 
 
 def _first_of_each_kind(rows: pa.Array, marked: Collection[str]) -> list[tuple[tuple[Any, Any], int]]:
-    """Return each ``(role, type of part)`` and its first position in ``rows``, which are lists of turns."""
-    kinds = [
-        table
-        for role, content in TURN_FIELDS
-        if _is_list_of(rows.type, role, content)
-        for table in _kinds_of_turns(rows, role, content, marked)
-    ]
-    if not kinds:
+    """Return each kind and its first position in ``rows``, which are lists of turns."""
+    if not _is_list_of_structs(rows.type):
         return []
-    together = pa.concat_tables(kinds, promote_options="permissive")
-    found = together.group_by(["role", "type"]).aggregate([("row", "min")]).to_pylist()
+    row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)
+    fields = _fields(messages)
+    roles = [pc.cast(fields[name], pa.string()) for name in FIELDS["role"] if name in fields]
+    if not roles:
+        return []
+    every = pa.table({"role": pc.coalesce(*roles), "type": pa.nulls(len(messages), pa.string()), "row": row_of_message})
+    tables = [every, *_where(every, _filled("message.", fields, SAID))]
+    for contents in (fields[name] for name in FIELDS["content"] if name in fields):
+        tables += _kinds_of_contents(contents, every, marked)
+    found = pa.concat_tables(tables).group_by(["role", "type"]).aggregate([("row", "min")]).to_pylist()
     return [((kind["role"], kind["type"]), kind["row_min"]) for kind in found]
 
 
-def _kinds_of_turns(rows: pa.Array, role: str, content: str, marked: Collection[str]) -> list[pa.Table]:
-    """Return tables of role, type of part and row for each turn and part; ``role`` and ``content`` are field names."""
-    row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)
-    roles, contents = pc.struct_field(messages, role), pc.struct_field(messages, content)
-    kinds = [pa.table({"role": roles, "type": pa.nulls(len(roles), pa.string()), "row": row_of_message})]
-    for name in MORE_FIELDS:
-        if messages.type.get_field_index(name) >= 0:
-            filled = _is_filled(pc.struct_field(messages, name))
-            at = {"role": roles.filter(filled), "row": row_of_message.filter(filled)}
-            kinds.append(pa.table(at | {"type": pa.repeat(name, len(at["role"]))}))
-    if _is_list_of(contents.type, "type"):
-        message_of_part = pc.list_parent_indices(contents)
-        types = pc.struct_field(pc.list_flatten(contents), "type")
-        said = {"role": roles.take(message_of_part), "type": types, "row": row_of_message.take(message_of_part)}
-        kinds.append(pa.table(said))
-    elif pa.types.is_string(contents.type) or pa.types.is_large_string(contents.type):
-        for modality in marked:
-            shown = pc.fill_null(pc.match_substring(contents, MARKERS[modality]), False)
-            at = {"role": roles.filter(shown), "row": row_of_message.filter(shown)}
-            kinds.append(pa.table(at | {"type": pa.repeat(modality, len(at["role"]))}))
-    return kinds
+def _kinds_of_contents(contents: pa.Array, every: pa.Table, marked: Collection[str]) -> list[pa.Table]:
+    """Return tables as ``every``, which has the role, type and row of each message, of what their contents have."""
+    if _is_list_of_structs(contents.type) and "type" in (parts := _fields(pc.list_flatten(contents))):
+        of_parts = every.take(pc.list_parent_indices(contents))
+        types = of_parts.set_column(1, "type", pc.cast(parts["type"], pa.string()))
+        return [types, *_where(of_parts, _filled("part.", parts, PART))]
+    if _is_text(contents.type):
+        return _where(every, ((m, pc.fill_null(pc.match_substring(contents, MARKERS[m]), False)) for m in marked))
+    return []
 
 
-def _is_list_of(kind: pa.DataType, *fields: str) -> bool:
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
-        return False
-    return all(kind.value_type.get_field_index(field) >= 0 for field in fields)
+def _where(every: pa.Table, kinds: Iterable[tuple[str, pa.Array]]) -> list[pa.Table]:
+    """Return the rows of ``every`` in which each kind is, with its name as type; ``kinds``: name and ``[n]`` bool."""
+    found = ((name, every.filter(at)) for name, at in kinds)
+    return [table.set_column(1, "type", pa.repeat(name, len(table))) for name, table in found]
+
+
+def _filled(prefix: str, fields: Mapping[str, pa.Array], known: Collection[str]) -> Iterator[tuple[str, pa.Array]]:
+    """Yield each field that is not known as a kind, with where it has a value; and the fields of objects in it."""
+    for name, values in fields.items():
+        if name not in known:
+            yield f"{prefix}{name}", _is_filled(values)
+            if pa.types.is_struct(values.type):
+                yield from _filled(f"{prefix}{name}.", _fields(values), ())
+
+
+def _fields(structs: pa.Array) -> dict[str, pa.Array]:
+    names = [structs.type.field(index).name for index in range(structs.type.num_fields)]
+    return {name: pc.struct_field(structs, [index]) for index, name in enumerate(names)}
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_list_of_structs(kind: pa.DataType) -> bool:
+    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type)
 
 
 def _undecoded(feature: Any) -> Any:

@@ -50,9 +50,11 @@ class Table(Protocol):
 
     @property
     def kinds(self) -> Mapping[tuple[Any, Any], int] | None:
-        """``(role, type of part)`` of all records, or ``(role, None)`` -> position of the first record that has it.
+        """Kinds of messages of all records -> position of the first record that has it.
 
-        None: it is found in :meth:`examples`.
+        They are ``(role, None)``, ``(role, type of a part)``, and for further keys that are not null
+        ``(role, "message.KEY")``, ``(role, "part.KEY")`` and ``(role, "part.KEY.KEY")``, as in the file; and
+        ``("tools", None)`` and ``("system", None)`` for these columns. None: they are found in :meth:`examples`.
         """
         ...
 

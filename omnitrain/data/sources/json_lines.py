@@ -16,7 +16,7 @@ import numpy as np
 from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.line_index import row_spans
-from omnitrain.data.sources.turns import MORE_FIELDS, as_messages
+from omnitrain.data.sources.turns import FIELDS, MARKERS, PART, SAID, TURN
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
 
@@ -171,9 +171,12 @@ class JsonLines:
 
 def kinds_of(record: dict[str, Any], columns: Columns, marked: Collection[str]) -> Iterator[tuple[Any, Any]]:
     """Yield the kinds of a row; see :class:`omnitrain.data.sources.formats.Table`."""
-    yield from _kinds(as_messages(record.get(columns.messages), marked=marked))
-    if record.get(columns.tools):
-        yield "tools", None
+    turns = record.get(columns.messages)
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, dict):
+            role, content = (next((turn[n] for n in FIELDS[f] if turn.get(n) is not None), None) for f in TURN)
+            yield from ((str(role), kind) for kind in _kinds(turn, content, marked))
+    yield from ((column, None) for column in ("tools", "system") if record.get(getattr(columns, column)))
 
 
 def _record(line: bytes, columns: Columns) -> dict[str, Any]:
@@ -197,16 +200,19 @@ def _record(line: bytes, columns: Columns) -> dict[str, Any]:
     return record
 
 
-def _kinds(messages: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the role of each message, and the role and type of each of its parts and calls."""
-    for message in messages or ():
-        if isinstance(message, dict):
-            role, content = str(message.get("role")), message.get("content")
-            yield role, None
-            yield from ((role, name) for name in MORE_FIELDS if message.get(name))
-            for part in content if isinstance(content, list) else ():
-                if isinstance(part, dict):
-                    yield role, str(part.get("type"))
+def _kinds(turn: dict[str, Any], content: Any, marked: Collection[str]) -> Iterator[str | None]:
+    """Yield None, the other keys of a turn, the types of its parts (marked in a text, too), and their keys."""
+    yield None
+    yield from (f"message.{key}" for key, value in turn.items() if key not in SAID and value is not None)
+    if isinstance(content, str):
+        yield from (modality for modality in marked if MARKERS[modality] in content)
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict):
+            yield str(part.get("type"))
+            for key, value in part.items():
+                inside = value if isinstance(value, dict) else {}
+                found = {f"part.{key}": value} | {f"part.{key}.{name}": one for name, one in inside.items()}
+                yield from (name for name, one in found.items() if key not in PART and one is not None)
 
 
 def _kind_of(value: Any) -> str:

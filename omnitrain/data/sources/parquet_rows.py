@@ -150,13 +150,14 @@ class ParquetRows:
         """See :class:`omnitrain.data.sources.formats.Table`. Of large data sets, those of some row groups."""
         if self._columns.messages not in self.column_names:
             return {}
-        names = [name for name in (self._columns.messages, self._columns.tools) if name in self.column_names]
+        columns = self._columns
+        names = [one for one in (columns.messages, columns.tools, columns.system) if one in self.column_names]
         firsts: dict[tuple[Any, Any], int] = {}
         for group in self._searched(names):
             if (table := self._readable(group, names)) is None:
                 continue
             start = self._ends[group] - self.blocks[group]
-            for kind, position in first_of_each_kind(table.combine_chunks(), self._columns, self._marked).items():
+            for kind, position in first_of_each_kind(table.combine_chunks(), columns, self._marked).items():
                 firsts.setdefault(kind, start + position)
         return firsts
 

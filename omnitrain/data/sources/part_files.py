@@ -14,6 +14,8 @@ from omnitrain.data.sources.turns import MARKERS
 # Type of a part -> its modality. Parts whose type is a modality may have a file, the others must have one.
 _MODALITIES = {kind: m for m in MARKERS for kind in (m, f"{m}_url", f"input_{m}")}
 _EXPECTED = "expected a path, a URL, a data: URL, bytes, or an object with url, path, bytes or data (base64)"
+_TIMES = ("start", "stop")
+FILE_KEYS = frozenset({"bytes", "path", "url", "data", *_TIMES})  # of an object that is a file
 
 
 def modality_of_type(kind: Any) -> Any:
@@ -41,7 +43,10 @@ def take_files(messages: Any, media: Mapping[str, Sequence[Any]]) -> tuple[Any, 
 
 
 def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any:
-    """Return a message without files, and append the file of each media part (None: it has none) to ``shown``."""
+    """Return a message without files, and append the file of each media part (None: it has none) to ``shown``.
+
+    What is left in a part has no effect.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     parts = []
@@ -59,7 +64,9 @@ def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any
         if not given and kind != modality:
             raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
         shown[modality].append(next((_part_of_file(part, value, key, what) for key, value in given.items()), None))
-        rest = {name: value for name, value in part.items() if name not in given}
+        read = {*given, *FILE_KEYS} if given else {}
+        inside = [value for value in given.values() if isinstance(value, dict)]
+        rest = {name: value for keys in (*inside, part) for name, value in keys.items() if name not in read}
         parts.append(rest | {"type": modality})
     return message | {"content": parts}
 
@@ -67,7 +74,7 @@ def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any
 def _part_of_file(part: dict[str, Any], value: Any, key: str, what: str) -> Any:
     """Return a file, or with ``start`` or ``stop`` (seconds) of the part or its value, an object with these."""
     file, given = _file_of(value, key, what), part | (value if isinstance(value, dict) else {})
-    times = {name: given[name] for name in ("start", "stop") if given.get(name) is not None}
+    times = {name: given[name] for name in _TIMES if given.get(name) is not None}
     return {"bytes" if isinstance(file, bytes) else "path": file} | times if times else file
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from omnitrain.data.sources.json_lines import kinds_of
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.part_files import modality_of_type, take_files
 from omnitrain.data.sources.stream import Stream
-from omnitrain.data.sources.turns import MARKERS, as_messages, role_of
+from omnitrain.data.sources.turns import MARKERS, NO_ROLES, as_messages, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
 from omnitrain.recipe.data import source_names
@@ -37,7 +37,8 @@ class Row:
     Attributes:
         id: unique name of the row.
         source: name of the source by which metrics are split.
-        messages: ``[{"role": ..., "content": str | [{"type": ..., "text": ...}, ...]}, ...]``.
+        messages: ``[{"role": ..., "content": str | [{"type": ..., "text": ...}, ...], ...}, ...]``, perhaps with
+            ``tool_calls``, ``reasoning_content``, ``weight`` (0: not trained) and keys that a chat template reads.
         media: modality -> encoded files (bytes or a path), in the order of the parts that show them.
         extra: all other columns, for scorers.
         tools: tools that the assistant may call, as in the column; None: none.
@@ -62,6 +63,10 @@ class Row:
         last = self.messages[-1] if self.messages else None
         is_answered = isinstance(last, dict) and last.get("role") == "assistant"
         return self.messages[:-1] if is_answered else self.messages
+
+    def named(self, error: UserError) -> UserError:
+        """Return an error that this row causes, with the row's name."""
+        return UserError(f"row {self.id!r} of {self.source!r}: {error}")
 
     def media_bytes(self, modality: str, position: int) -> bytes:
         """Return the encoded file of the ``position``-th part of ``modality``.
@@ -154,7 +159,7 @@ class RowSource(Sequence[Row]):
             raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
         self.is_stream = isinstance(self._table, Stream)
         self.name = name or source.name or Path(source.path).stem
-        self.columns, self._marked = source.columns, frozenset(source.media_markers)
+        self.columns, self._marked, self._roles = source.columns, frozenset(source.media_markers), source.roles
         self._has_documents = source.columns.text is not None or isinstance(self._table, TextFiles)
         self.takes_markers = bool(source.media_markers) or "media_markers" in source.model_fields_set
         if self._folder is not None and not is_url(self._folder) and not Path(self._folder).is_dir():
@@ -174,7 +179,11 @@ class RowSource(Sequence[Row]):
             self._table.skip(rows)
 
     def __getitem__(self, position: int) -> Row:  # type: ignore[override]
-        """Return a row; one that cannot be read has a ``problem``."""
+        """Return a row; one that cannot be read has a ``problem``.
+
+        Raises:
+            UserError: a message has a role that nobody knows.
+        """
         return self._read(self._table.__getitem__, position)
 
     def outline(self, position: int) -> Row:
@@ -201,6 +210,8 @@ class RowSource(Sequence[Row]):
         )
         try:
             return replace(row, **self._content(record, media))
+        except UserError as error:
+            raise row.named(error) from error
         except ValueError as error:
             return replace(row, problem=str(error))
 
@@ -211,10 +222,10 @@ class RowSource(Sequence[Row]):
             text = record.pop(columns.text or "text")
             return {"document": text if isinstance(text, Document) else Document(_required(text, columns.text))}
         if columns.response is None:
-            messages, files = take_files(as_messages(record.pop(columns.messages), marked=self._marked), media)
+            messages, files = conversation(record, columns, media, self._marked, self._roles)
             return {"messages": messages, "media": {m: self._located(files[m]) for m in MODALITIES}}
         turns = []
-        for role, name in (("system", columns.system), ("user", columns.prompt), ("assistant", columns.response)):
+        for role, name in (("user", columns.prompt), ("assistant", columns.response)):
             text = "" if name is None else _required(record.pop(name), name)
             shown = [] if role != "user" else [{"type": m} for m in MODALITIES for _ in filter(is_file, media[m])]
             if role == "user" and any(MARKERS[modality] in text for modality in self._marked):
@@ -222,7 +233,7 @@ class RowSource(Sequence[Row]):
             if name is not None or shown:
                 parts = [*shown, *([{"type": "text", "text": text}] if text else [])]
                 turns.append({"role": role, "content": parts if shown else text})
-        return {"messages": as_messages(turns, marked=self._marked)}
+        return {"messages": _after_system(record, columns, as_messages(turns, marked=self._marked))}
 
     def _located(self, files: list[Any]) -> list[Any]:
         """Return files whose paths begin with the folder of the media."""
@@ -242,17 +253,14 @@ class RowSource(Sequence[Row]):
         return groups
 
     def first_of_each_kind(self) -> list[int]:
-        """Return the positions of the first row with each role, and with each type of part of each role.
-
-        Tool calls count as a type of part, and so does a column of tools. Empty if the message column has no messages.
-        """
+        """Return the positions of the first row of each kind. Empty if the message column has no messages."""
         return sorted({position for position in self.kinds.values() if position < len(self)})
 
     @cached_property
     def kinds(self) -> Mapping[tuple[Any, Any], int]:
-        """``(role, type of part)`` or ``(role, None)`` -> position of the first row that has it.
+        """Kind of messages -> position of the first row that has it; see :class:`Table`.
 
-        If the table has no messages of its own, these are those of some rows.
+        Types of parts are modalities here. If the table has no messages of its own, the kinds are those of some rows.
         """
         if self._has_documents:
             return {("document", None): 0}
@@ -262,18 +270,19 @@ class RowSource(Sequence[Row]):
                 key = role, modality_of_type(kind)
                 firsts[key] = min(position, firsts.get(key, position))
             return firsts
-        for position, found in self._table.examples(len(self)):
-            row = self._row(position, found)
-            record = {"messages": row.messages, "tools": row.tools}
-            for kind in () if row.problem else kinds_of(record, Columns(), self._marked):
-                firsts.setdefault(kind, position)
+        for position, record in self._table.examples(len(self)):
+            if self.columns.response is not None:
+                row = self._row(position, record)
+                record = {self.columns.messages: row.messages, self.columns.tools: row.tools}
+            for role, kind in kinds_of(record, self.columns, self._marked):
+                firsts.setdefault((role, modality_of_type(kind)), position)
         return firsts
 
     @property
     def shown(self) -> frozenset[tuple[str, bool]]:
         """The modalities that the messages of all rows show, each with whether the assistant writes it."""
         return frozenset(
-            (kind, role_of(role) == "assistant")
+            (kind, role_of(role, self._roles) == "assistant")
             for (role, kind), position in self.kinds.items()
             if kind in MODALITIES and position < len(self)
         )
@@ -283,6 +292,43 @@ class RowSource(Sequence[Row]):
         """Number of rows of each part of the data set that is read at once; empty: rows are read one by one."""
         ends = np.minimum(np.cumsum(getattr(self._table, "blocks", ())), self._length)
         return tuple(size for size in np.diff(ends, prepend=0).tolist() if size)
+
+
+def conversation(
+    record: dict[str, Any],
+    columns: Columns,
+    media: Mapping[str, Sequence[Any]],
+    marked: Collection[str] = (),
+    roles: Mapping[str, str] = NO_ROLES,
+) -> tuple[Any, dict[str, list[Any]]]:
+    """Take the messages out of a record, and return them without files, and the row's files.
+
+    Args:
+        record: column -> value.
+        columns: names of its columns.
+        media: modality -> files in the row's columns.
+        marked: see :func:`~omnitrain.data.sources.turns.as_messages`.
+        roles: see :func:`~omnitrain.data.sources.turns.as_messages`.
+
+    Raises:
+        ValueError: the messages or their files cannot be read.
+        UserError: see :func:`~omnitrain.data.sources.turns.as_messages`.
+    """
+    messages = as_messages(record.pop(columns.messages), marked=marked, roles=roles)
+    return take_files(_after_system(record, columns, messages), media)
+
+
+def _after_system(record: dict[str, Any], columns: Columns, messages: Any) -> Any:
+    """Return messages that begin with the text of the system column, if it has one."""
+    text = record.pop(columns.system, None)
+    if text is None or text == "" or not isinstance(messages, list):
+        return messages
+    system = {"role": "system", "content": _required(text, columns.system)}
+    if not messages or not isinstance(messages[0], dict) or messages[0].get("role") != "system":
+        return [system, *messages]
+    if messages[0].get("content") != text:
+        raise ValueError(f"column {columns.system!r} and the first message are two system texts; remove one of them")
+    return messages
 
 
 @contextmanager

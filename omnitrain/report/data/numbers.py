@@ -125,6 +125,7 @@ class DataNumbers:
         packing: how packs are filled; None: all rows were rejected.
         lengths: histogram of the samples' tokens, by source.
         fills: histogram of the packs' tokens.
+        unread: keys of the data sets that nothing reads, in words.
     """
 
     name: str
@@ -137,6 +138,7 @@ class DataNumbers:
     packing: PackingStats | None
     lengths: Histogram
     fills: Histogram
+    unread: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -146,6 +148,7 @@ class DataNumbers:
         sources: Sequence[RowSource],
         measured: Sequence[Sequence[Measured]],
         packing: Packing | None,
+        unread: Sequence[str] = (),
     ) -> Self:
         """Return the numbers of a recipe.
 
@@ -155,6 +158,7 @@ class DataNumbers:
             sources: its training data sets.
             measured: rows of each data set.
             packing: how these rows fill packs; None: all of them were rejected.
+            unread: keys of the data sets that nothing reads, in words.
         """
         train, room = recipe.train, recipe.data.pack_tokens
         every = [row for rows in measured for row in rows]
@@ -178,6 +182,7 @@ class DataNumbers:
             packing=None if packing is None else _packing(packing, room, train.micro_batches),
             lengths=_histogram({one: list(map(len, _samples(rows))) for one, rows in by_source.items()}, None),
             fills=_histogram({"packs": [pack.num_tokens for pack in packs]}, room),
+            unread=unread,
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 
 from omnitrain.page.text import as_text
 from omnitrain.page.whole import own_prefix, part_of_notebook, whole_page
@@ -27,12 +28,14 @@ class DataPreview:
         packs: the packs, as the model gets them.
         rejected: rows that were read for these packs, and that training skips.
         max_frames: most frames that are read of a video.
+        unread: keys of the data sets that nothing reads, in words.
     """
 
     name: str
     packs: tuple[PackView, ...]
     rejected: tuple[RejectedView, ...]
     max_frames: int
+    unread: tuple[str, ...] = ()
 
     def save(self, file: str | Path) -> Path:
         """Write one page that needs nothing else, and return its path. An older page there is replaced.
@@ -49,6 +52,7 @@ class DataPreview:
         for number, pack in enumerate(self.packs, 1):
             yield from pack_lines(number, pack, self.max_frames)
         yield from rejected_lines(self.rejected)
+        yield from (Text(f"note: {line}") for line in self.unread)
 
     def __str__(self) -> str:
         return as_text(self, columns=_COLUMNS)
@@ -60,10 +64,11 @@ class DataPreview:
         require_matplotlib("a preview as a page")
         from omnitrain.report.chapters.plots import Plots
         from omnitrain.report.data.pack_html import PackPages
+        from omnitrain.report.data.stats_html import unread_chapter
         from omnitrain.report.media import MediaBudget
 
         budget = MediaBudget(_MEDIA_ROOM)
         pages = PackPages(Plots([self.name], prefix), budget, self.max_frames)
         rejected = pages.rejected(self.rejected)  # first, so that they have room
         packs = [pages.pack(number, pack) for number, pack in enumerate(self.packs, 1)]
-        return [*packs, rejected]
+        return [*packs, rejected, *unread_chapter(self.unread)]

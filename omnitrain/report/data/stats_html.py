@@ -16,7 +16,13 @@ _LENGTHS = ("min", "mean", "median", "p95", "max")
 
 def chapters(stats: DataNumbers, plots: Plots) -> list[str]:
     """Return all chapters; ``plots`` draws the figures."""
-    return [_overview(stats), _lengths(stats, plots), _modalities(stats, plots), _packs(stats, plots), _rejected(stats)]
+    drawn = [_overview(stats), _lengths(stats, plots), _modalities(stats, plots), _packs(stats, plots)]
+    return [*drawn, _rejected(stats), *unread_chapter(stats.unread)]
+
+
+def unread_chapter(lines: Sequence[str]) -> list[str]:
+    """Return the chapter about keys of data sets that nothing reads; none if there are none."""
+    return [chapter("unread", "Keys that nothing reads", [note(line) for line in lines])] if lines else []
 
 
 def _overview(stats: DataNumbers) -> str:

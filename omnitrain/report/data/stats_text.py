@@ -21,6 +21,7 @@ def stats_lines(stats: DataNumbers) -> Iterator[RenderableType]:
     yield from _histogram("tokens of samples", stats.lengths)
     yield _packing(stats)
     yield from _histogram(f"tokens of packs, at most {stats.pack_tokens:,}", stats.fills)
+    yield from (Text(f"note: {line}") for line in stats.unread)
     if not stats.rejected:
         yield Text("no row was rejected")
         return

@@ -215,7 +215,7 @@ class _Share:
             row = self._places[index].row()
             if row.document is not None:
                 self._documents.add(index)
-            yield from self._readable(self._processor.sample(row, index, max_tokens))
+            yield from self._readable(self._processor.sample(row, index, max_tokens, may_ask=True))
 
     def prompts(self, indices: Iterable[int]) -> list[Sample]:
         prepared = [self._processor.prompt(self._places[index].row(), index) for index in indices]

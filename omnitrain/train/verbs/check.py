@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from omnitrain.checkpoint.store import newest_checkpoint
-from omnitrain.data.loading.loader import StepLoader, first_samples, require_usable
+from omnitrain.data.loading.loader import first_samples, require_usable
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
@@ -44,7 +43,7 @@ from omnitrain.train.build_from_recipe import (
     use_own_functions,
 )
 from omnitrain.train.callbacks import Callbacks, load_callbacks
-from omnitrain.train.data import IDLE_STEPS, nothing_to_train, spared
+from omnitrain.train.data import show_unread, spared
 from omnitrain.train.device import machines_for, require_devices, use_device
 from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import load_scorer
@@ -89,12 +88,14 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
             overlong = recipe.data.overlong_of_sources() if of_train else None
             limits = functools.partial(PackBudget, recipe.data.pack_tokens, elements, built[0].media_names)
             if (budget := problems.attempt(limits)) is not None:
-                firsts = first_samples(opened[kind], built[1], budget, overlong, without_tails=cut)
+                firsts = first_samples(
+                    opened[kind], built[1], budget, overlong, without_tails=cut, may_ask=not of_train
+                )
                 problems += _check_rows(kind, firsts, built[0].teachers)
             problems.attempt(functools.partial(require_usable, opened[kind], built[1]))
     if runs and opened["train"]:
         problems.attempt(lambda: require_shown(opened["train"], opened["heldout"], built[1], spared(recipe, built[0])))
-        problems.attempt(lambda: _require_targets(recipe, opened["train"], built[1], built[0]))
+        problems.attempt(lambda: show_unread(recipe, [*opened["train"], *opened["heldout"]], built[1]))
     _check_surroundings(recipe, problems)
     return _without_repetitions(problems)
 
@@ -281,27 +282,6 @@ def _require_experts(model: OmniModel, settings: ExpertsBalance) -> None:
     """Check the settings of the routers, and the files to replay."""
     RouterMonitor(model, settings)
     RoutingOfRun(model, settings.record, settings.replay, rank=0)
-
-
-def _require_targets(recipe: Recipe, sources: list[RowSource], processor: OmniProcessor, model: OmniModel) -> None:
-    """Check that the first steps train something, as the trainer does."""
-    steps, data = min(IDLE_STEPS, recipe.train.steps), recipe.data.model_copy(update={"workers": 0})
-    loader = StepLoader(
-        sources,
-        processor,
-        data,
-        seed=recipe.train.seed,
-        alone=not model.runner.contract.packs,
-        without_tails=model.runner.contract.without_tails,
-        slots=recipe.train.micro_batches,
-        media_names=model.media_names,
-    )
-    # A step takes the oldest sample of its buffer, so these are in the first steps; packing takes longer.
-    first = (loader.rows[draw] for draw in islice(loader.order.draws(0), steps))
-    if any(isinstance(sample, Sample) and _num_trained(sample) for sample in first):
-        return
-    if not any(sum(pack.loss_counts().values()) for packs in islice(loader, steps) for pack in packs):
-        raise UserError(nothing_to_train(steps))
 
 
 def _show_model(model: OmniModel) -> None:

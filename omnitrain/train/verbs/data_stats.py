@@ -8,6 +8,7 @@ from pathlib import Path
 from omnitrain.data.loading.measure import Measured, Packing, measure, pack_measures
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected
+from omnitrain.data.render.unread_keys import unread_notes
 from omnitrain.data.sources.rows import open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
@@ -55,7 +56,8 @@ def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, ro
                 found.append(row)
                 activity.update(f"measuring {source.name}: {len(found):,} of {min(rows, len(source)):,} rows")
             measured.append(found)
-    return DataStats.of(name, resolved, sources, measured, _packing(resolved, measured, budget, contract))
+    unread = unread_notes(sources, processor.renderer, resolved)
+    return DataStats.of(name, resolved, sources, measured, _packing(resolved, measured, budget, contract), unread)
 
 
 def _packing(

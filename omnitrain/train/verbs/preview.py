@@ -8,6 +8,7 @@ from pathlib import Path
 from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.unread_keys import unread_notes
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
@@ -53,7 +54,8 @@ def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs
     rejected = [view_rejected(one, _row(loader, one.index)) for one in loader.rejected.values()]
     reader = processor.readers.get("video")
     max_frames = reader[1].max_frames if reader is not None else resolved.data.max_frames
-    return DataPreview(name, tuple(views), tuple(rejected), max_frames)
+    unread = unread_notes(loader.sources, processor.renderer, resolved)
+    return DataPreview(name, tuple(views), tuple(rejected), max_frames, tuple(unread))
 
 
 def recipe_and_name(recipe: Recipe | str | Path, overrides: Sequence[str]) -> tuple[Recipe, str]:

@@ -45,7 +45,7 @@ def written(template: str, *turns: str) -> list[str]:
     [
         (
             REASONING,
-            ("q", "<think>\nbecause\n</think>\n\na", "r", "<think>\nso\n</think>\n\nb"),
+            ("q", "a", "r", "<think>\nso\n</think>\n\nb"),
             ["a<|im_end|>", "<think>\nso\n</think>\n\nb<|im_end|>"],
         ),
         (REASONING, ("q", "a", "r", "b"), ["a<|im_end|>", "<think>\n\n</think>\n\nb<|im_end|>"]),
@@ -63,16 +63,65 @@ def test_what_generation_would_write_is_the_assistants(
     assert written(template, *turns) == expected
 
 
+DEFAULT = "<|im_start|>system\nYou help.<|im_end|>\n"
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+LOOP = "{% for m in messages %}"
+IN_LOOP = LOOP + "{% if loop.first and m.role != 'system' %}" + DEFAULT + "{% endif %}" + TURN
+BEFORE_LOOP = "{% if messages[0].role != 'system' %}" + DEFAULT + "{% endif %}" + LOOP + TURN
+# As in Llama 3: the start of the text is in the first message.
+WITH_START = (
+    LOOP + "{% set text = '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' %}"
+    "{% if loop.index0 == 0 %}{% set text = '<s>' + text %}{% endif %}{{ text }}{% endfor %}"
+)
+THINKING = REASONING.replace("{% else %}", "{% else %}{% if loop.first %}" + DEFAULT + "{% endif %}", 1)
+NO_THOUGHTS = CHANNELS.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")  # as of DeepSeek R1
+
+
+@pytest.mark.parametrize(
+    ("template", "header"),
+    [
+        (IN_LOOP + PROMPT, ""),
+        (BEFORE_LOOP + PROMPT, ""),
+        (WITH_START + PROMPT, ""),
+        (THINKING, ""),
+        (IN_LOOP, "<|im_start|>assistant\n"),  # without a generation prompt, the header is generated, too
+        (WITH_START, "<|im_start|>assistant\n"),
+    ],
+)
+def test_a_conversation_that_begins_with_the_assistant_is_trained_from_where_generation_begins(
+    template: str, header: str
+) -> None:
+    owner = tokenizer(template)
+    chat = ChatTemplate(owner, owner)
+    first, asked = {"role": "assistant", "content": "assistant\nHi"}, {"role": "user", "content": "q"}
+    for turns in ([first], [first, asked], [first, asked, {"role": "assistant", "content": "Hm"}]):
+        text = chat.render(turns)
+        assert text == owner.apply_chat_template(turns, tokenize=False)
+        said = [header + turn["content"] + "<|im_end|>" for turn in turns[::2]]
+        if template == THINKING and turns[-1] != asked:  # the template writes this in the last turn
+            said[-1] = "<think>\n\n</think>\n\n" + said[-1]
+        assert [text[start:stop] for start, stop in chat.assistant_spans(text, turns)] == said
+
+
+def test_a_part_of_an_answer_that_the_template_leaves_out_is_an_error_of_the_row() -> None:
+    assert written(NO_THOUGHTS, "q", "a") == ["<|channel|>final<|message|>a<|return|>"]
+    left_out = "does not write 'because' of the assistant's message 2; give this message a `weight` of 0"
+    for answer in ("<think>\nbecause\n</think>\n\nso", "<think>because</think>so"):
+        with pytest.raises(ValueError, match=left_out):
+            written(NO_THOUGHTS, "q", answer)
+    with pytest.raises(ValueError, match=left_out):
+        written(REASONING, "q", "<think>\nbecause\n</think>\n\na", "r", "b")
+
+
 def test_a_question_alone_has_no_answer() -> None:
     assert written(INSTRUCT, "q") == []
 
 
 def test_the_end_of_an_answer_is_what_the_template_writes_last() -> None:
-    ends = {
-        name: ChatTemplate(tokenizer(t), tokenizer(t)).end
-        for name, t in globals().items()
-        if name.isupper() and isinstance(t, str)
-    }
+    ends = {}
+    for name, template in (("REASONING", REASONING), ("INSTRUCT", INSTRUCT), ("CHANNELS", CHANNELS)):
+        ends[name] = ChatTemplate(tokenizer(template), tokenizer(template)).end
     assert ends == {"REASONING": "<|im_end|>", "INSTRUCT": "</s>", "CHANNELS": "<|return|>"}
 
 

@@ -85,7 +85,7 @@ def test_control_tokens_that_a_text_spells_stay_text(role: str, ordinary: list[s
     tokenizer.add_tokens([*ordinary, "<think>"])
     processor = OmniProcessor(ChatRenderer(tokenizer, ChatFormat(**CHAT)), {}, {})
     text = "a<|end|><|user|>b<|image|>c"
-    sample = processor.sample(Row("r", "s", [{"role": role, "content": f"{text}<think>"}], {}, {}))
+    sample = processor.sample(Row("r", "s", [{"role": role, "content": f"{text}<think>"}], {}, {}), may_ask=True)
     assert isinstance(sample, Sample)
     opening, *spelled, think, end = tokenizer.convert_ids_to_tokens(sample.input_ids.tolist())
     assert (opening, think, end) == (f"<|{role}|>", "<think>", "<|end|>")
@@ -102,4 +102,5 @@ def test_a_text_that_can_only_be_a_control_token_costs_its_row() -> None:
     rejected = processor.sample(Row("r", "s", [{"role": "user", "content": "a</s>b"}], {}, {}))
     assert isinstance(rejected, Rejected)
     assert rejected.reason == "the text spells control tokens, which the tokenizer cannot write as text: ['</s>']"
-    assert isinstance(processor.sample(Row("r", "s", [{"role": "user", "content": "abc"}], {}, {})), Sample)
+    asked = Row("r", "s", [{"role": "user", "content": "abc"}], {}, {})
+    assert isinstance(processor.sample(asked, may_ask=True), Sample)

@@ -132,10 +132,61 @@ def test_a_turn_of_two_calls_without_content_is_trained_whole() -> None:
 
 
 def test_reasoning_is_trained_where_the_template_writes_it() -> None:
-    reasoned = [m | {"reasoning_content": "so"} if m["role"] == "assistant" else m for m in CONVERSATION[:10]]
-    first, second, third, last = trained(QWEN3, reasoned)
-    assert (second, last) == ("Mild, at noon.<|im_end|>", "<think>\nso\n</think>\n\nWarm.<|im_end|>")
-    assert first.startswith("<tool_call>\n") and third.startswith("<think>\nso\n</think>\n\nI look.\n<tool_call>")
+    """It writes thoughts only after the last question. An answer without its thoughts must not be trained."""
+    thinks = {"role": "assistant", "reasoning_content": "so"}
+    reasoned = [m | thinks if m["role"] == "assistant" else m for m in CONVERSATION[:10]]
+    rejected = made(QWEN3, reasoned)
+    assert isinstance(rejected, Rejected)
+    assert "does not write the thoughts (reasoning_content) of the assistant's message 3; give" in rejected.reason
+    earlier = [m | {"weight": 0} if m in reasoned[:6] and m["role"] == "assistant" else m for m in reasoned]
+    third, last = trained(QWEN3, earlier)
+    assert third.startswith("<think>\nso\n</think>\n\nI look.\n<tool_call>")
+    assert last == "<think>\nso\n</think>\n\nWarm.<|im_end|>"
+
+
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_of_any_name_are_trained_by_a_template_that_reads_any_name(read: str, given: str) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.READ %}<think>{{ m.READ | trim }}</think>{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ).replace("READ", read)
+    talk = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", given: " 5\n", "content": "5"}]
+    assert trained(template, talk, None) == ["<think>5</think>5<|im_end|>"]
+
+
+def test_a_template_without_thoughts_is_refused_for_rows_in_which_they_are_trained() -> None:
+    plain = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    thinks = {"role": "assistant", "content": "5", "reasoning": "because"}
+    with pytest.raises(UserError, match=r"row 'r' of 's': the chat template does not write thoughts"):
+        made(plain, [CONVERSATION[1], thinks], None)
+    talk = [CONVERSATION[1], thinks | {"loss": False}, CONVERSATION[1], thinks | {"reasoning": None, "content": "6"}]
+    assert trained(plain, talk, None) == ["6<|im_end|>"]
+
+
+def test_calls_of_sharegpt_are_those_of_openai(tmp_path: Path) -> None:
+    said = [
+        ("human", "How is it?"),
+        ("function_call", '{"name": "weather", "arguments": {"place": "Paris"}}'),
+        ("observation", "18"),
+        ("gpt", "Mild."),
+    ]
+    record = {"conversations": [{"from": who, "value": what} for who, what in said], "tools": json.dumps(TOOLS)}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(record) + "\n")
+    source = DataSource.model_validate({"path": str(tmp_path / "rows.jsonl"), "columns": {"messages": "conversations"}})
+    messages = [
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "tool_calls": [call(1, "weather", {"place": "Paris"})]},
+        {"role": "tool", "content": "18"},
+        {"role": "assistant", "content": "Mild."},
+    ]
+    ours, theirs = processor_of(HERMES).sample(open_sources([source])[0][0]), made(HERMES, messages)
+    assert isinstance(ours, Sample) and isinstance(theirs, Sample)
+    assert ours.input_ids.tolist() == theirs.input_ids.tolist()
+    assert ours.loss_mask.tolist() == theirs.loss_mask.tolist() and ours.loss_mask.sum() > 20
 
 
 def test_a_template_with_generation_tags_is_trained_as_transformers_does() -> None:
@@ -293,7 +344,6 @@ def test_a_weight_of_zero_is_not_trained_in_a_format_of_ones_own() -> None:
     assert isinstance(sample, Sample)
     assert np.flatnonzero(sample.loss_mask).tolist() == [10, 11] and len(sample) == 12
     for wrong, reason in (
-        (talk[1] | {"weight": 2}, "weight 2 of a message: expected 0"),
         (talk[0] | {"weight": 1}, "role 'user': only assistant messages are trained"),
         ({"role": "assistant", "content": [part("image")], "weight": 0}, "such media are always trained"),
     ):

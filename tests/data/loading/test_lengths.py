@@ -102,6 +102,15 @@ def test_conversations_of_chat_templates_are_split_without_losing_a_trained_toke
     assert several > 3
 
 
+def test_pieces_of_which_nothing_is_trained_are_left_out(processor: OmniProcessor) -> None:
+    row = conversation(8, shown=())
+    for message in row.messages[:-1]:
+        if message["role"] == "assistant":
+            message["weight"] = 0
+    (piece,) = sample_within(processor, row, PackBudget(LIMIT), "split").pieces
+    assert text_of(processor, piece) == "say 7<|end|>" and (piece.piece, piece.num_pieces) == (0, 1)
+
+
 def test_pieces_are_as_long_as_fits(processor: OmniProcessor) -> None:
     row, budget = conversation(9), PackBudget(LIMIT)
     first = sample_within(processor, row, budget, "split")

@@ -54,7 +54,7 @@ def size_of(modality: str, data: bytes, is_written: bool) -> tuple[str, int]:
 def check_with_tools(family: str, number: int) -> None:
     fuzzer = Fuzzer(random.Random(number), ("image", "audio", "video"), ("image", "audio"))
     row, processor = fuzzer.row(number), with_tools(family)
-    sample = processor.sample(row)
+    sample = processor.sample(row, may_ask=True)
     assert isinstance(sample, Sample), (row.messages, sample)
     told = expected(
         row, processor.tokenizer, TURNS[family], size_of, text_arguments=family == "deepseek", parts=family == "gemma"
@@ -120,7 +120,7 @@ def check_native(family: str, number: int) -> None:
     made, inputs, processor = native(family)
     fuzzer = Fuzzer(random.Random(number), NATIVE[family], spells=False, tools=False, system=family != "llava")
     row = fuzzer.row(number)
-    sample = processor.sample(row)
+    sample = processor.sample(row, may_ask=True)
     assert isinstance(sample, Sample), (row.messages, sample)
     told = by_transformers(made, row)
     assert sample.input_ids.tolist() == told["input_ids"][0].tolist()
@@ -151,7 +151,7 @@ def check_format_of_ones_own(number: int) -> None:
     """Each text is its bytes, whatever control tokens it spells."""
     fuzzer = Fuzzer(random.Random(number), ("image", "audio", "video"), ("image", "audio"), tools=False)
     row, processor = fuzzer.row(number), own_format()
-    sample = processor.sample(row)
+    sample = processor.sample(row, may_ask=True)
     assert isinstance(sample, Sample), (row.messages, sample)
     token, waiting = processor.tokenizer.convert_tokens_to_ids, {m: iter(files) for m, files in row.media.items()}
     ids: list[int] = []

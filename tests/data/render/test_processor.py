@@ -90,6 +90,25 @@ def test_a_file_that_no_part_shows_rejects_the_row(processor: OmniProcessor) -> 
     assert isinstance(processor.sample(Row("r", "s", messages, nothing, {})), Sample)
 
 
+def test_a_row_of_which_nothing_is_trained_or_whose_answers_are_empty_is_rejected(processor: OmniProcessor) -> None:
+    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    nothing, empty = "nothing of the row is trained: no message of the assistant", "all answers of the row are empty"
+    for messages, reason in (
+        ([asked], nothing),
+        ([asked, answer | {"train": False}], nothing),
+        ([asked, answer | {"content": " \n"}], empty),
+        ([asked, answer | {"content": ""}, asked, answer | {"content": []}], empty),
+        ([asked, answer | {"weight": 0}, asked, answer | {"content": ""}], empty),
+        ([asked, answer, asked, answer | {"content": ""}], None),
+        ([asked, answer | {"content": [part("image")]}], None),
+    ):
+        row = Row("r", "s", messages, {"image": [png(0)] * ("image" in str(messages))}, {})
+        made = processor.sample(row, max_tokens=3 if reason else None)
+        assert isinstance(made, Rejected) == bool(reason)
+        assert reason is None or (made.reason.startswith(reason) and not made.is_overlong)
+        assert isinstance(processor.sample(row, may_ask=True), Sample)
+
+
 def test_a_row_without_messages_is_no_sample(processor: OmniProcessor) -> None:
     rejected = processor.sample(Row("r", "s", [], {}, {}), without_tail=True)
     assert isinstance(rejected, Rejected) and rejected.reason == "no tokens: the row has no messages"

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import io
+import json
 import pickle
 import random
 from pathlib import Path
@@ -18,11 +19,11 @@ from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.media import MediaFile, Waveform, decode_audio, decode_clip
-from omnitrain.data.sources.rows import Row
+from omnitrain.data.sources.rows import Row, open_sources
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat, Data, DataSource
 from tests.tiny import part, png, tiny_model, wav, webp
-from tests.tiny_processors import FAMILIES, ROWS
+from tests.tiny_processors import FAMILIES, ROWS, byte_tokenizer, chatml
 
 MIXED = {
     "qwen2_vl": ("v+look\n\n+i+ here\n", "\nA\n", "i+v+and", "b c"),
@@ -166,6 +167,19 @@ def test_what_the_template_writes_before_an_answer_is_trained_where_generation_w
     )
     processor = OmniProcessor(TemplateRenderer(made, native), {}, {})
     assert trained(processor, sample_of(processor, "q", "b")) == "<think></think>b<|im_end|>"
+
+
+def test_an_answer_without_a_question_is_trained_without_the_default_system_text(tmp_path: Path) -> None:
+    """As in Qwen2-VL's template, which writes a system message if the conversation has none."""
+    default = "{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    tokenizer = byte_tokenizer(["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>")
+    tokenizer.chat_template = chatml().replace("%}<|im_start|>{{ m.role", "%}" + default + "<|im_start|>{{ m.role", 1)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"caption": "a cat"}) + "\n")
+    node = {"path": str(tmp_path / "rows.jsonl"), "columns": {"response": "caption"}}
+    (rows,) = open_sources([DataSource.model_validate(node)])
+    sample = OmniProcessor(TemplateRenderer(tokenizer), {}, {}).sample(rows[0])
+    assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == "a cat<|im_end|>"
+    assert tokenizer.decode(sample.input_ids).startswith("<|im_start|>system\nYou help.<|im_end|>\n")
 
 
 def test_a_prompt_and_its_answer_are_the_sample() -> None:
@@ -365,7 +379,7 @@ def test_no_random_conversation_has_rows_without_placeholders_or_a_cut_span() ->
     generator = random.Random(0)
     processors = {family: processor_of(family) for family in ("qwen2_5_omni", "gemma3", "internvl")}
     letters = {"qwen2_5_omni": "iavx", "gemma3": "ix", "internvl": "ix"}
-    texts = ["x", "\n", "two words", "é 漢字\n\n", " "]
+    texts = ["x", "\nand", "two words", "é 漢字\n\n", " or"]
     overlong = 0
     for _ in range(500):
         family = generator.choice(sorted(processors))

@@ -71,7 +71,8 @@ def test_every_form_of_a_part_shows_the_same_image(tmp_path: Path, part: dict[st
         part = part | {"url": (tmp_path / "a folder" / "7.png").as_uri()}  # a blank is %20 in it
     rows = opened(tmp_path / f"rows.{format}", [asks(part)], media_folder=str(tmp_path / "a folder"))
     assert rows[0].media_bytes("image", 0) == png(7) and rows.shown == {("image", False)}
-    assert rows[0].messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "what?"}]
+    detail = {"detail": "low"} if "detail" in str(part) else {}
+    assert rows[0].messages[0]["content"] == [{"type": "image", **detail}, {"type": "text", "text": "what?"}]
     sample = processor().sample(rows[0])
     assert isinstance(sample, Sample) and [span.component for span in sample.spans] == ["image_encoder"]
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
+from omnitrain.data.chat.tool_calls import calls_of
+from omnitrain.data.loading.loader import require_usable
 from omnitrain.data.sources.rows import Row, RowSource, open_sources
-from omnitrain.data.sources.turns import MARKERS, as_messages
+from omnitrain.data.sources.turns import MARKERS, as_messages, canonical
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
 from tests.tiny import png, tiny_model, tiny_processor
@@ -28,13 +31,13 @@ def opened(path: Path, **settings: Any) -> RowSource:
     return open_sources([DataSource(path=str(path), columns=columns, media_markers=["image"], **settings)])[0]
 
 
-def as_lines(folder: Path) -> Path:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+def as_lines(folder: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "rows.jsonl"
 
 
-def as_parquet(folder: Path) -> Path:
-    Dataset.from_list([{"image": None} | row for row in ROWS]).to_parquet(str(folder / "rows.parquet"))
+def as_parquet(folder: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    Dataset.from_list([{"image": None} | row for row in rows]).to_parquet(str(folder / "rows.parquet"))
     return folder / "rows.parquet"
 
 
@@ -66,10 +69,107 @@ def test_text_around_and_between_markers_stays_as_it_is() -> None:
 
 
 def test_what_is_no_turn_is_left_to_those_who_say_so() -> None:
-    odd = [{"from": "narrator", "value": "it rains"}, {"from": ["gpt"], "value": "a"}, "hello", {"role": "user"}]
-    messages = [{"role": "narrator", "content": "it rains"}, {"role": ["gpt"], "content": "a"}, *odd[2:]]
-    assert as_messages(odd, marked=MARKERS) == messages
+    odd = ["hello", {"role": "user"}, {"content": "a"}, None]
+    assert as_messages(odd, marked=MARKERS) == odd
     assert as_messages("hello", marked=MARKERS) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("role", "speakers"),
+    {
+        "user": ["human"],
+        "assistant": ["gpt", "chatgpt", "bing", "bard", "bot", "model"],
+        "tool": ["observation", "observations", "tool_response", "function", "ipython"],
+        "system": ["system"],
+        "developer": ["developer"],
+    }.items(),
+)
+def test_speakers_are_roles(role: str, speakers: list[str]) -> None:
+    for one in (role, *speakers):
+        for turn in ({"from": one, "value": "a"}, {"role": one, "content": "a"}):
+            assert as_messages([turn]) == [{"role": role, "content": "a"}]
+
+
+@pytest.mark.parametrize("speaker", ["function_call", "tool_call"])
+def test_a_call_that_somebody_says_is_one_of_the_assistant(speaker: str) -> None:
+    call = '{"name": "weather", "arguments": {"place": "Rome"}}'
+    for text in (call, f"[{call}]"):
+        (message,) = as_messages([{"from": speaker, "value": text}])
+        assert message["role"] == "assistant" and message["content"] is None
+        (found,) = calls_of(message)
+        assert found["function"] == {"name": "weather", "arguments": {"place": "Rome"}}
+
+
+@pytest.mark.parametrize("name", ["weight", "loss", "train", "training"])
+def test_each_flag_of_training_is_one_flag(name: str) -> None:
+    for value in (0, False, 1, True):
+        (message,) = as_messages([{"from": "gpt", "value": "a", name: value}])
+        assert message == {"role": "assistant", "content": "a", "weight": int(value)}
+    assert "weight" not in canonical({"role": "assistant", "content": "a", name: None})
+    for wrong in (2, 0.5, "false", [0]):
+        with pytest.raises(
+            ValueError, match=rf"{name} {re.escape(repr(wrong))} of a message: expected 0 \(not trained"
+        ):
+            canonical({"role": "assistant", "content": "a", name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"weight": 1, "train": False}, "{'weight': 1, 'train': False}, which contradict each other"),
+        ({"reasoning": "a", "thinking": "b"}, "{'reasoning': 'a', 'thinking': 'b'}, which contradict"),
+        ({"value": "other"}, "{'content': 'said', 'value': 'other'}, which contradict"),
+        ({"from": "human"}, "{'role': 'assistant', 'from': 'human'}, which contradict"),
+        ({"thinking": ["a"]}, "the thoughts of a message (`reasoning_content`) are ['a'], expected a text"),
+    ],
+)
+def test_names_of_one_field_that_contradict_cost_their_row(tmp_path: Path, fields: Any, named: str) -> None:
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "said", **fields}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    (row,) = open_sources([DataSource(path=str(tmp_path / "rows.jsonl"))])[0]
+    assert named in row.problem
+    agreeing = {"role": "assistant", "from": "assistant", "content": "a", "weight": 0, "loss": False, "thinking": "b"}
+    assert canonical(agreeing) == {"role": "assistant", "content": "a", "weight": 0, "reasoning_content": "b"}
+
+
+@pytest.mark.parametrize("write", [as_lines, as_parquet])
+def test_a_role_that_nobody_knows_is_an_error_before_training_unless_the_recipe_maps_it(
+    tmp_path: Path, write: Any
+) -> None:
+    late = {"conversations": [{"from": "narrator", "value": "it rains"}, {"from": "gpt", "value": "7"}]}
+    path, processor = write(tmp_path, [turns("a") for _ in range(80)] + [late]), tiny_processor(tiny_model())
+
+    def read(**roles: str) -> RowSource:
+        return open_sources([DataSource(path=str(path), columns=Columns(messages="conversations"), roles=roles)])[0]
+
+    unknown = r"row 'rows\[80\]' of 'rows': message role 'narrator': .*`roles: {narrator: user}`"
+    with pytest.raises(UserError, match=unknown):
+        require_usable([read()], processor)
+    require_usable([read(narrator="user")], processor)
+    for roles in ({"narrator": "user", "gpt": "assistant"}, {"narrator": "narrator", "gpt": "user"}):
+        assert [message["role"] for message in read(**roles)[80].messages] == list(roles.values())
+
+
+def test_a_role_that_does_not_exist_is_refused_in_a_recipe() -> None:
+    with pytest.raises(ValueError, match=r"found \['asistant'\], expected system, developer, user, assistant, tool"):
+        DataSource(path="rows.jsonl", roles={"narrator": "asistant"})
+
+
+@pytest.mark.parametrize("write", [as_lines, as_parquet])
+def test_a_column_system_is_the_system_message(tmp_path: Path, write: Any) -> None:
+    own = {"conversations": [{"from": "system", "value": "be short"}, *turns("a")["conversations"]]}
+    records = [turns("a", system="be short"), turns("a", system=""), turns("a", system=None)]
+    records += [own | {"system": None}, own | {"system": "be short"}, own | {"system": "be long"}]
+    path = write(tmp_path, records)
+    *rows, odd = open_sources([DataSource(path=str(path), columns=Columns(messages="conversations"))])[0]
+    found = [[message["content"] for message in row.messages] for row in rows]
+    assert found == [["be short", "a", "7"], ["a", "7"], ["a", "7"], ["be short", "a", "7"], ["be short", "a", "7"]]
+    assert rows[0].messages[0]["role"] == "system" and "system" not in rows[0].extra
+    assert odd.problem == "column 'system' and the first message are two system texts; remove one of them"
+    named = Columns(messages="conversations", system="rules")
+    path = write(tmp_path, [turns("a", rules="be short", system="x")])
+    (row,) = open_sources([DataSource(path=str(path), columns=named)])[0]
+    assert row.messages[0] == {"role": "system", "content": "be short"} and row.extra["system"] == "x"
 
 
 def test_a_folder_of_media_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -126,12 +226,6 @@ def test_an_empty_path_of_a_row_without_media_is_none(tmp_path: Path) -> None:
 def test_a_turn_without_a_text_is_named_in_its_rejection(value: Any, found: str) -> None:
     row = Row("odd", "rows", as_messages(turns(value)["conversations"], marked=MARKERS), {}, {})
     assert f"(TypeError: {found})" in tiny_processor(tiny_model()).sample(row).reason
-
-
-def test_a_speaker_that_nobody_knows_is_named_with_its_row() -> None:
-    row = Row("r1", "rows", as_messages([{"from": "bing", "value": "hello"}], marked=()), {}, {})
-    with pytest.raises(UserError, match="row 'r1' of 'rows': message role 'bing': expected system, user or assistant"):
-        tiny_processor(tiny_model()).sample(row)
 
 
 def test_what_llava_data_lack_in_a_recipe_is_told(tmp_path: Path) -> None:
