@@ -30,7 +30,7 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("rank", "world_size", "missing"),
-    [(0, 2, "rank 1"), (1, 2, "rank 0"), (0, 4, "ranks 1, 2, 3"), (0, 20, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more")],
+    [(0, 2, "rank 1"), (1, 2, "rank 0"), (0, 20, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more")],
 )
 def test_a_process_that_is_alone_says_for_which_ranks_it_waits_and_what_to_unset(
     rank: int, world_size: int, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -74,5 +74,5 @@ def joined(port: int, late_s: float) -> tuple[int, str]:
 
 def test_ranks_that_come_find_each_other_and_only_late_ones_are_named(ranks: RankPool) -> None:
     assert ranks.run(joined, free_port(), 0.0, timeout_s=30, world=2) == [(2, "")] * 2
-    (size, told), second = ranks.run(joined, free_port(), 1.0, timeout_s=30, world=2)
+    (size, told), second = ranks.run(joined, free_port(), 0.7, timeout_s=30, world=2)
     assert size == 2 and second == (2, "") and "rank 0 of 2 waits at 127.0.0.1:" in told and "for rank 1. RANK" in told

@@ -88,7 +88,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
     return model.eval()(input_ids=torch.tensor([[5, *NEW, 7, 9]])).logits
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_of_new_tokens_train_alone_beside_adapters_that_plain_peft_loads(
     tmp_path: Path, tied: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,15 +112,17 @@ def test_rows_of_new_tokens_train_alone_beside_adapters_that_plain_peft_loads(
     torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_of_new_tokens_train_on_ranks_and_resumed_as_in_one_process(tmp_path: Path, ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    "ranks_share", ["dp_shard", *(pytest.param(axis, marks=pytest.mark.slow) for axis in ("tp", "pp"))]
+)
+def test_rows_of_new_tokens_train_on_ranks_and_resumed_as_in_one_process(
+    tmp_path: Path, ranks: RankPool, ranks_share: str
+) -> None:
     path = recipe(tmp_path)
     fit(path, [])
-    shutil.copytree(tmp_path / "run", tmp_path / "fsdp2", ignore=shutil.ignore_patterns("step-00000003"))
-    ranks.run(fit, path, [f"output_dir={tmp_path}/fsdp2"], True, timeout_s=60, world=2)
-    ranks.run(fit, path, [f"output_dir={tmp_path}/tp2", "parallel.default.tp=2"], timeout_s=60, world=2)
-    expected = losses(tmp_path / "run")
-    (one,) = embeddings(tmp_path / "run" / "checkpoints" / "step-00000003")
-    for name in ("fsdp2", "tp2"):
-        torch.testing.assert_close(losses(tmp_path / name), expected, rtol=1e-5, atol=1e-5)
-        (found,) = embeddings(tmp_path / name / "checkpoints" / "step-00000003")
-        torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
+    shutil.copytree(tmp_path / "run", tmp_path / "two", ignore=shutil.ignore_patterns("step-00000003"))
+    overrides = [f"output_dir={tmp_path}/two", f"parallel.components.foundation.{ranks_share}=2"]
+    ranks.run(fit, path, overrides, True, timeout_s=60, world=2)
+    torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "run"), rtol=1e-5, atol=1e-5)
+    one, two = (embeddings(tmp_path / name / "checkpoints" / "step-00000003")[0] for name in ("run", "two"))
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)

@@ -63,6 +63,8 @@ class CheckpointWriter:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with suppress(ProcessLookupError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
         theirs.close()
         self._is_busy, self.error = False, None
         self._send(rendezvous)
@@ -112,7 +114,6 @@ def main(connection: Connection, descriptor: int, parent: int, number: int) -> N
     end_with_parent()  # another run may continue in its folder
     if os.getppid() != parent:  # it ended before the call above
         return
-    os.nice(_NICE)
     torch.set_num_threads(1)
     rendezvous: Rendezvous = connection.recv()
     peers: Peers | None = None
