@@ -11,6 +11,7 @@ from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from omnitrain.errors import TrainingError, UserError
@@ -58,21 +59,23 @@ def test_variables_without_an_address_are_refused_and_one_rank_needs_none(monkey
     dist.destroy_process_group()
 
 
-def joined(port: int, late_s: float) -> tuple[int, str]:
-    """The sum of both ranks, and what this one printed; the second comes late."""
-    rank = dist.get_rank()
+def joined(port: int, late_s: float, silent_s: float) -> tuple[float, str]:
+    """The sum over both ranks, and what this one printed; the second comes late."""
+    rank, added = dist.get_rank(), torch.ones(())
+    dist.barrier()  # a rank that leaves would end the connections that the other still opens
     leave_process_groups()
     time.sleep(late_s * rank)
     with (
         patch.dict(os.environ, environment(rank, 2, port)),
-        patch.object(join, "SILENT_SECONDS", 0.3),
+        patch.object(join, "SILENT_SECONDS", silent_s),
         contextlib.redirect_stderr(io.StringIO()) as printed,
     ):
         join.join_process_group("gloo")
-    return len(dist.get_process_group_ranks(dist.group.WORLD)), printed.getvalue()
+    dist.all_reduce(added)
+    return added.item(), printed.getvalue()
 
 
 def test_ranks_that_come_find_each_other_and_only_late_ones_are_named(ranks: RankPool) -> None:
-    assert ranks.run(joined, free_port(), 0.0, timeout_s=30, world=2) == [(2, "")] * 2
-    (size, told), second = ranks.run(joined, free_port(), 0.7, timeout_s=30, world=2)
-    assert size == 2 and second == (2, "") and "rank 0 of 2 waits at 127.0.0.1:" in told and "for rank 1. RANK" in told
+    assert ranks.run(joined, free_port(), 0.0, 10.0, timeout_s=30, world=2) == [(2, "")] * 2
+    (added, told), second = ranks.run(joined, free_port(), 0.7, 0.2, timeout_s=30, world=2)
+    assert added == 2 and second == (2, "") and "rank 0 of 2 waits at 127.0.0.1:" in told and "for rank 1. RANK" in told
