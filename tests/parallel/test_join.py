@@ -67,7 +67,7 @@ def joined(port: int, late_s: float, silent_s: float) -> tuple[float, str]:
     time.sleep(late_s * rank)
     with (
         patch.dict(os.environ, environment(rank, 2, port)),
-        patch.object(join, "SILENT_SECONDS", silent_s),
+        patch.object(join, "SILENT_SECONDS", 10.0 if rank else silent_s),
         contextlib.redirect_stderr(io.StringIO()) as printed,
     ):
         join.join_process_group("gloo")
