@@ -43,7 +43,7 @@ DRAWS = 400_000
 class Processor:
     """Makes samples of the length of a row's text, without a tokenizer."""
 
-    def sample(self, row: Row, max_tokens: int | None, *, without_tail: bool) -> Sample:
+    def sample(self, row: Row, max_tokens: int | None, **options: bool) -> Sample:
         """Return a sample with as many tokens as the document or the last message has characters."""
         text = row.document.text if row.document else row.messages[-1]["content"]
         ids = np.arange(1 + len(text))

@@ -239,7 +239,7 @@ class Rows(Sequence[Sample]):
 class Processor:
     """Makes the samples of :class:`Rows`."""
 
-    def sample(self, row: Sample, max_tokens: int | None, *, without_tail: bool) -> Sample | Rejected:
+    def sample(self, row: Sample, max_tokens: int | None, **options: bool) -> Sample | Rejected:
         """Return a row as it is, or why not."""
         number = int(row.id.rpartition(":")[2])
         return Rejected(row.id, row.source, REASON) if number % 4 == 0 else row

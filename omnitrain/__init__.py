@@ -5,9 +5,10 @@ Names are imported on first use, so ``import omnitrain`` alone does not import t
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
+
+from omnitrain.exports import on_first_use
 
 if TYPE_CHECKING:
     from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
@@ -187,6 +188,7 @@ __all__ = [
 ]
 
 
+_on_first_use = on_first_use(__name__, _HOMES)
 _RENAMED = {"AppliedComponent": "ComponentLayout", "AppliedLayout": "ModelLayout"}
 
 
@@ -194,14 +196,7 @@ def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         warnings.warn(f"omnitrain.{name} is now omnitrain.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
         return __getattr__(_RENAMED[name])
-    if name not in _HOMES:
-        raise AttributeError(f"module 'omnitrain' has no attribute {name!r}")
-    from omnitrain.packages import require_fitting_torchvision
-
-    require_fitting_torchvision()
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    return _on_first_use(name)
 
 
 def __dir__() -> list[str]:

@@ -21,10 +21,12 @@ def override_hint(option: str, arguments: Sequence[str], is_near_option: bool = 
     from omnitrain.recipe.problems import nearest_key
 
     name = option.lstrip("-")
-    if (advice := name_here(name.replace("-", "_"), Recipe)) is not None:
-        return f"{option}: {advice}; keys of a recipe have no dashes: KEY=VALUE, such as train.steps=20"
+    near = nearest_key(name, Recipe) if "." in name else None
+    theirs = None if near is not None else name_here(name.rpartition(".")[2].replace("-", "_"), Recipe)
+    if theirs is not None:
+        return f"{option}: {theirs}; {_NO_DASHES}: KEY=VALUE, such as train.steps=20"
     if "." in name:
-        exact, near = None, nearest_key(name, Recipe)
+        exact = None
     else:
         exact = key_of(name.replace("-", "_"), Recipe)
         near = None if is_near_option else key_near(name.replace("-", "_"), Recipe)

@@ -235,11 +235,16 @@ def resume(
     max_restarts: RestartsOption = 0,
 ) -> None:
     """Continue a run from its folder alone, with the recipe that is saved in it."""
-    from omnitrain.recipe import Recipe
+    from omnitrain.recipe import Recipe, list_recipes
     from omnitrain.train.launch.environment import end_with_launcher
 
     end_with_launcher()
     saved = folder / "recipe.yaml"
+    if folder.is_file() or (str(folder) in list_recipes() and not saved.is_file()):
+        raise UserError(
+            f"{folder} is a recipe, and `resume` takes the folder of a run: `omnitrain run {folder}` starts a run, and "
+            f"with --resume continues the one in its output_dir"
+        )
     if not saved.is_file():
         raise UserError(f"{folder} is not the folder of a run (no recipe.yaml); name the output_dir of one")
     resolved = Recipe.load(saved, [f"output_dir={json.dumps(str(folder))}", *(overrides or [])])

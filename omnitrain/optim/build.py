@@ -14,6 +14,7 @@ from omnitrain.optim.adamw import ShardedAdamW, require_fp32, trained_parameters
 from omnitrain.optim.low_bit import AdamW8bit
 from omnitrain.optim.muon import MuonWithAdamW
 from omnitrain.optim.offload import OffloadedOptimizer
+from omnitrain.optim.roles import decayed_parameters
 from omnitrain.recipe import Optimizer
 
 
@@ -25,7 +26,7 @@ def build_optimizer(
     decays: Mapping[nn.Parameter, float] | None = None,
     matrices: Collection[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of the trainable parameters. Weight decay applies to matrices, not to norms and biases.
+    """Build the optimizer of the trainable parameters. Weight decay applies to all but norms and biases.
 
     Args:
         model: the model; its parameters with ``requires_grad`` are trained.
@@ -40,14 +41,14 @@ def build_optimizer(
         UserError: no parameter is trainable, 8-bit states cannot be used, or a trainable parameter without an fp32
             copy is not fp32. Its updates would be rounded away: at learning rate 1e-5 a bf16 weight near 1 never moves.
     """
-    trainable = trained_parameters(model)
+    trainable, decayed = trained_parameters(model), decayed_parameters(model)
     with_copy, of_muon = set(offloaded), set(matrices)
     require_fp32({name: p.dtype for name, p in trainable.items() if p not in with_copy})
     peaks, decays = peaks or {}, decays or {}
     members: dict[tuple[float, bool, float, bool], list[nn.Parameter]] = {}
     for p in trainable.values():
-        decay = decays.get(p, settings.weight_decay) if p.ndim >= 2 else 0.0
-        members.setdefault((peaks.get(p, settings.learning_rate), p.ndim < 2, decay, p in of_muon), []).append(p)
+        decay = decays.get(p, settings.weight_decay) if p in decayed else 0.0
+        members.setdefault((peaks.get(p, settings.learning_rate), p in decayed, decay, p in of_muon), []).append(p)
     groups: list[dict[str, Any]] = [
         {"params": of_group, "weight_decay": decay, "peak": peak} | ({"muon": is_muons} if of_muon else {})
         for (peak, _, decay, is_muons), of_group in members.items()

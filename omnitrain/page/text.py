@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import io
+import os
 
 from rich.console import Console, RenderableType
 
 
+def width_of_text(columns: int) -> int:
+    """Return the width of what no terminal shows: ``COLUMNS`` of the environment, or else ``columns``."""
+    wanted = os.environ.get("COLUMNS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) else columns
+
+
 def as_text(*shown: RenderableType, columns: int) -> str:
-    """Return the lines that a terminal of some ``columns`` shows, without colours, in a notebook, too."""
+    """Return the lines that a terminal of some ``columns`` (or ``COLUMNS``) shows, without colours."""
     stream = io.StringIO()
-    console = Console(file=stream, width=columns, color_system=None, force_jupyter=False, highlight=False)
+    console = Console(
+        file=stream, width=width_of_text(columns), color_system=None, force_jupyter=False, highlight=False
+    )
     for one in shown:
         console.print(one)
     return stream.getvalue()

@@ -519,7 +519,8 @@ def _data_degrees(mode: DpMode, replicate: int | None, shard: int | None, keys: 
     """Copies and shards as :func:`fit_mesh` takes them; ``keys``: axis -> the name of its degree in messages."""
     replicate_key, shard_key = keys.get("dp_replicate", "dp_replicate"), keys.get("dp_shard", "dp_shard")
     if mode not in get_args(DpMode):
-        raise UserError(f"dp_mode is {mode!r}; expected one of {', '.join(get_args(DpMode))}")
+        meant = {"ddp": "; DDP is replicate", "fsdp1": "; FSDP is fsdp2", "fsdp": "; FSDP is fsdp2"}.get(str(mode), "")
+        raise UserError(f"dp_mode is {mode!r}; expected one of {', '.join(get_args(DpMode))}{meant}")
     if mode == "replicate":
         if shard not in (None, 1):
             raise UserError(f"dp_mode is replicate, which does not shard; {shard_key} is {shard}, expected 1")

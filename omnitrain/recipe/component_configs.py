@@ -18,6 +18,7 @@ class OmniConfig(PreTrainedConfig):
         unused_tensors: name prefix -> number of tensors in the foundation's checkpoint that the foundation does not
             have.
         source_path: folder or Hub id of that checkpoint.
+        has_own_head: whether that checkpoint has a head of its own although its config ties it to the embeddings.
     """
 
     model_type = "omnitrain"
@@ -28,6 +29,7 @@ class OmniConfig(PreTrainedConfig):
     teachers: dict | None = None
     unused_tensors: dict | None = None
     source_path: str | None = None
+    has_own_head: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is saved: all but the teachers."""
@@ -43,6 +45,7 @@ class VisionEncoderConfig(PreTrainedConfig):
         projector: ``{"kind": ..., "factor": ...}``.
         hidden_size: hidden size of the foundation.
         max_frames: maximum number of frames to read from a video.
+        fps: frames to read from a second of a video; None: all, up to ``max_frames``.
     """
 
     model_type = "omnitrain_vision_encoder"
@@ -52,6 +55,7 @@ class VisionEncoderConfig(PreTrainedConfig):
     projector: dict | None = None
     hidden_size: int = 0
     max_frames: int = 32
+    fps: float | None = None
 
 
 class AudioEncoderConfig(PreTrainedConfig):

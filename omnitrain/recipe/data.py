@@ -16,6 +16,14 @@ from omnitrain.recipe.useless_keys import Idle
 
 Overlong = Literal["drop", "error", "split"]
 
+# Keys of `data` and of its data sets that say how media are read -> the modalities of which they say it.
+VISUAL_KEYS = {
+    "fps": ("video",),
+    "max_frames": ("video",),
+    "min_pixels": ("image", "video"),
+    "max_pixels": ("image", "video"),
+}
+
 CALLS = "tool_call"  # of a speaker whose text is a call of a tool, or a list of them
 _NAMES = {
     "system": (),
@@ -144,6 +152,18 @@ class DataSource(Strict):
         description="Folder or URL that media paths are relative to. Unset: the working folder; for a folder with a "
         "file `metadata.*` of rows, this folder.",
     )
+    fps: float | None = Field(
+        None, gt=0, description="Frames to read from a second of its videos. Unset: `fps` of `data` or of the encoder."
+    )
+    max_frames: int | None = Field(
+        None, ge=1, description="Most frames to read from each of its videos. Unset: that of `data` or of the encoder."
+    )
+    min_pixels: int | None = Field(
+        None, ge=1, description="Least pixels of its images and frames. Unset: that of `data`, or the HF processor's."
+    )
+    max_pixels: int | None = Field(
+        None, ge=1, description="Most pixels of its images and frames. Unset: that of `data`, or the HF processor's."
+    )
 
     def idle(self) -> Iterator[Idle]:
         """Yield roles of data without messages."""
@@ -233,11 +253,23 @@ class Data(Strict):
     audio_in_video: bool = Field(
         False, description="Read videos together with their sound, if the HF processor supports it."
     )
-    max_frames: int = Field(
-        128,
+    fps: float | None = Field(
+        None,
+        gt=0,
+        description="Frames to read from a second of a video. Unset: those of the HF processor, 2 for one that reads "
+        "`fps` and has none.",
+    )
+    max_frames: int | None = Field(
+        None,
         ge=1,
-        description="Maximum number of frames to decode from a video, evenly spaced. The HF processor then samples "
-        "from these.",
+        description="Most frames to read from a video, evenly spaced in time. Unset: the HF processor's own limit, "
+        "or 768.",
+    )
+    min_pixels: int | None = Field(
+        None, ge=1, description="Least pixels of an image or frame, which is enlarged. Unset: the HF processor's own."
+    )
+    max_pixels: int | None = Field(
+        None, ge=1, description="Most pixels of an image or frame, which is reduced. Unset: the HF processor's own."
     )
     pack_tokens: int = Field(
         4096, ge=1, description="Maximum length of a pack (one micro-batch), in tokens. Packs are not padded."

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from omnitrain.errors import UserError
 
@@ -30,7 +30,21 @@ def _name_of(value: Any) -> Any:
     return f"{module}:{name}"
 
 
-FunctionName = Annotated[str, BeforeValidator(_name_of, json_schema_input_type=str)]
+def _with_function(name: str) -> str:
+    """Return a name that says both where the function is and what it is called.
+
+    Raises:
+        ValueError: it lacks one of the two.
+    """
+    source, _, function = name.rpartition(":")
+    if source and function.isidentifier():
+        return name
+    module, _, last = name.strip(":").rpartition(".")
+    likely = f"{module}.py:FUNCTION" if last == "py" else f"{module or 'FILE.py'}:{last}"
+    raise ValueError(f"found {name!r}; expected FILE.py:FUNCTION or MODULE:FUNCTION, such as {likely}")
+
+
+FunctionName = Annotated[str, BeforeValidator(_name_of, json_schema_input_type=str), AfterValidator(_with_function)]
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:

@@ -19,6 +19,18 @@ def matches(glob: str, name: str) -> bool:
     return re.fullmatch(rf"(?:.*\.)?{''.join(parts)}", name) is not None
 
 
+def matches_weight(glob: str, name: str) -> bool:
+    """Return whether ``glob`` matches the weight ``name`` of a layer's experts, or what is fused in it.
+
+    transformers has ``gate_proj`` and ``up_proj`` of all experts in ``experts.gate_up_proj``. So a glob of one of them
+    (``experts.gate_proj``, ``experts.*.gate_proj.weight``) matches it.
+    """
+    experts, _, last = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    names = (name, *(f"{experts}.{part}" for part in parts), *(f"{experts}.0.{part}.weight" for part in parts))
+    return any(matches(glob, one) for one in names)
+
+
 def unmatched(glob: str, names: Iterable[str]) -> str:
     """Return the problem of a glob that matches none of ``names``, with the nearest glob that would match."""
     patterns = set(map(any_layer, names))

@@ -61,8 +61,17 @@ class Encoder(Strict):
     projector: Projector = Field(
         default_factory=Projector, description="Maps the tower's features to the foundation's hidden size."
     )
+    fps: float | None = Field(
+        None, gt=0, description="Frames to read from a second of a video. Unset: all, up to `max_frames`."
+    )
     max_frames: int = Field(
-        32, ge=1, description="Maximum number of frames to read from a video. Longer videos are sampled evenly."
+        32, ge=1, description="Most frames to read from a video. Of longer videos, they are evenly spaced in time."
+    )
+    min_pixels: int | None = Field(
+        None, ge=1, description="Least pixels of an image or frame, which is enlarged. Unset: the HF processor's own."
+    )
+    max_pixels: int | None = Field(
+        None, ge=1, description="Most pixels of an image or frame, which is reduced. Unset: the HF processor's own."
     )
     processor: Annotated[str | dict[str, Any] | None, BeforeValidator(check_hf_processor_keys)] = Field(
         None,

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from omnitrain.errors import RecipeError, problem_list
 from omnitrain.page.html import Cell, heading, table
 from omnitrain.page.whole import part_of_notebook
-from omnitrain.recipe.globs import matches, unmatched
+from omnitrain.recipe.globs import matches, matches_weight, unmatched
 from omnitrain.recipe.located_problem import located
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.strict import Strict
@@ -460,9 +460,12 @@ class ParallelPlan(Strict):
             *self._degree_problems(degrees or {}),
             *(
                 f"{field}: {unmatched(glob, every_name)}"
-                for field, globs in (("tp_plan", self.tp_plan), ("ep_plan", self.ep_plan))
+                for field, globs, fits in (
+                    ("tp_plan", self.tp_plan, matches),
+                    ("ep_plan", self.ep_plan, matches_weight),
+                )
                 for glob in globs or ()
-                if not any(matches(glob, name) for name in every_name)
+                if not any(fits(glob, name) for name in every_name)
             ),
         ]
 

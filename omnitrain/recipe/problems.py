@@ -135,12 +135,10 @@ def _line(spot: _Spot, details: list[ErrorDetails], root: type[BaseModel]) -> st
 def _meant(name: str, siblings: Sequence[str], root: type[BaseModel]) -> str:
     """Return what to write for an unknown key: what HuggingFace calls so, a near key, a key of another node, or any."""
     elsewhere = None if nearest(name, siblings) else key_of(name, root)
-    return name_here(name, root, siblings) or (f"use `{elsewhere}`" if elsewhere else hint(name, siblings))
+    return name_here(name, root) or (f"use `{elsewhere}`" if elsewhere else hint(name, siblings))
 
 
 def _expectation(detail: ErrorDetails) -> str:
-    if detail["type"] == "list_type" and isinstance(detail["input"], str):
-        return f"a list, such as [{detail['input']}]"
     expected = _NODE_CLASS.sub("a mapping of keys to values", _SUBJECT.sub("", detail["msg"]))
     return expected.replace("a valid integer", "an integer").replace("a valid ", "a ")
 

@@ -39,6 +39,11 @@ def find_recipe(path: str | Path) -> Path:
     shipped = list_recipes()
     if str(path) in shipped:
         return shipped[str(path)]
+    if (saved := Path(path, "recipe.yaml")).is_file():
+        raise RecipeError(
+            f"{path} is the folder of a run, and no recipe: `omnitrain resume {path}` continues the run, and "
+            f"`omnitrain run {saved} output_dir=NEW` starts another with its recipe"
+        )
     advice = hint(Path(path).stem, shipped) if shipped else "that folder contains no recipe"
     raise RecipeError(
         f"no recipe `{path}`: looked for the file {Path(path).absolute()} and for a shipped recipe with that name in "

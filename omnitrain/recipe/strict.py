@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
+from types import NoneType, UnionType
+from typing import Any, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
 from omnitrain.recipe.located_problem import located
 from omnitrain.recipe.useless_keys import Idle, idle_values
 
 
 class Strict(BaseModel):
-    """A node of the tree. It refuses unknown keys, infinite numbers and keys without effect, in assignments, too."""
+    """A node of the tree. It refuses unknown keys, infinite numbers and keys without effect, in assignments, too.
+
+    A list may be given as its only value.
+    """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _one_value_is_a_list(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = get_args(annotation) if get_origin(annotation) is UnionType else (annotation,)
+        asks_for_list = {get_origin(kind) for kind in kinds if kind is not NoneType} == {list}
+        return [value] if asks_for_list and not isinstance(value, (list, tuple, NoneType)) else value
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys of this node that can have no effect with its other keys."""

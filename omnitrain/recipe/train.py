@@ -73,10 +73,10 @@ class Optimizer(Strict):
     final_ratio: float = Field(
         0.1, ge=0, le=1, description="Final learning rate of `cosine` and `linear`, as a fraction of the peak."
     )
-    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay, on matrices only.")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay, on all but norms and biases.")
     weight_decays: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
-        description="Component, module or parameter -> its own weight decay, on matrices only. If several names match "
+        description="Component, module or parameter -> its own weight decay. If several names match "
         "a parameter, the longest path wins.",
     )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from omnitrain.errors import RecipeError, problem_list
-from omnitrain.recipe.data import Data
+from omnitrain.recipe.data import VISUAL_KEYS, Data
 from omnitrain.recipe.evaluation import Evaluation
 from omnitrain.recipe.located_problem import located
 from omnitrain.recipe.model import Model
@@ -68,8 +68,11 @@ class Recipe(Strict):
         if self.data.processor is not None:
             yield Idle("model.tokenizer", "but `data.processor` contains a tokenizer; remove one of the two")
         if self.model.checkpoint is not None:
-            for key in ("processor", "processor_arguments", "audio_in_video", "max_frames"):
-                yield Idle(f"data.{key}", "but `model.checkpoint` contains its HF processor; remove it")
+            why = "but `model.checkpoint` contains its HF processor; remove it"
+            for key in ("processor", "processor_arguments", "audio_in_video"):
+                yield Idle(f"data.{key}", why)
+            for key in VISUAL_KEYS:
+                yield Idle(f"data.{key}", f"{why}, or set it for each data set")
 
     @model_validator(mode="after")
     def _heads_exist(self) -> Recipe:

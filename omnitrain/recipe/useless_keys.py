@@ -43,8 +43,8 @@ def idle_values(node: BaseModel, idle: Iterable[Idle]) -> Iterator[IdleValue]:
         path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
         value, default = _value_and_default(node, path)
         if value != default:
-            found = "set" if isinstance(value, BaseModel) else f"found {value!r}"
-            yield IdleValue(path, value, f"{found}, {why}")
+            has_nodes = any(isinstance(one, BaseModel) for one in (value if isinstance(value, list) else [value]))
+            yield IdleValue(path, value, f"{'set' if has_nodes else f'found {value!r}'}, {why}")
 
 
 def idle_problems(node: BaseModel, idle: Iterable[Idle], place: str = "") -> list[str]:

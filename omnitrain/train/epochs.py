@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import islice
 
-from omnitrain.data.loading.loader import build_dataloader
+from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.sources.stream import ENDLESS
 from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
@@ -32,41 +32,56 @@ def in_steps(recipe: Recipe) -> Recipe:
     """
     if not counts_samples(recipe):
         return recipe
-    train = recipe.train
-    draws_per_pack, samples_per_pack, rows = _measured(recipe)
+    train, measured = recipe.train, _Measured(recipe)
     changes: dict[str, object] = {}
     micro_batches = train.micro_batches
     if train.samples_per_step is not None:
-        micro_batches = max(1, round(train.samples_per_step / samples_per_pack))
+        micro_batches = max(1, round(train.samples_per_step / measured.of_pack(1)[1]))
         changes |= {"micro_batches": micro_batches, "samples_per_step": None}
     if train.epochs is not None:
-        steps = max(1, math.ceil(train.epochs * rows / (draws_per_pack * micro_batches)))
-        changes |= {"steps": steps, "epochs": None}
+        rows_per_step = measured.of_pack(micro_batches)[0] * micro_batches
+        changes |= {"steps": max(1, math.ceil(train.epochs * measured.rows / rows_per_step)), "epochs": None}
     return recipe.model_copy(update={"train": train.model_copy(update=changes)})
 
 
-def _measured(recipe: Recipe) -> tuple[float, float, int]:
-    """Return the rows and the samples of a pack, which rejected rows make different, and the rows of all data sets."""
-    model, processor = build_from_recipe(recipe, "meta")
-    contract = model.runner.contract
-    loader = build_dataloader(
-        recipe.data.model_copy(update={"workers": 0}),
-        processor,
-        seed=recipe.train.seed,
-        alone=not contract.packs,
-        without_tails=contract.without_tails,
-        media_names=model.media_names,
-    )
-    rows = sum(loader.order.lengths)
-    if recipe.train.epochs is not None and rows >= ENDLESS:
-        raise UserError(
-            "train.epochs: data.train has a streamed data set, whose number of rows is not known; set train.steps, or "
-            "`limit` of the data set"
+class _Measured:
+    """The packs of a recipe's data, as a run fills them.
+
+    Attributes:
+        rows: rows of all data sets.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, (self._model, self._processor) = recipe, build_from_recipe(recipe, "meta")
+        self.rows = sum(self._loader(1).order.lengths)
+        if recipe.train.epochs is not None and self.rows >= ENDLESS:
+            raise UserError(
+                "train.epochs: data.train has a streamed data set, whose number of rows is not known; set train.steps, "
+                "or `limit` of the data set"
+            )
+
+    def of_pack(self, slots: int) -> tuple[float, float]:
+        """Return the rows and the samples of a pack of a run with ``slots`` packs in a step: means of the first slot.
+
+        Rejected rows make the two different. Each slot has its share of an epoch's rows, and packs them by itself.
+        """
+        loader, packs, drawn, samples = self._loader(slots), 0, 0, 0
+        for (pack,) in islice(loader, _DRAWS):
+            (state,) = loader.state().slots.values()
+            packs, drawn, samples = packs + 1, state.next_index // slots - len(state.held), samples + len(pack.info.ids)
+            if drawn >= min(self.rows / slots, _DRAWS):
+                break
+        return drawn / packs, samples / packs
+
+    def _loader(self, slots: int) -> StepLoader:
+        contract = self._model.runner.contract
+        return build_dataloader(
+            self._recipe.data.model_copy(update={"workers": 0}),
+            self._processor,
+            seed=self._recipe.train.seed,
+            slots=slots,
+            ranks=slots,
+            alone=not contract.packs,
+            without_tails=contract.without_tails,
+            media_names=self._model.media_names,
         )
-    packs = drawn = samples = 0
-    for (pack,) in islice(loader, _DRAWS):
-        (state,) = loader.state().slots.values()
-        packs, drawn, samples = packs + 1, state.next_index - len(state.held), samples + len(pack.info.lengths)
-        if drawn >= min(rows, _DRAWS):
-            break
-    return drawn / packs, samples / packs, rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.hidden_matrices import hidden_matrices
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.named_parameters import parameters_named
+from omnitrain.optim.roles import decayed_parameters
 from omnitrain.recipe import Optimizer
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
@@ -36,14 +37,14 @@ def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]
 
 
 def decays_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
-    """Return the weight decay of each trained matrix that ``weight_decays`` names; arguments as above.
+    """Return the weight decay of each trained parameter that ``weight_decays`` names; arguments as above.
 
     Embeddings of which only the rows of added tokens train have none, since it would change the other rows.
 
     Raises:
         UserError: a name matches no trained parameter, or only norms and biases, which have no weight decay.
     """
-    decays = _of_parameters(model, settings.weight_decays, "weight_decays", least_dims=2)
+    decays = _of_parameters(model, settings.weight_decays, "weight_decays", decayed_parameters(model))
     return decays | dict.fromkeys((model.get_parameter(name) for name in token_matrices(model)), 0.0)
 
 
@@ -65,11 +66,11 @@ def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:
 
 
 def _of_parameters(
-    model: OmniModel, values: Mapping[str, float], key: str, *, least_dims: int = 0
+    model: OmniModel, values: Mapping[str, float], key: str, among: Collection[nn.Parameter] | None = None
 ) -> dict[nn.Parameter, float]:
     """Return trained parameter -> its value, that of the longest path among ``values``.
 
-    Parameters with fewer than ``least_dims`` dimensions have none.
+    Parameters that are not ``among`` these have none.
     """
     key = f"{_NODE}.{key}"
     found: dict[nn.Parameter, float] = {}
@@ -78,7 +79,7 @@ def _of_parameters(
         trained = [parameter for parameter in parameters_named(model, name, key) if parameter.requires_grad]
         if not trained:
             raise UserError(f"{key}: {name!r} has no trained parameter; remove it here, or do not freeze it")
-        matching = [parameter for parameter in trained if parameter.ndim >= least_dims]
+        matching = [parameter for parameter in trained if among is None or parameter in among]
         if not matching:
             raise UserError(
                 f"{key}: {name!r} has only norms and biases, to which weight decay does not apply; remove it here"
@@ -86,7 +87,7 @@ def _of_parameters(
         found |= dict.fromkeys(matching, values[name])
         names |= dict.fromkeys(matching, name)
     if unused := sorted(values.keys() - set(names.values())):
-        what = "matrices" if least_dims else "parameters"
+        what = "parameters" if among is None else "parameters with weight decay"
         names_shown = ", ".join(map(repr, unused))
         raise UserError(f"{key}: longer names cover all trained {what} of {names_shown}; remove it")
     return found

@@ -48,6 +48,7 @@ from omnitrain.train.metrics.display import (
     show_components,
     show_contract,
     show_kept_memory,
+    show_own_head,
     show_unused,
 )
 from omnitrain.train.metrics.early_stopping import StopWatcher
@@ -363,6 +364,7 @@ class Trainer:
         show_components(component_rows(self.model, self.ops))
         show_unused(self.model.config.unused_tensors)
         show_added_tokens(self.model)
+        show_own_head(self.model.config)
         show_contract(self.model.runner.contract, in_full=False)
         if self.layout is not None:
             console.print(self.layout.table(self.model))

@@ -13,7 +13,7 @@ from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import experts_in
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.data import CHAT_TEXTS
+from omnitrain.recipe.data import CHAT_TEXTS, VISUAL_KEYS
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
 _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
@@ -37,8 +37,11 @@ def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -
 
 def _of_parts(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:
     for name in recipe.model.encoders:
-        if "video" not in model.encoders[name].adapter().modalities:
-            yield Idle(f"model.encoders.{name}.max_frames", "but this encoder reads no video; remove it")
+        modalities = model.encoders[name].adapter().modalities
+        for key in ("fps", "max_frames") if "video" not in modalities else ():
+            yield Idle(f"model.encoders.{name}.{key}", "but this encoder reads no video; remove it")
+        for key in ("min_pixels", "max_pixels") if not {"image", "video"} & set(modalities) else ():
+            yield Idle(f"model.encoders.{name}.{key}", "but a sound has no pixels; remove it")
     for name in recipe.model.decoders:
         decoder = model.decoders[name]
         assert isinstance(decoder, TokenDecoder)
@@ -73,15 +76,16 @@ def _of_hf_processor(native: frozenset[str]) -> Iterator[Idle]:
     if not native:
         why = "but no HF processor prepares media, because the foundation reads none natively; remove it"
         arguments = (f"processor_arguments.{kind}" for kind in _KINDS.values())
-        yield from (Idle(f"data.{key}", why) for key in (*arguments, "audio_in_video", "max_frames"))
+        yield from (Idle(f"data.{key}", why) for key in (*arguments, "audio_in_video", *VISUAL_KEYS))
         return
     for modality in sorted(_KINDS.keys() - native):
         why = f"but the foundation reads no {modality} natively; remove it"
         yield Idle(f"data.processor_arguments.{_KINDS[modality]}", why)
         if modality != "image":
             yield Idle("data.audio_in_video", why)
-        if modality == "video":
-            yield Idle("data.max_frames", why)
+    for key, modalities in VISUAL_KEYS.items():
+        if not native & set(modalities):
+            yield Idle(f"data.{key}", f"but the foundation reads no {' or '.join(modalities)} natively; remove it")
 
 
 def _of_experts(model: OmniModel) -> Iterator[Idle]:

@@ -1,10 +1,11 @@
-"""Forty mistakes of users: the exit code and the words of each, walked in one process; five of them in a shell."""
+"""Mistakes of users: the exit code and the words of each, walked in one process; five of them in a shell."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,18 @@ run R steps=20
     2  steps: unknown key, found 20; use `train.steps`
 run R train.optimizer.schedule=cosin
     2  train.optimizer.schedule: found 'cosin'; expected...did you mean `cosine`?
+run R data.cutoff_len=64 data.image_max_pixels=100 template=qwen data.packing=true
+    2  4 problems...cutoff_len...`data.pack_tokens`...image_max_pixels...packing...remove it...`data.processor`
+run R --data.max_seq_len 64
+    2  --data.max_seq_len: use `data.pack_tokens`
+run R train.metrics.right=my.py train.losses.text=torch.nn.functional.cross_entropy
+    2  losses.text: found 'torch...such as torch.nn.functional:cross_entropy...right: found 'my.py'...as my.py:FUNCTION
+run R data.heldout={path: train.parquet}
+    2  data.heldout: set, but nothing is evaluated; add `evaluation: {}`, or remove it
+run begun
+    2  begun is the folder of a run, and no recipe: `omnitrain resume begun` continues
+resume R
+    2  recipe.yaml is a recipe, and `resume` takes the folder of a run: `omnitrain run recipe.yaml` starts
 run R evaluation={}
     2  `evaluation` needs `data.heldout`
 run R --resume
@@ -197,6 +210,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "empty.yaml").touch()
     (folder / "empty.jsonl").touch()
     (folder / "broken.yaml").write_text("model:\n  foundation: [\n")
+    (folder / "begun").mkdir()
+    shutil.copy(folder / "recipe.yaml", folder / "begun")
     (folder / "taken").mkdir()
     (folder / "taken" / "notes.txt").touch()
     with pytest.MonkeyPatch.context() as patch:

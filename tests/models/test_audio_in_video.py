@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from tests.families import FAMILIES
+from tests.films import film
 from tests.models.plain import our_logits
 from tests.tiny import part, wav, webp
 from tests.tiny_processors import qwen2_5_omni
@@ -67,12 +69,8 @@ def by_transformers(processor: ProcessorMixin, row: Row) -> dict[str, Any]:
     output = processor(
         text=[processor.apply_chat_template(row.messages, tokenize=False)],
         videos=[frames],
-        video_metadata=[
-            [
-                {"total_num_frames": len(f), "fps": c.rate, "frames_indices": list(range(len(f)))}
-                for f, c in zip(frames, clips, strict=True)
-            ]
-        ],
+        video_metadata=[[expansion.video_metadata(clip) for clip in clips]],
+        videos_kwargs={"fps": clips[0].rate},
         audio=heard,
         sampling_rate=16_000,
         load_audio_from_video=True,
@@ -112,3 +110,22 @@ def test_a_video_with_its_sound_has_the_positions_rows_and_logits_of_transformer
     other = processor.sample(conversation("video", "audio", "video"), index=1)
     together = our_logits(ours, Pack.from_samples([sample, other]))[sample.index]
     assert (together - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("begins", [0.0, 1.5])
+def test_positions_tell_when_pictures_and_sound_are_seen_and_heard(begins: float) -> None:
+    """Of a film of 4 s at 10 fps, whose click at 2 s is heard beside the picture of that time."""
+    _, ours, made = models()
+    processor = OmniProcessor(TemplateRenderer(made, ours.native_inputs, audio_in_video=True), {}, {})
+    clip = film([index / 10 for index in range(40)], heard=(begins, 4.0), click=2.0)
+    row = replace(conversation("video"), media={"image": [], "audio": [], "video": [clip]})
+    sample = processor.sample(row)
+    assert isinstance(sample, Sample), sample
+    seen, heard = (sample.position_ids[0, span.positions] for span in sample.spans)
+    start, per_second = seen[0], ours.foundation.config.position_id_per_seconds
+    steps = (seen.reshape(20, -1) - start) / per_second
+    np.testing.assert_allclose(steps, np.arange(20)[:, None].repeat(steps.shape[1], 1) * 0.2, atol=1 / per_second)
+    np.testing.assert_allclose((heard - start) / per_second, np.arange(len(heard)) / 25, atol=1 / per_second)
+    loud = sample.spans[1].item.features["input_features"][0].mean(axis=0).argmax() / 100
+    at_click = heard[min(len(heard) - 1, round(loud * 25))]
+    assert abs(np.abs(seen - at_click).argmin() // steps.shape[1] * 0.2 - 2.0) <= 0.2

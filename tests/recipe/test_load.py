@@ -129,8 +129,21 @@ def test_numbers_are_finite(recipe_file: Path) -> None:
     assert lines == ["  train.optimizer.learning_rates.foundation: found inf; expected a finite number; change it"]
 
 
-def test_a_single_word_in_the_place_of_a_list_is_shown_as_one(recipe_file: Path) -> None:
-    with pytest.raises(RecipeError, match=r"train\.track\.to: found 'wandb'; expected a list, such as \[wandb\]"):
-        Recipe.load(recipe_file, ["train.track.to=wandb"])
+def test_one_value_in_the_place_of_a_list_is_a_list_of_one(recipe_file: Path) -> None:
+    ones = ["train.track.to=wandb", "model.freeze=foundation", "data.train={path: rows.jsonl, media_markers: image}"]
+    selective = ["parallel.default.saved_ops=aten.mm", "parallel.default.recompute=selective"]
+    recipe = Recipe.load(recipe_file, [*ones, *selective])
+    assert recipe.train.track.to == ["wandb"] and recipe.model.freeze == ["foundation"]
+    assert [source.path for source in recipe.data.train] == ["rows.jsonl"]
+    assert recipe.data.train[0].media_markers == ["image"] and recipe.parallel.default.saved_ops == ["aten.mm"]
+    recipe.train.callbacks = "hooks.py:Stop"  # type: ignore[assignment]
+    assert recipe.train.callbacks == ["hooks.py:Stop"]
+    with pytest.raises(RecipeError, match=r"data\.train\.0: found 'rows\.jsonl'; expected a mapping"):
+        Recipe.load(recipe_file, ["data.train=rows.jsonl"])
+    with pytest.raises(RecipeError, match=r"train\.track\.to: found None; expected a list"):
+        Recipe.load(recipe_file, ["train.track.to=null"])
+
+
+def test_overrides_are_a_list(recipe_file: Path) -> None:
     with pytest.raises(RecipeError, match=r"overrides: found a str; expected a list of key\.sub=value"):
         Recipe.load(recipe_file, "train.steps=3")  # type: ignore[arg-type]

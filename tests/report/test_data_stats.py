@@ -18,7 +18,7 @@ from omnitrain.train.verbs.data_stats import data_stats
 from omnitrain.train.verbs.preview import loader_of, model_without_weights
 from tests.report.parsed import self_contained
 from tests.report.test_preview import top_rules
-from tests.tiny import TASKS, png, tiny_recipe, tiny_row, write_parquet
+from tests.tiny import TASKS, png, tiny_recipe, tiny_row, webp, write_parquet
 
 STEPS = ["train.steps=6", "data.pack_tokens=60"]
 
@@ -116,10 +116,10 @@ def test_a_data_set_that_ends_leaves_its_share_to_the_others(folder: Path) -> No
     first, second = data_stats(recipe).data_sets
     loader = loader_of(recipe, *model_without_weights(recipe))
     state = [loader.state() for _ in islice(loader, 20)][-1].slots[0]
-    read = Counter(loader.order.draw(index)[1] for index in range(state.next_index))
+    read = Counter(loader.order.draw(index)[1] for index in range(state.next_index) if index not in state.held)
     assert second.epochs == 2 and read[1] == 2 * second.rows
     assert first.epochs * first.rows == pytest.approx(read[0], rel=0.1)
-    assert first.share == pytest.approx(read[0] / state.next_index, rel=0.02) and first.share + second.share == 1
+    assert first.share == pytest.approx(read[0] / read.total(), rel=0.02) and first.share + second.share == 1
 
 
 def test_rejected_rows_are_counted_by_reason(stats: DataStats) -> None:
@@ -128,6 +128,17 @@ def test_rejected_rows_are_counted_by_reason(stats: DataStats) -> None:
     assert "unreadable image of ... bytes" in one.reason and "unreadable image of 45 bytes" in one.words
     assert [(data_set.measured, data_set.rejected) for data_set in stats.data_sets] == [(21, 2), (5, 0)]
     assert {source.name: source.rejected for source in stats.sources}["image_to_text"] == 2
+
+
+def test_videos_that_a_limit_reads_at_a_lower_rate_are_counted(folder: Path, tmp_path: Path) -> None:
+    rows = [tiny_row("video_to_text", index) for index in range(3)]
+    rows[2].media["video"] = [webp(2, frames=9)]
+    write_parquet(tmp_path / "films.parquet", rows)
+    films = [f"data.train=[{{path: {tmp_path}/films.parquet}}]", "data.pack_tokens=160"]
+    limited = data_stats(str(folder / "recipe.yaml"), [*films, "model.encoders.image_encoder.max_frames=4"])
+    assert [one.lowered for one in limited.sources] == [1]
+    said = "videos that `max_frames` reads at a lower rate: 1 of video_to_text"
+    assert said in " ".join(str(limited).split())
 
 
 def test_every_sample_and_every_pack_is_in_a_histogram(stats: DataStats) -> None:
@@ -147,6 +158,7 @@ def test_a_page_a_notebook_a_terminal_and_a_file_have_the_same_numbers(stats: Da
     assert written["packing"]["fill"] == stats.packing.fill and written["sources"][0]["name"] == "image_to_speech"
     text = " ".join(str(stats).split())
     assert f"expected fill {stats.packing.fill:.1%}" in text and "tokens of packs, at most 60" in text
+    assert not any("lower rate" in shown for shown in (text, *found.words.values()))
 
 
 def test_some_rows_of_a_large_data_set_stand_for_all_of_them(folder: Path) -> None:

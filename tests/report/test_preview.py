@@ -196,7 +196,7 @@ def test_media_that_the_foundation_reads_are_where_its_processor_puts_them(
         assert all(len(piece.position) == axes for piece in sample.pieces if isinstance(piece, ItemView | TokenView))
     tokens = sum(piece.num_tokens for sample in view.samples for piece in sample.pieces if isinstance(piece, ItemView))
     assert tokens == sum(len(batch.positions) for batch in pack.inputs.values())
-    page = DataPreview("native", (view,), (), 8).save(tmp_path / "preview.html")
+    page = DataPreview("native", (view,), (), processor.frames_of).save(tmp_path / "preview.html")
     assert self_contained(page).counts["img"] == 3
 
 
@@ -205,6 +205,6 @@ def test_media_without_tokens_of_their_own_are_shown_beside_their_sample(tmp_pat
     read_by_the_forward = replace(processor.sample(row), spans=())
     view = view_pack(Pack.from_samples([read_by_the_forward]), [row], processor, 160)
     assert view.samples[0].others == tuple(media_parts(row.messages)) and len(view.samples[0].others) == 2
-    shown = DataPreview("forward", (view,), (), 8)
+    shown = DataPreview("forward", (view,), (), processor.frames_of)
     assert self_contained(shown.save(tmp_path / "preview.html")).counts["img"] == 2
     assert "own forward places: image of 8 x 8 pixels, image of 8 x 8 pixels" in " ".join(str(shown).split())

@@ -42,6 +42,15 @@ def test_a_run_of_epochs_draws_its_rows_so_many_times_in_steps_of_so_many_sample
     assert Trainer(recipe, resume=True).fit().step == summary.step  # finished: the same steps are found again
 
 
+def test_epochs_of_few_rows_in_many_packs_are_counted(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path, rows=40, text_only=True)
+    counted = ["train.steps=1000", "train.epochs=3", "train.micro_batches=8", "data.pack_tokens=512"]
+    recipe = in_steps(Recipe.load(str(path), counted))
+    Trainer(recipe).fit()
+    last = lines(tmp_path / "run")[-1]
+    assert (last["samples"], last["epoch"], last["step"]) == (3 * 40, 3, recipe.train.steps)
+
+
 def test_samples_and_seconds_go_on_in_a_resumed_run(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path, text_only=True, steps=2)
     Trainer(Recipe.load(str(path))).fit()

@@ -88,7 +88,7 @@ class DatasetLoader:
         micro_batch_size: int | None = None,
         pack_tokens: int | None = None,
         global_batch_size: int | None = None,
-        collate_fn: Collate | None = None,
+        collate_fn: Collate | Sequence[Collate] | None = None,
         shuffle: bool | None = None,
         num_workers: int = 0,
         seed: int = 0,
@@ -115,7 +115,7 @@ class DatasetLoader:
         self._most_failures = min(_MAX_FAILURES, len(self._dataset)) if self._is_map else _MAX_FAILURES
         self._num_workers, self._seed, self._rank = num_workers, seed, rank
         self._shuffles = self._is_map if shuffle is None else shuffle
-        collate = collate_fn or OmniDataCollatorWithPacking()
+        collate = _one(collate_fn) or OmniDataCollatorWithPacking()
         if pack_tokens is not None and not isinstance(collate, OmniDataCollatorWithPacking):
             raise UserError("collate_fn: with pack_tokens it must be an OmniDataCollatorWithPacking, or not be given")
         most = max_tokens if pack_tokens is None else min(pack_tokens, max_tokens or pack_tokens)
@@ -227,6 +227,18 @@ class DatasetLoader:
             last = made.rejected[-1]
             raise DataError(f"all of {self._failures} rows were rejected; the last, {last.id!r}: {last.reason}")
         return made
+
+
+def _one(collate_fn: Collate | Sequence[Collate] | None) -> Collate | None:
+    """Return the collate function, which may be the only one of a list."""
+    if collate_fn is None or callable(collate_fn):
+        return collate_fn
+    if not isinstance(collate_fn, (list, tuple)) or len(collate_fn) != 1 or not callable(collate_fn[0]):
+        raise UserError(
+            f"collate_fn: found {collate_fn!r}; expected a function that makes a micro-batch of a list of rows, or a "
+            "list with one such function"
+        )
+    return collate_fn[0]
 
 
 def _rank_and_ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:

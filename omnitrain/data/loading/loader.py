@@ -36,7 +36,14 @@ from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
 
 _PACKS_AHEAD = 4
+# Arguments of VeOmni's function of this name that have no effect here.
+_FOREIGN = {
+    *("dataloader_type", "dataloader_batch_size", "max_seq_len", "train_steps", "rmpad", "rmpad_with_pos_ids"),
+    *("dyn_bsz", "dyn_bsz_margin", "dyn_bsz_buffer_size", "bsz_warmup_ratio", "bsz_warmup_init_mbtoken"),
+    *("build_collate_fn", "collate_fn_kwargs", "drop_last", "pin_memory", "prefetch_factor"),
+}
 _MEASURED_ROWS = 64  # of each source, for weights by tokens
+_FIRST_ROWS = 16  # of each source; one of them must be usable
 
 Packs = tuple[Pack, ...]
 
@@ -274,7 +281,8 @@ def order_of(sources: Sequence[Sized], data: Data, seed: int, slots: int, state:
     if state.order_version == 1:
         return FirstOrder([len(source) for source in sources], [source.weight for source in data.train], seed, slots)
     shares = _shares(sources, data, state.tokens_per_draw or [1.0] * len(sources))
-    return SampleOrder(shares, seed, slots, [stage.from_step for stage in data.stages])
+    stage_steps = [stage.from_step for stage in data.stages]
+    return SampleOrder(shares, seed, slots, stage_steps, mixes_epochs=state.order_version < 3)
 
 
 def _shares(sources: Sequence[Sized], data: Data, tokens_per_draw: Sequence[float]) -> list[SourceShare]:
@@ -329,9 +337,10 @@ def first_samples(
     without_tails: bool = False,
     may_ask: bool = False,
 ) -> list[tuple[str, Sample | Rejected | UserError]]:
-    """Prepare the first row of every metrics source of each data set, and return it with the source's name.
+    """Prepare the first usable row of every metrics source of each data set, and return it with the source's name.
 
-    This shows quickly whether a model can use the data.
+    This shows quickly whether a model can use the data. A row's ``index`` is its position in the source. If all of the
+    first rows are rejected, the first one is returned.
 
     Args:
         sources: the data sets.
@@ -342,9 +351,14 @@ def first_samples(
         may_ask: see :meth:`OmniProcessor.sample`.
     """
     rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong, may_ask=may_ask)
-    groups = [(s, name, group[0]) for s, table in enumerate(sources) for name, group in table.by_source().items()]
-    prepared = prepare_some(rows, [(i, s, row) for i, (s, _, row) in enumerate(groups)])
-    return [(name, row) for (_, name, _), row in zip(groups, prepared, strict=True)]
+    groups = [(s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items()]
+    firsts = prepare_some(rows, [(0, s, group[0]) for s, _, group in groups])
+    found = []
+    for (s, name, group), first in zip(groups, firsts, strict=True):
+        others = range(1, min(len(group), _FIRST_ROWS) if isinstance(first, Rejected) else 1)
+        tried = prepare_some(rows, [(i, s, group[i]) for i in others]) if others else []
+        found.append((name, next((one for one in tried if not isinstance(one, Rejected)), first)))
+    return found
 
 
 def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
@@ -391,7 +405,7 @@ def build_dataloader(
     micro_batch_size: int | None = None,
     pack_tokens: int | None = None,
     global_batch_size: int | None = None,
-    collate_fn: Collate | None = None,
+    collate_fn: Collate | Sequence[Collate] | None = None,
     shuffle: bool | None = None,
     num_workers: int = 0,
     seed: int = 0,
@@ -402,7 +416,13 @@ def build_dataloader(
 ) -> DatasetLoader: ...
 
 
-def build_dataloader(data: Any, processor: OmniProcessor | None = None, **options: Any) -> StepLoader | DatasetLoader:
+@overload
+def build_dataloader(*, dataset: MapDataset | Iterable[Any], **options: Any) -> DatasetLoader: ...
+
+
+def build_dataloader(
+    data: Any = None, processor: OmniProcessor | None = None, *, dataset: Any = None, **options: Any
+) -> StepLoader | DatasetLoader:
     """Build the loader of a training loop: optimizer steps of one rank, the same samples on any number of ranks.
 
     With the ``data`` of a recipe, packs are filled up to ``data.pack_tokens``, without end. With a dataset, a step has
@@ -413,6 +433,7 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
         processor: turns data rows into samples. With a dataset, its rows are then dicts (``messages``, ``images``,
             ``audios``, ``videos``, ``tools``, ``system``, ``id``, ``task``) or :class:`Row`. None: ``collate_fn`` gets
             the rows of the dataset as they are.
+        dataset: another name of ``data``.
         **options: with a recipe's data those of :class:`StepLoader`; with a dataset:
 
             - ``micro_batch_size``: rows of a micro-batch.
@@ -420,7 +441,7 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
               of a step. Longer samples are skipped.
             - ``global_batch_size``: rows of an optimizer step over all ranks, a multiple of ``micro_batch_size`` and at
               least one micro-batch for each rank. By default each rank has one micro-batch.
-            - ``collate_fn``: makes a micro-batch of a list of rows. By default an
+            - ``collate_fn``: makes a micro-batch of a list of rows (or a list with this function). By default an
               :class:`~omnitrain.data.render.packing_collator.OmniDataCollatorWithPacking`.
             - ``shuffle``: shuffle the rows of each epoch, by ``seed``; by default only of a map-style dataset. An
               iterable dataset is read in its own order.
@@ -436,6 +457,14 @@ def build_dataloader(data: Any, processor: OmniProcessor | None = None, **option
         DataError: a data set is missing, empty, or lacks a column.
         UserError: the sizes do not fit the ranks, or ``data`` is no dataset.
     """
+    if (data is None) == (dataset is None):
+        raise UserError("data: expected the `data` of a recipe, or a dataset (`dataset=`)")
+    data = dataset if data is None else data
+    if foreign := sorted(_FOREIGN & options.keys()):
+        raise UserError(
+            f"{', '.join(foreign)}: arguments of another library; remove them, and pass pack_tokens=, the most tokens "
+            "of a pack, or micro_batch_size=, its rows"
+        )
     if not isinstance(data, Data):
         return DatasetLoader(data, processor, **options)
     if processor is None:

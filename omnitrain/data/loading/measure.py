@@ -24,6 +24,7 @@ from omnitrain.data.sources.rows import RowSource
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
 
+_MIXED_EPOCHS = 2  # the order of which epochs meet in packs
 TEXT, PREDICTED = "text", " predicted"
 
 
@@ -38,6 +39,7 @@ class Measure:
         tokens: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
             `` predicted`` after them. They add up to ``length``.
         items: modality -> images, sounds or videos.
+        lowered: number of videos that a limit of frames reads at a lower rate.
         elements: name of media in a pack -> number of input elements.
         is_alone: whether it must be alone in its pack.
         index: position in the global data order.
@@ -49,6 +51,7 @@ class Measure:
     num_predicted: int
     tokens: Mapping[str, int]
     items: Mapping[str, int]
+    lowered: int = 0
     elements: Mapping[str, int] = field(default_factory=dict)
     is_alone: bool = False
     index: int = 0
@@ -128,6 +131,7 @@ def _of_sample(sample: Sample, parts: Sequence[MediaPart | None]) -> Measure:
         num_predicted=num_predicted,
         tokens=+tokens,
         items=items,
+        lowered=sample.num_lowered,
         elements=sample.elements,
         is_alone=sample.is_alone,
         piece=sample.piece,
@@ -158,9 +162,16 @@ class Packing:
 
 
 def pack_measures(
-    measured: Sequence[Sequence[Measured]], data: Data, budget: PackBudget, *, seed: int, packs: int, alone: bool
+    measured: Sequence[Sequence[Measured]],
+    data: Data,
+    budget: PackBudget,
+    *,
+    seed: int,
+    packs: int,
+    alone: bool,
+    slots: int | None = 1,
 ) -> Packing:
-    """Fill packs with measured rows, in the order in which a run with one pack per step draws them.
+    """Fill packs with measured rows, in the order in which the first slot of a run draws them.
 
     Args:
         measured: rows of each data set; a sample among them.
@@ -169,19 +180,22 @@ def pack_measures(
         seed: seed of the data order.
         packs: number of packs.
         alone: make packs of one sample.
+        slots: packs of a step. Each slot has its share of the rows of an epoch. None: the rows are some of larger data
+            sets, which end later.
     """
     endless = [source.model_copy(update={"epochs": None}) for source in data.train]
     data = data.model_copy(update={"train": endless})
-    state = LoaderState()
+    state = LoaderState() if slots is not None else LoaderState(order_version=_MIXED_EPOCHS)
+    slots = slots or 1
     if data.weights_by == "tokens":
         state = replace(state, tokens_per_draw=tuple(map(_tokens_per_draw, measured)))
-    order = order_of(measured, data, seed, 1, state)
+    order = order_of(measured, data, seed, slots, state)
     packer = SlotPacker(data, order, _MeasuredRows(measured, order.draws()), 0, SlotState(0), alone, budget)
     made = []
     for _ in range(packs):
         chosen = packer.choose()
         made.append(PackMeasure(len(chosen), sum(map(len, chosen)), sum(one.num_predicted for one in chosen)))
-    read = packer.state.next_index - len(packer.state.held)
+    read = packer.state.next_index // slots - len(packer.state.held)
     return Packing(made, read / packs)
 
 

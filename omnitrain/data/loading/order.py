@@ -20,7 +20,7 @@ from omnitrain.data.sources.stream import ENDLESS
 
 Draw = tuple[int, int, int]  # global index, source, row
 
-ORDER_VERSION = 2  # of new runs; 1 is that of `order_v1`
+ORDER_VERSION = 3  # of new runs. In the packs of runs before it, epochs of a source meet; 1 is that of `order_v1`.
 
 _DRAWS_AT_A_TIME = 1024
 
@@ -34,10 +34,12 @@ class Order(Protocol):
     Attributes:
         lengths: rows of each source.
         slots: packers of the run.
+        mixes_epochs: whether a pack may have rows of an epoch before all rows of the one before it have been packed.
     """
 
     lengths: tuple[int, ...]
     slots: int
+    mixes_epochs: bool
 
     def draw(self, index: int, begun: Sequence[int] = ()) -> Draw:
         """Return the draw of one global index.
@@ -49,6 +51,10 @@ class Order(Protocol):
 
     def draws(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[Draw]:
         """Yield ``(index, source, row)`` for index ``start``, ``start + slots``, ...: the next draws of a slot."""
+        ...
+
+    def epochs(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[tuple[int, int, int]]:
+        """Yield ``(index, source, epoch)`` for the same indices as :meth:`draws`; epochs of a source count from 0."""
         ...
 
     def stage_of(self, step: int) -> int:
@@ -113,7 +119,13 @@ class SampleOrder:
     """The order of new runs; see :class:`Order`. It ends when all sources have had their epochs."""
 
     def __init__(
-        self, sources: Sequence[SourceShare], seed: int, slots: int = 1, stage_steps: Sequence[int] = ()
+        self,
+        sources: Sequence[SourceShare],
+        seed: int,
+        slots: int = 1,
+        stage_steps: Sequence[int] = (),
+        *,
+        mixes_epochs: bool = False,
     ) -> None:
         """Define the order.
 
@@ -122,7 +134,9 @@ class SampleOrder:
             seed: seed of the shuffling.
             slots: packers of the run.
             stage_steps: number of steps before the second and each later stage.
+            mixes_epochs: see :class:`Order`.
         """
+        self.mixes_epochs = mixes_epochs
         self.sources, self.seed, self.slots, self.stage_steps = tuple(sources), seed, slots, tuple(stage_steps)
         self.lengths = tuple(source.length for source in sources)
         weights = np.array([source.weights for source in sources], dtype=np.float64)
@@ -157,6 +171,21 @@ class SampleOrder:
 
     def draws(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[Draw]:
         """See :meth:`Order.draws`."""
+        for indices, sources, positions in self._positions(start, begun):
+            rows = np.empty_like(positions)
+            for source in np.unique(sources):
+                found = np.flatnonzero(sources == source)
+                rows[found] = self.sources[source].rows(positions[found], self.seed)
+            yield from zip(indices, sources.tolist(), rows.tolist(), strict=True)
+
+    def epochs(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[tuple[int, int, int]]:
+        """See :meth:`Order.epochs`."""
+        lengths = np.array(self.lengths)
+        for indices, sources, positions in self._positions(start, begun):
+            yield from zip(indices, sources.tolist(), (positions // lengths[sources]).tolist(), strict=True)
+
+    def _positions(self, start: int, begun: Sequence[int]) -> Iterator[tuple[range, np.ndarray, np.ndarray]]:
+        """Yield indices of a slot from ``start`` on, their sources, and positions in these sources' endless orders."""
         slot, index = start % self.slots, start
         while True:
             end = next((later for later in begun if later > index), index + _DRAWS_AT_A_TIME * self.slots)
@@ -164,14 +193,9 @@ class SampleOrder:
             drawn = self._drawn(index, size, begun)
             if not len(drawn.sources):
                 return
-            positions = drawn.counts * self.slots + slot
-            rows = np.empty_like(positions)
-            for source in np.unique(drawn.sources):
-                found = np.flatnonzero(drawn.sources == source)
-                rows[found] = self.sources[source].rows(positions[found], self.seed)
-            stop = index + len(rows) * self.slots
-            yield from zip(range(index, stop, self.slots), drawn.sources.tolist(), rows.tolist(), strict=True)
-            index = stop
+            indices = range(index, index + len(drawn.sources) * self.slots, self.slots)
+            yield indices, drawn.sources, drawn.counts * self.slots + slot
+            index = indices.stop
 
     def _position(self, index: int, begun: Sequence[int]) -> tuple[int, int]:
         """Return the source of an index, and the position in the endless order of that source's rows."""

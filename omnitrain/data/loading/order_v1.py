@@ -29,6 +29,8 @@ class FirstOrder:
         two slots  0 1 1 0 1 0 0 1      slot of each draw; without randomness slot 0 would never see b
     """
 
+    mixes_epochs = True
+
     def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int, slots: int = 1) -> None:
         """Define the order.
 
@@ -54,6 +56,11 @@ class FirstOrder:
         """See :meth:`Order.draws`. This order has no stages."""
         for index, source, count in self._counted(start):
             yield index, source, self._row(source, count)
+
+    def epochs(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[tuple[int, int, int]]:
+        """See :meth:`Order.epochs`."""
+        for index, source, count in self._counted(start):
+            yield index, source, count // self.lengths[source]
 
     def stage_of(self, step: int) -> int:
         """See :meth:`Order.stage_of`."""

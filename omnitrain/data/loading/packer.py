@@ -60,6 +60,8 @@ class SlotPacker(Generic[Held]):
         self._alone, self._budget = alone, budget
         self._next_index, self._num_packs, self._begun = state.next_index, state.num_packs, state.begun
         self._num_unread, self._unread_pieces = len(state.held), state.held_pieces
+        self._epochs = order.epochs((*state.held, state.next_index)[0], state.begun)  # of the rows that are taken
+        self._epoch_of: dict[int, tuple[int, int]] = {}  # index of a held sample -> its source and epoch
         self._has_ended = False  # the order has no more rows
         self._held: list[Held] = []
         self._held_tokens = 0
@@ -102,12 +104,21 @@ class SlotPacker(Generic[Held]):
             self._draw()
         if not self._held:
             raise DataError(self._why_ended())
-        chosen = fill_pack(self._held, self._budget, alone=self._alone)
+        chosen = fill_pack(self._of_first_epochs(), self._budget, alone=self._alone)
         self._num_packs += 1
         self._held_tokens -= num_tokens(chosen)
         taken = {(sample.index, sample.piece) for sample in chosen}
         self._held = [sample for sample in self._held if (sample.index, sample.piece) not in taken]
+        self._epoch_of = {sample.index: self._epoch_of[sample.index] for sample in self._held}
         return chosen
+
+    def _of_first_epochs(self) -> list[Held]:
+        """Return the held samples that may be packed: an epoch of a source waits until the one before it is packed."""
+        if self._order.mixes_epochs:
+            return self._held
+        first: dict[int, int] = {}  # source -> epoch of its oldest sample
+        places = ((sample, *self._epoch_of[sample.index]) for sample in self._held)
+        return [sample for sample, source, epoch in places if first.setdefault(source, epoch) == epoch]
 
     def _why_ended(self) -> str:
         drawn = "data.train: all rows have been drawn as often as the `epochs` of their data sets allow"
@@ -121,6 +132,7 @@ class SlotPacker(Generic[Held]):
         if (stage := self._order.stage_of(self._num_packs)) > len(self._begun):
             self._begun += (self._next_index,) * (stage - len(self._begun))
             self._rows.redirect(self._slot, self._order.draws(self._next_index, self._begun))
+            self._epochs = self._order.epochs(self._next_index, self._begun)
             self._has_ended = False
 
     def take_rejected(self) -> list[Rejected]:
@@ -138,6 +150,7 @@ class SlotPacker(Generic[Held]):
             pieces = drawn.pieces
             wanted = self._unread_pieces.get(drawn.index, range(len(pieces)))
             self._held += [pieces[piece] for piece in wanted]
+            self._epoch_of[drawn.index] = next((s, e) for index, s, e in self._epochs if index == drawn.index)
             self._held_tokens += sum(len(pieces[piece]) for piece in wanted)
             self._failures = 0
             self._failed.clear()

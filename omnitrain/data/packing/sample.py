@@ -24,10 +24,12 @@ class MediaItem:
     Attributes:
         features: the component's arguments by name; items of a pack are concatenated along axis 0.
         num_tokens: tokens of the item in the sequence, one for each row of the component's output.
+        is_lowered: whether a limit of frames lowered the rate at which a video is read.
     """
 
     features: Features
     num_tokens: int
+    is_lowered: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -113,6 +115,11 @@ class Sample:
         for span in self.spans:
             found[span.component] += span.item.num_elements
         return dict(found)
+
+    @property
+    def num_lowered(self) -> int:
+        """Number of videos that a limit of frames reads at a lower rate."""
+        return sum(span.item.is_lowered for span in self.spans)
 
     @property
     def is_alone(self) -> bool:

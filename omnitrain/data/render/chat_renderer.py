@@ -16,7 +16,9 @@ from omnitrain.data.chat.text_tokenizer import TextEncoder
 from omnitrain.data.chat.tool_calls import tools_of
 from omnitrain.data.packing.sample import MediaSpan
 from omnitrain.data.render.component_media import AttachedMedia
+from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.render.renderer import Encoded, single_token
+from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat
@@ -104,6 +106,10 @@ class ChatRenderer:
             position_ids=np.arange(len(ids), dtype=np.int64),
             spans=tuple(spans),
         )
+
+    def frame_choice(self, file: MediaFile) -> FrameChoice:
+        """See :meth:`Renderer.frame_choice`; there is no processor."""
+        return FrameChoice(None, {}, file.reading)
 
     def encode_text(self, ids: list[int]) -> Encoded:
         """See :meth:`Renderer.encode_text`."""

@@ -7,7 +7,10 @@ from typing import Any, Protocol
 
 from omnitrain.data.chat.parts import MediaPart
 from omnitrain.data.packing.sample import Features, MediaItem
-from omnitrain.data.sources.media import costing_one_row, decode_medium
+from omnitrain.data.render.hf_visuals import FrameChoice
+from omnitrain.data.sources.clips import Clip
+from omnitrain.data.sources.media import MediaFile, costing_one_row, decode_medium
+from omnitrain.data.sources.reading import Reading
 from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.errors import UserError
 
@@ -17,6 +20,7 @@ class MediaAdapter(Protocol):
 
     modalities: tuple[str, ...]
     max_frames: int
+    fps: float | None
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Return the arguments of one item (arrays that concatenate along axis 0) and its number of tokens."""
@@ -57,10 +61,25 @@ class AttachedMedia:
         """
         name, adapter = (self.writers if part.is_target else self.readers)[part.modality]
         with row.open_media(part.modality, part.position) as file:
-            media = decode_medium(part.modality, file, adapter.max_frames)
+            if file.reading.min_pixels or file.reading.max_pixels:
+                raise UserError(
+                    f"{name} gives all pictures the same limits of pixels; set `min_pixels` and `max_pixels` of the "
+                    f"encoder, and not those of the data set or of the part"
+                )
+            choice = self.frame_choice(part, file)
+            media = decode_medium(part.modality, file, choice.choose())
+            is_lowered = isinstance(media, Clip) and choice.is_lowered(media)
             with costing_one_row(f"{name} cannot prepare this {part.modality}"):
-                features, num_tokens = adapter.prepare(part.modality, media)
-        return name, MediaItem(features, num_tokens)
+                features, num_tokens = adapter.prepare(
+                    part.modality, media.frames if isinstance(media, Clip) else media
+                )
+        return name, MediaItem(features, num_tokens, is_lowered)
+
+    def frame_choice(self, part: MediaPart, file: MediaFile) -> FrameChoice:
+        """Return how the component of a part chooses the frames of its video."""
+        _, adapter = (self.writers if part.is_target else self.readers)[part.modality]
+        own = Reading(fps=adapter.fps, max_frames=adapter.max_frames)
+        return FrameChoice(None, {}, file.reading.over(own))
 
 
 def _by_modality(kind: str, adapters: Mapping[str, MediaAdapter]) -> dict[str, tuple[str, MediaAdapter]]:

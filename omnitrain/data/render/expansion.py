@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase, ProcessorMixin, processing_utils
 
 from omnitrain.data.packing.sample import Features
+from omnitrain.data.render.hf_visuals import FrameChoice, pixel_arguments
+from omnitrain.data.sources.clips import Clip
 from omnitrain.data.sources.media import (
     MediaFile,
     costing_one_row,
@@ -19,6 +21,7 @@ from omnitrain.data.sources.media import (
     decode_image,
     decode_soundtrack,
 )
+from omnitrain.data.sources.reading import Reading
 from omnitrain.errors import UserError
 
 # Names of per-token arguments that processors make, in addition to the outputs of their tokenizer.
@@ -26,6 +29,7 @@ _PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
 _KEPT_TEXTS = 128
 _MAX_DROPPED_SECONDS = 0.1  # the end of a clip that fills no whole frame is at most this long
 _ARGUMENT = {"image": "images", "audio": "audio", "video": "videos"}
+_GROUP = {"image": "images_kwargs", "video": "videos_kwargs"}
 
 
 @dataclass(frozen=True)
@@ -35,14 +39,18 @@ class Medium:
     Attributes:
         modality: ``image``, ``audio`` or ``video``.
         value: an RGB ``PIL.Image``, a sound ``[samples]`` float32, or a video ``[frames, height, width, 3]`` uint8.
-        frame_rate: frames per second of a video, if known.
-        sound: ``[samples]`` float32, the sound of a video that is read with its sound.
+        metadata: what transformers' ``VideoMetadata`` says of a video, if the times of its frames are known.
+        sound: ``[samples]`` float32, the sound of a video that is read with its sound; it begins with the first frame.
+        arguments: arguments of the image or video processor for this medium.
+        is_lowered: whether a limit of frames lowered the rate at which a video is read.
     """
 
     modality: str
     value: Any
-    frame_rate: float | None = None
+    metadata: Mapping[str, Any] | None = None
     sound: np.ndarray | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    is_lowered: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class MediaExpander:
         *,
         arguments: Mapping[str, Any],
         audio_in_video: bool,
-        max_frames: int,
+        reading: Reading,
     ) -> None:
         """Check that the processor knows the modalities.
 
@@ -84,14 +92,15 @@ class MediaExpander:
             modalities: modalities that the foundation reads.
             arguments: further arguments of every call of ``processor``.
             audio_in_video: read videos together with their sound.
-            max_frames: maximum number of frames decoded from a video.
+            reading: how images and videos are read if neither their part nor their data set says it.
 
         Raises:
-            UserError: the processor has no token for a modality, or cannot read videos with their sound.
+            UserError: the processor has no token for a modality, cannot read videos with their sound, or does not read
+                what ``reading`` says.
         """
         self._processor, self.name = processor, type(processor).__name__
         self._arguments = {**arguments, "return_tensors": "pt"}
-        self._audio_in_video, self._max_frames = audio_in_video, max_frames
+        self._audio_in_video, self._reading = audio_in_video, reading
         self._kept: dict[str, BatchEncoding] = {}
         self.tokens = shown_by(processor, modalities)
         if missing := sorted(modalities - self.tokens.keys()):
@@ -101,6 +110,20 @@ class MediaExpander:
             )
         if audio_in_video and _sound_arguments(processor) is None:
             raise UserError(f"data.audio_in_video: {self.name} cannot read videos with their sound; remove the setting")
+        if "video" in modalities:
+            self.frame_choice(None).choose()
+        self._require_read(reading, sorted(_GROUP.keys() & modalities))
+
+    def _require_read(self, reading: Reading, modalities: Sequence[str]) -> None:
+        """Raise for limits of pixels that the processor reads of none of its modalities."""
+        problems = []
+        for modality in modalities:
+            try:
+                self._pixel_arguments(modality, reading, num_frames=2 * (modality == "video"))
+            except UserError as error:
+                problems.append(error)
+        if problems and len(problems) == len(modalities):
+            raise problems[0]
 
     def decode(self, modality: str, file: MediaFile) -> Medium:
         """Decode the medium of an encoded file.
@@ -108,14 +131,36 @@ class MediaExpander:
         Raises:
             ValueError: the medium is damaged.
         """
-        if modality == "image":
-            return Medium("image", decode_image(file))
         if modality == "audio":
             return Medium("audio", decode_audio(file).resampled(self._sampling_rate).samples)
-        clip = decode_clip(file, self._max_frames)
+        reading = file.reading.over(self._reading)
+        if modality == "image":
+            return Medium("image", decode_image(file), arguments=self._pixel_arguments("image", reading))
+        choice = self.frame_choice(file)
+        clip = decode_clip(file, choice.choose())
         track = decode_soundtrack(file) if self._audio_in_video else None
-        sound = track.resampled(self._sampling_rate).samples if track is not None else None
-        return Medium("video", np.stack([np.asarray(frame) for frame in clip.frames]), clip.rate, sound)
+        return Medium(
+            "video",
+            np.stack([np.asarray(frame) for frame in clip.frames]),
+            video_metadata(clip),
+            None if track is None else track.resampled(self._sampling_rate).samples,
+            {
+                "do_sample_frames": False,
+                **({} if clip.rate is None else {"fps": clip.rate}),
+                **self._pixel_arguments("video", reading, len(clip.frames)),
+            },
+            choice.is_lowered(clip),
+        )
+
+    def frame_choice(self, file: MediaFile | None) -> FrameChoice:
+        """Return how the processor chooses the frames of a video; None: of any."""
+        reading = self._reading if file is None else file.reading.over(self._reading)
+        component = getattr(self._processor, "video_processor", None)
+        return FrameChoice(component, self._arguments.get("videos_kwargs", {}), reading)
+
+    def _pixel_arguments(self, modality: str, reading: Reading, num_frames: int = 0) -> dict[str, Any]:
+        component = getattr(self._processor, f"{modality}_processor", None)
+        return pixel_arguments(component, self._arguments.get(_GROUP[modality], {}), reading, num_frames)
 
     def expand(self, medium: Medium) -> Expansion:
         """Run the processor on ``medium`` alone.
@@ -164,16 +209,19 @@ class MediaExpander:
             arguments.setdefault(_ARGUMENT[medium.modality], []).append(medium.value)
         for visual in {"images", "videos"} & arguments.keys():
             arguments[visual] = [arguments[visual]]
-        rates = [(len(medium.value), medium.frame_rate) for medium in media if medium.modality == "video"]
-        if any(rate is not None for _, rate in rates):
-            arguments["video_metadata"] = [[_metadata(count, rate) for count, rate in rates]]
+        videos = [medium for medium in media if medium.modality == "video"]
+        if any(video.metadata is not None for video in videos):
+            arguments["video_metadata"] = [[video.metadata or _untimed(video) for video in videos]]
+        for modality, group in _GROUP.items():
+            if said := shared_arguments([medium for medium in media if medium.modality == modality]):
+                arguments[group] = {**self._arguments.get(group, {}), **said}
         arguments |= self._with_sound(media)
         if "audio" in arguments:
             arguments["sampling_rate"] = self._sampling_rate
         bos = self._processor.tokenizer.bos_token
         with _recorded(self._processor, self._kept) as recorder:
             output = self._processor(
-                text=[text], **arguments, **self._arguments, add_special_tokens=not (bos and text.startswith(bos))
+                text=[text], **{**self._arguments, **arguments}, add_special_tokens=not (bos and text.startswith(bos))
             )
         return output, recorder.text, recorder.returned | _PER_TOKEN
 
@@ -264,14 +312,45 @@ def _recorded(processor: ProcessorMixin, kept: dict[str, BatchEncoding]) -> Iter
         processor.tokenizer = tokenizer
 
 
-def _metadata(num_frames: int, rate: float | None) -> dict[str, Any]:
-    duration = num_frames / rate if rate else None
-    return {
-        "total_num_frames": num_frames,
-        "fps": rate,
-        "duration": duration,
-        "frames_indices": list(range(num_frames)),
-    }
+def has_one_call(media: Sequence[Medium]) -> bool:
+    """Whether all images, and all videos, have the same arguments, so that one call can prepare the conversation."""
+    arguments = {modality: [one.arguments for one in media if one.modality == modality] for modality in _GROUP}
+    return all(one == found[0] for found in arguments.values() for one in found)
+
+
+def shared_arguments(media: Sequence[Medium]) -> dict[str, Any]:
+    """Return the arguments of one call for images, or for videos. A rate is left out if videos have several.
+
+    Raises:
+        ValueError: they need different sizes.
+    """
+    shared: dict[str, Any] = {}
+    for name in {name for medium in media for name in medium.arguments}:
+        values = [medium.arguments.get(name) for medium in media]
+        if all(value == values[0] for value in values):
+            shared[name] = values[0]
+        elif name != "fps":
+            raise ValueError("media of one conversation that have different sizes cannot be prepared in one call")
+    return shared
+
+
+def video_metadata(clip: Clip) -> dict[str, Any] | None:
+    """Return transformers' ``VideoMetadata`` of the kept frames: `frames_indices` over `fps` are their true seconds."""
+    if clip.times is None:
+        return None
+    num_frames, rate = len(clip.frames), clip.rate or 1.0
+    indices = [_index_of(time, rate) for time in clip.times]
+    return {"total_num_frames": num_frames, "fps": rate, "duration": num_frames / rate, "frames_indices": indices}
+
+
+def _index_of(time: float, rate: float) -> float:
+    """Return an index whose ``index / rate`` is not below ``time``, since processors cut off fractions of seconds."""
+    index = time * rate
+    return index if index / rate >= time else float(np.nextafter(index, np.inf))
+
+
+def _untimed(video: Medium) -> dict[str, Any]:
+    return {"total_num_frames": len(video.value), "frames_indices": list(range(len(video.value)))}
 
 
 def _sound_arguments(processor: ProcessorMixin) -> Callable[[list[int | None]], dict[str, Any]] | None:

@@ -18,7 +18,7 @@ from omnitrain.data.chat.template_marks import Span
 from omnitrain.data.packing.sample import Features, MediaSpan
 from omnitrain.data.render.expansion import MediaExpander, Medium
 from omnitrain.data.render.media_texts import Insert, PlacedTokens
-from omnitrain.data.render.native import NativeInputs
+from omnitrain.data.render.native import NativeInputs, unpassed
 from omnitrain.data.render.renderer import Encoded
 from omnitrain.data.sources.media import costing_one_row
 from omnitrain.errors import UserError
@@ -116,7 +116,7 @@ class ForwardEncoder:
     def _forward_inputs(self, output: Mapping[str, Any]) -> Features:
         known = self._native.forward_arguments
         found = {name: self._array(name, value) for name, value in output.items() if name in known}
-        unread = [name for name, value in output.items() if name not in known and _is_content(value)]
+        unread = unpassed(output, known, known)
         if unread or not found:
             raise UserError(
                 f"{self._expander.name} returns {', '.join(unread) or 'nothing'} for media, but the foundation's "
@@ -169,12 +169,3 @@ def _pieces(text: str, inserts: Sequence[Insert]) -> Iterator[str]:
 def _shown(inserts: Sequence[Insert], written: Sequence[str]) -> list[Insert]:
     texts = iter(written)
     return [insert.showing(next(texts)) if isinstance(insert, ForwardInsert) else insert for insert in inserts]
-
-
-def _is_content(value: Any) -> bool:
-    """Whether an output is pixels or a spectrogram, without which the medium would not be read."""
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        return True
-    return array.ndim > 1 and array.dtype.kind == "f"

@@ -75,7 +75,7 @@ class NativeInsert(Insert):
                     f"{native.placeholders[modality]} for this {modality}; the processor belongs to another model, or "
                     "is configured for another one"
                 )
-            item = MediaItem(features, len(rows))
+            item = MediaItem(features, len(rows), modality == "video" and self.medium.is_lowered)
             is_run = rows[-1] - rows[0] + 1 == len(rows)
             spans.append(MediaSpan(NATIVE_PREFIX + modality, int(rows[0]), item, False, None if is_run else rows))
         return spans

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class NativeInputs:
             values, which mark the modality of each token.
         positions: computes the position ids of a sample. None: 0, 1, 2, ...
         in_forward: modalities that only the foundation's own forward reads, from the processor's outputs.
-        forward_arguments: the processor's outputs that this forward accepts.
+        forward_arguments: the arguments that the foundation's forward and its feature methods take, besides ids.
         refused: modality that the foundation could read, but not here -> why.
         media_arguments: modality -> the forward's arguments that hold its media.
     """
@@ -64,3 +64,27 @@ class NativeInputs:
     def without_forward(self, reasons: Mapping[str, str]) -> NativeInputs:
         """Return a copy that refuses some of the ``in_forward`` modalities. ``reasons``: modality -> why."""
         return replace(self, in_forward=self.in_forward - reasons.keys(), refused={**self.refused, **reasons})
+
+
+def unpassed(given: Mapping[str, Any], passed: Collection[str], taken: Collection[str]) -> list[str]:
+    """Return the names of arguments that a model would miss: it takes them, or they are media, and are not ``passed``.
+
+    Masks that are true everywhere say nothing.
+
+    Args:
+        given: the arguments of one sample, such as the outputs of a HF processor; None: it is not given.
+        passed: names of those that reach the model.
+        taken: names of all that the model takes.
+    """
+    lost = {name: value for name, value in given.items() if value is not None and name not in passed}
+    return sorted(name for name, value in lost.items() if _says_something(value, is_taken=name in taken))
+
+
+def _says_something(value: Any, *, is_taken: bool) -> bool:
+    try:
+        array = np.asarray(value)
+    except ValueError:  # arrays of different shapes
+        return True
+    if is_taken:
+        return array.dtype.kind != "b" or array.ndim == 0 or not array.all()
+    return array.ndim > 1 and array.dtype.kind == "f"  # pixels or a spectrogram

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from omnitrain.errors import UserError
 from omnitrain.recipe.suggest import hint
 
 _PER_TOKEN = ("input_ids", "labels", "attention_mask", "position_ids")
+_OF_VEOMNI = re.compile(r"(image|video|audio)_(input|output)_(mask|features)")
+_NEEDS_NATIVE = "; for a model with media, pass its `model.native_inputs`"
 _NAMES = ("id", "source")  # of a dict of features, in addition to those that are packed or concatenated
 
 
@@ -66,8 +69,7 @@ class OmniDataCollatorWithPacking:
         for argument, names in taken.items():
             for name in getattr(self, argument):
                 if name not in names:
-                    more = "" if native else "; for a model with media, pass its `model.native_inputs`"
-                    raise UserError(f"{argument}: the model does not take {name!r}; {hint(name, sorted(names))}{more}")
+                    raise UserError(f"{argument}: the model does not take {name!r}; {self._instead(name, names)}")
 
     def __call__(self, rows: Sequence[Sample | Mapping[str, Any]], indices: Sequence[int] | None = None) -> Pack:
         """Pack samples or dicts of features.
@@ -88,6 +90,17 @@ class OmniDataCollatorWithPacking:
             ]
         )
 
+    def _instead(self, name: str, names: Collection[str]) -> str:
+        """Return what to write in the place of a feature that the model does not take."""
+        if _OF_VEOMNI.fullmatch(name):
+            return (
+                "pass `model.native_inputs` in place of both lists: media have the names that the HF processor gives "
+                "them, placeholders in `input_ids` show where they are, and samples of an ot.OmniProcessor have those "
+                "that encoders read and decoders write"
+            )
+        more = "" if self._native.token_inputs or self._native.placeholders else _NEEDS_NATIVE
+        return f"{hint(name, sorted(names))}{more}"
+
     def sample(self, features: Mapping[str, Any], index: int = 0) -> Sample:
         """Return the sample of one dict of features; arguments and errors as in :meth:`__call__`."""
         if not isinstance(features, Mapping):
@@ -104,6 +117,8 @@ class OmniDataCollatorWithPacking:
     def _sample(self, features: Mapping[str, Any], name: str, index: int) -> Sample:
         given = {key: value for key, value in features.items() if value is not None and key not in _NAMES}
         known = {*self.packing_features, *self.concat_features}
+        if lost := sorted((given.keys() - known) & self._native.forward_arguments):
+            raise ValueError(f"the model takes {lost}, which omnitrain does not pass to it; it passes {sorted(known)}")
         if unknown := sorted(given.keys() - known):
             raise ValueError(
                 f"{unknown} are neither in packing_features nor in concat_features; {hint(unknown[0], sorted(known))}, "

@@ -18,7 +18,9 @@ from omnitrain.data.render.component_media import AttachedMedia, MediaAdapter
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
+from omnitrain.data.sources.clips import Choose
 from omnitrain.data.sources.documents import Document
+from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.rows import Row, is_file
 from omnitrain.data.sources.turns import canonical, how_to_show
 from omnitrain.errors import UserError
@@ -94,6 +96,12 @@ class OmniProcessor:
             reason = f"{len(sample)} tokens, but a pack holds at most {max_tokens}"
             return Rejected(row.id, row.source, reason, index, is_overlong=True)
         return sample
+
+    def frames_of(self, part: MediaPart, file: MediaFile) -> Choose:
+        """Return the function that chooses the frames of the video of a part; of other media it has no meaning."""
+        if self._media.handles(part):
+            return self._media.frame_choice(part, file).choose()
+        return self.renderer.frame_choice(file).choose()
 
     def prompt(self, row: Row, index: int = 0) -> Sample | Rejected:
         """Return the sample that generation starts from: everything before the last assistant message's content."""

@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from omnitrain.data.chat.parts import Message
 from omnitrain.data.packing.sample import Features, MediaSpan
 from omnitrain.data.render.component_media import AttachedMedia
+from omnitrain.data.render.hf_visuals import FrameChoice
+from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 
@@ -61,6 +63,10 @@ class Renderer(Protocol):
             ValueError: this row cannot be used.
             UserError: no such row can be used.
         """
+        ...
+
+    def frame_choice(self, file: MediaFile) -> FrameChoice:
+        """Return how the foundation's processor chooses the frames of a video."""
         ...
 
     def encode_text(self, ids: list[int]) -> Encoded:

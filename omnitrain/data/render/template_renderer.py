@@ -23,14 +23,18 @@ from omnitrain.data.chat.template_marks import Span
 from omnitrain.data.chat.tool_calls import tools_of
 from omnitrain.data.packing.sample import Features, MediaSpan
 from omnitrain.data.render.component_media import AttachedMedia
-from omnitrain.data.render.expansion import MediaExpander, shown_by
+from omnitrain.data.render.expansion import MediaExpander, has_one_call, shown_by
+from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.render.in_forward import ForwardEncoder, ForwardInsert
 from omnitrain.data.render.media_texts import AttachedInsert, Insert, NativeInsert, PlacedTokens
-from omnitrain.data.render.native import NativeInputs
+from omnitrain.data.render.native import NativeInputs, unpassed
 from omnitrain.data.render.renderer import Encoded, single_token
+from omnitrain.data.sources.media import MediaFile
+from omnitrain.data.sources.reading import Reading
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat, Data
+from omnitrain.recipe.data import VISUAL_KEYS
 
 _ATTACHED = "\U000f0003"  # placeholder in the template's text for a medium of an attached component
 _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}  # values of mm_token_type_ids in transformers
@@ -56,7 +60,10 @@ class TemplateRenderer:
         starts: ChatFormat | None = None,
         arguments: Mapping[str, Any] | None = None,
         audio_in_video: bool = False,
-        max_frames: int = 128,
+        fps: float | None = None,
+        max_frames: int | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
     ) -> None:
         """Check that processor, template and foundation fit together.
 
@@ -66,7 +73,10 @@ class TemplateRenderer:
             starts: chat format with the start tokens of attached media; None: the defaults.
             arguments: further arguments of every call of ``processor`` (``images_kwargs``, ``videos_kwargs``, ...).
             audio_in_video: read videos together with their sound.
-            max_frames: maximum number of frames decoded from a video.
+            fps: frames from a second of a video; None: the processor's own rate.
+            max_frames: most frames of a video; None: the processor's own limit.
+            min_pixels: least pixels of an image or frame; None: the processor's own.
+            max_pixels: most pixels of an image or frame; None: the processor's own.
 
         Raises:
             UserError: they do not fit together.
@@ -87,11 +97,20 @@ class TemplateRenderer:
         self._settings: dict[str, Any] = {
             "arguments": dict(arguments or {}),
             "audio_in_video": audio_in_video,
+            "fps": fps,
             "max_frames": max_frames,
+            "min_pixels": min_pixels,
+            "max_pixels": max_pixels,
         }
         self._expander = None
         if self.native_modalities:
-            self._expander = MediaExpander(processor, self.native_modalities, **self._settings)
+            self._expander = MediaExpander(
+                processor,
+                self.native_modalities,
+                arguments=self._settings["arguments"],
+                audio_in_video=audio_in_video,
+                reading=Reading(fps, None, max_frames, min_pixels, max_pixels),
+            )
             self._forward = ForwardEncoder(self._expander, self.tokenizer, self.native)
         self.end_token = self._end_token()
         self._verified: set[tuple[tuple[str, int], ...]] = set()
@@ -139,6 +158,10 @@ class TemplateRenderer:
             token_inputs=token_inputs,
         )
 
+    def frame_choice(self, file: MediaFile) -> FrameChoice:
+        """See :meth:`Renderer.frame_choice`."""
+        return self._native_expander.frame_choice(file)
+
     def encode_text(self, ids: list[int]) -> Encoded:
         """See :meth:`Renderer.encode_text`."""
         array, trained = np.array(ids, dtype=np.int64), np.ones(len(ids), dtype=bool)
@@ -184,7 +207,18 @@ class TemplateRenderer:
             if part.modality in self.native.in_forward:
                 return ForwardInsert(at, "", medium)
             expansion = self._native_expander.expand(medium)
+        for modality, features in expansion.features.items():
+            self._require_passed(modality, features)
         return NativeInsert(at, expansion.text, row.id, medium, expansion)
+
+    def _require_passed(self, modality: str, features: Features) -> None:
+        """Raise if the processor returns arguments that the foundation takes and would not get."""
+        passed = self.native.media_arguments.get(modality)
+        if passed is not None and (lost := unpassed(features, passed, self.native.forward_arguments)):
+            raise UserError(
+                f"{self._native_expander.name} returns {', '.join(lost)} for {modality}; of its outputs omnitrain "
+                f"passes only {', '.join(passed)} to this foundation, so it cannot be trained with {modality}"
+            )
 
     def _require_one_way(self, inserts: Sequence[Insert]) -> None:
         if apart := sorted({insert.medium.modality for insert in inserts if isinstance(insert, NativeInsert)}):
@@ -246,7 +280,7 @@ class TemplateRenderer:
         media = [insert.medium for insert in inserts if isinstance(insert, NativeInsert)]
         counts = Counter(medium.modality for medium in media)
         mixture = tuple(sorted((modality, min(count, 2)) for modality, count in counts.items()))
-        if not media or len(media) < len(inserts) or mixture in self._verified:
+        if not media or len(media) < len(inserts) or mixture in self._verified or not has_one_call(media):
             return
         whole, _ = self._native_expander.run(text, media)
         for name, ours in {"input_ids": tokens.ids, **token_inputs}.items():
@@ -285,7 +319,7 @@ class TemplateRenderer:
             starts=data.chat,
             arguments=arguments,
             audio_in_video=data.audio_in_video,
-            max_frames=data.max_frames,
+            **{key: getattr(data, key) for key in VISUAL_KEYS},
         )
 
     @classmethod

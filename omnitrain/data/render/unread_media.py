@@ -16,6 +16,7 @@ from PIL import Image
 from omnitrain.data.chat.parts import content_parts
 from omnitrain.data.render.component_media import MediaAdapter
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.inline_files import modality_of_bytes
 from omnitrain.data.sources.rows import MODALITIES, Row, RowSource, is_file
 from omnitrain.data.sources.turns import MARKERS, how_to_show
 from omnitrain.errors import UserError
@@ -27,12 +28,6 @@ _SUFFIXES = {
     "audio": (".aac", ".flac", ".m4a", ".mp3", ".ogg", ".opus", ".wav"),
     "video": (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"),
 }
-_BEGINNINGS = {
-    "image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\x00", b"MM\x00*"),
-    "audio": (b"fLaC", b"OggS", b"ID3", b"\xff\xfb"),
-    "video": (b"\x1aE\xdf\xa3",),
-}
-_IN_CONTAINERS = {b"WAVE": "audio", b"AVI ": "video", b"WEBP": "image"}  # bytes 8 to 12 of a RIFF file
 
 
 def require_shown(
@@ -131,9 +126,7 @@ def _holds(name: str, value: Any, modality: str) -> bool:
     if isinstance(value, dict):
         return any(_holds(modality, value.get(key), modality) for key in ("bytes", "path"))
     if isinstance(value, bytes):
-        inner = _IN_CONTAINERS.get(value[8:12]) if value[:4] == b"RIFF" else None
-        is_mp4 = modality == "video" and value[4:8] == b"ftyp"
-        return inner == modality or is_mp4 or value.startswith(_BEGINNINGS[modality])
+        return modality_of_bytes(value) == modality
     if isinstance(value, str):  # other columns may have file names that are not media of the row
         return modality in name.lower() and PurePath(value).suffix.lower() in _SUFFIXES[modality]
     return modality == "image" and isinstance(value, Image.Image)

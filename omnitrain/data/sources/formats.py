@@ -45,7 +45,7 @@ class Table(Protocol):
 
     @property
     def column_names(self) -> Sequence[str]:
-        """Columns of all records."""
+        """Columns of all records; a record may lack some."""
         ...
 
     @property

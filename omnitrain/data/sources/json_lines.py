@@ -116,13 +116,13 @@ class JsonLines:
         """See :class:`omnitrain.data.sources.formats.Table`."""
         for position, line in self._some(length, EXAMPLES):
             with contextlib.suppress(ValueError):
-                yield position, dict.fromkeys(self.column_names) | _record(line, self._columns)
+                yield position, _record(line, self._columns)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """Return a row; columns that it lacks are None.
+        """Return a row.
 
         Raises:
             DataError: the file was changed after it was opened.
@@ -130,14 +130,13 @@ class JsonLines:
         """
         file, start, stop = self._span(position)
         try:
-            record = _record(self._reader.read(file, start, stop), self._columns)
+            return _record(self._reader.read(file, start, stop), self._columns)
         except ReadError:
             raise
         except (OSError, ValueError) as error:
             if self._is_checked:
                 raise DataError(f"data: {file} changed while it was in use: {error}") from None
             raise ReadError(f"{self._where(position)}: {error}") from None
-        return dict.fromkeys(self.column_names) | record
 
     def _span(self, position: int) -> tuple[str, int, int]:
         """Return file, first byte and end of a row."""

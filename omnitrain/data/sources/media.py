@@ -6,38 +6,42 @@ Files are streams: of a long one on this machine, only what is decoded is read.
 from __future__ import annotations
 
 import io
+import math
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from operator import itemgetter
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import soundfile
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile
+
+from omnitrain.data.sources.clips import Choose, Clip, animation_clip, evenly, film_clip, film_sound
+from omnitrain.data.sources.containers import require_uncut
+from omnitrain.data.sources.pictures import as_rgb
+from omnitrain.data.sources.reading import UNSAID, Reading
 
 _BLOCK_FRAMES = 1 << 16
-_TIMED = ("AVIF", "WEBP")  # Pillow gives the time of a frame of these; of others, only its duration
 
 Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
 class MediaFile:
-    """An encoded file, and for sound the part of it that is decoded.
+    """An encoded file, and for a sound or a video the part of it that is decoded.
 
     Attributes:
         stream: the file; it can seek.
         start: where the part begins, in seconds.
         stop: where it ends; None: with the file.
+        reading: how it is read, as far as its part of a message or its data set says it.
     """
 
     stream: BinaryIO
     start: float = 0.0
     stop: float | None = None
+    reading: Reading = UNSAID
 
     @classmethod
     def of(cls, data: bytes) -> MediaFile:
@@ -79,7 +83,7 @@ class Waveform:
 
 
 def decode_image(file: MediaFile) -> Image.Image:
-    """Decode an upright RGB image of any format that Pillow reads.
+    """Decode an upright RGB image of any format that Pillow reads; see :func:`as_rgb`.
 
     Raises:
         ValueError: ``file`` is not an image, or is damaged.
@@ -87,10 +91,7 @@ def decode_image(file: MediaFile) -> Image.Image:
     try:
         image: Image.Image = Image.open(file.begun())
         image.load()
-        ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith("I"):  # `convert` would clip 16-bit pixels instead of scaling them
-            image = Image.fromarray((np.asarray(image, dtype=np.float32) / 257).clip(0, 255).astype(np.uint8))
-        return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
+        return as_rgb(image)
     except Exception as error:  # damaged files raise whatever a decoder stumbles over
         raise ValueError(f"unreadable image of {file.size} bytes: {_cause(error)}") from error
 
@@ -122,33 +123,41 @@ def decode_audio(file: MediaFile) -> Waveform:
     return Waveform(samples, rate)
 
 
-@dataclass(frozen=True)
-class Clip:
-    """A video: RGB ``frames`` and their ``rate`` per second, None if the file does not give it."""
+def decode_clip(file: MediaFile, max_frames: int | Choose) -> Clip:
+    """Decode at most ``max_frames`` RGB frames, evenly spaced in time from the first to the last, or chosen ones.
 
-    frames: list[Image.Image]
-    rate: float | None
+    Of a part of a file, these are its frames from ``start`` to ``stop``. Pillow reads animated WebP, AVIF, PNG and
+    GIF; other formats need PyAV (``pip install omnitrain[video]``).
 
-
-def decode_clip(file: MediaFile, max_frames: int) -> Clip:
-    """Decode at most ``max_frames`` RGB frames, evenly spaced from first to last.
-
-    Pillow reads animated WebP, AVIF, PNG and GIF; other formats need PyAV (``pip install omnitrain[video]``).
+    Args:
+        file: the file.
+        max_frames: the most frames, or a function that chooses frames in another way.
 
     Raises:
-        ValueError: ``file`` is not a video, is damaged, or needs PyAV, which is missing.
+        ValueError: ``file`` is not a video, is damaged or cut, or needs PyAV, which is missing.
     """
+    choose = evenly(max_frames) if isinstance(max_frames, int) else max_frames
+    part = (file.start, math.inf if file.stop is None else file.stop)
+    animation = _animation(file)
+    if animation is None:
+        return _with_av(file, lambda container: film_clip(container, choose, *part))
     try:
-        clip = _pillow_clip(Image.open(file.begun()), max_frames)
-    except Exception:  # a format that Pillow does not read, or a damaged file, which PyAV reports
-        clip = _with_av(file, lambda container: _av_clip(container, max_frames))
-    if not clip.frames:
-        raise ValueError("video without frames")
-    return clip
+        return animation_clip(animation, choose, *part)
+    except Exception as error:  # damaged files raise whatever a decoder stumbles over
+        raise ValueError(f"unreadable video of {file.size} bytes: {_cause(error)}") from error
 
 
-def decode_medium(modality: str, file: MediaFile, max_frames: int) -> Image.Image | Waveform | list[Image.Image]:
-    """Decode an image, a sound, or at most ``max_frames`` frames of a video.
+def _animation(file: MediaFile) -> ImageFile.ImageFile | None:
+    """Open a file of a format that Pillow reads; None: it is another one, or damaged."""
+    try:
+        image = Image.open(file.begun())
+    except Exception:  # damaged files raise whatever a decoder stumbles over
+        return None
+    return None if image.format == "MPEG" else image  # of which Pillow reads only the size
+
+
+def decode_medium(modality: str, file: MediaFile, choose: Choose) -> Image.Image | Waveform | Clip:
+    """Decode an image, a sound, or the frames of a video that ``choose`` chooses.
 
     Raises:
         ValueError: ``file`` is damaged, or not of ``modality``.
@@ -157,20 +166,20 @@ def decode_medium(modality: str, file: MediaFile, max_frames: int) -> Image.Imag
         return decode_image(file)
     if modality == "audio":
         return decode_audio(file)
-    return decode_clip(file, max_frames).frames
+    return decode_clip(file, choose)
 
 
 def decode_soundtrack(file: MediaFile) -> Waveform | None:
-    """Decode the sound of a video; None if it has no sound.
+    """Decode the sound of a video, from when its first frame (or that of the part) is shown; None if it has no sound.
 
     Raises:
-        ValueError: ``file`` is not a video, is damaged, or needs PyAV, which is missing.
+        ValueError: ``file`` is not a video, is damaged or cut, or needs PyAV, which is missing.
     """
-    try:
-        Image.open(file.begun())
-    except Exception:  # Pillow's formats have no sound; all others need PyAV
-        return _with_av(file, _soundtrack)
-    return None
+    if _animation(file) is not None:
+        return None  # Pillow's formats have no sound; all others need PyAV
+    part = (file.start, math.inf if file.stop is None else file.stop)
+    sound = _with_av(file, lambda container: film_sound(container, *part))
+    return None if sound is None else Waveform(*sound)
 
 
 @contextmanager
@@ -192,87 +201,6 @@ def costing_one_row(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {_cause(error)}") from error
 
 
-def _clip(frames: Sequence[tuple[float | None, Image.Image]]) -> Clip:
-    times = [time for time, _ in frames if time is not None]
-    seconds = times[-1] - times[0] if times and len(times) == len(frames) else 0.0
-    return Clip([frame for _, frame in frames], (len(frames) - 1) / seconds if seconds > 0 else None)
-
-
-def _pillow_clip(animation: Image.Image, max_frames: int) -> Clip:
-    """Decode frames with Pillow. It goes straight to a frame of AVIF; others need the frames before."""
-    kept, clock, after = [], 0.0, 0
-    for index in sorted(_evenly(getattr(animation, "n_frames", 1), max_frames)):
-        for earlier in () if animation.format in _TIMED else range(after, index):
-            animation.seek(earlier)
-            clock += animation.info.get("duration", 0)
-        animation.seek(index)
-        picture, after = animation.convert("RGB"), index
-        kept.append((animation.info.get("timestamp", clock) / 1000, picture))
-    return _clip(kept)
-
-
-def _av_clip(container: Any, max_frames: int) -> Clip:
-    """Decode the wanted frames, each from the key frame before it. The times of all frames come from their packets."""
-    stream = container.streams.video[0]
-    packets = [(packet.pts, packet.dts, packet.is_keyframe) for packet in container.demux(stream) if packet.size]
-    wanted = sorted(_evenly(len(packets), max_frames))
-    if any(time is None for time, _, _ in packets):  # an old format without times
-        container.seek(0)
-        frames = enumerate(container.decode(stream))
-        return _clip([(frame.time, frame.to_image()) for index, frame in frames if index in wanted])
-    times, keys = sorted(time for time, _, _ in packets), sorted(times[:2] for times in packets if times[2])
-    kept: list[tuple[float | None, Image.Image]] = []
-    decoded: Iterator[Any] = iter(())
-    last = None
-    for time in (times[index] for index in wanted):
-        key = keys[max(0, bisect_right(keys, time, key=itemgetter(0)) - 1)]
-        if last is None or key[0] > last:  # else the frames up to this one are decoded anyway
-            decoded = _frames_from(container, stream, key, time)
-        for frame in decoded:
-            last = frame.pts
-            if last >= time:
-                kept.append((frame.time, frame.to_image()))
-                break
-    return _clip(kept)
-
-
-def _frames_from(container: Any, stream: Any, key: tuple[int, int | None], time: int) -> Iterator[Any]:
-    """Return the frames from a key frame on, or from one before it, but not after ``time``.
-
-    Args:
-        container: the open video.
-        stream: its stream of frames.
-        key: when the key frame is shown, and when it is decoded, by which some formats seek (AVI).
-        time: when the wanted frame is shown.
-    """
-    for start in key:
-        if start is not None:
-            container.seek(start, stream=stream)
-            frames = container.decode(stream)
-            first = next(frames, None)
-            if first is not None and first.pts <= time:
-                return chain([first], frames)
-    container.seek(0)
-    return iter(container.decode(stream))
-
-
-def _evenly(total: int, most: int) -> set[int]:
-    """Return at most ``most`` of ``total`` indices, evenly spaced from the first to the last."""
-    return set(np.linspace(0, total - 1, min(total, most)).round().astype(int).tolist())
-
-
-def _soundtrack(container: Any) -> Waveform | None:
-    if not container.streams.audio:
-        return None
-    import av
-
-    stream = container.streams.audio[0]
-    resampler = av.AudioResampler(format="flt", layout="mono", rate=stream.rate)
-    blocks = [block for frame in (*container.decode(stream), None) for block in resampler.resample(frame)]
-    samples = [block.to_ndarray().reshape(-1) for block in blocks]
-    return Waveform(np.concatenate(samples).astype(np.float32), stream.rate) if samples else None
-
-
 def _with_av(file: MediaFile, read: Callable[[Any], Read]) -> Read:
     try:
         import av
@@ -282,6 +210,7 @@ def _with_av(file: MediaFile, read: Callable[[Any], Read]) -> Read:
             "other formats need PyAV: pip install 'omnitrain[video]'"
         ) from None
     try:
+        require_uncut(file.stream)
         with av.open(file.begun()) as container:
             return read(container)
     except Exception as error:  # damaged files raise whatever a decoder stumbles over

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from omnitrain.data.sources.inline_files import as_file, bytes_of_text
+from omnitrain.data.sources.reading import READING_KEYS, reading_keys
 from omnitrain.data.sources.turns import MARKERS
 
 # Type of a part -> its modality. Parts whose type is a modality may have a file, the others must have one.
 _MODALITIES = {kind: m for m in MARKERS for kind in (m, f"{m}_url", f"input_{m}")}
-_EXPECTED = "expected a path, a URL, a data: URL, bytes, or an object with url, path, bytes or data (base64)"
-_TIMES = ("start", "stop")
-FILE_KEYS = frozenset({"bytes", "path", "url", "data", *_TIMES})  # of an object that is a file
+_EXPECTED = (
+    "expected a path, a URL, a data: URL, base64, bytes, a PIL image, an array, or an object with url, path, bytes or "
+    "data (base64)"
+)
+FILE_KEYS = frozenset({"bytes", "path", "url", "data", "array", "sampling_rate", *READING_KEYS})  # of a file's object
+
+
+@dataclass(frozen=True)
+class _GivenFile:
+    """The file of a part, None if it has none, and the keys that say how it is read."""
+
+    file: Any
+    said: Mapping[str, Any]
+
+    @property
+    def with_said(self) -> Any:
+        """The file, as an object if anything is said of it."""
+        if self.file is None or not self.said:
+            return self.file
+        kind = "bytes" if isinstance(self.file, bytes) else "path"
+        return {**(self.file if isinstance(self.file, dict) else {kind: self.file}), **self.said}
 
 
 def modality_of_type(kind: Any) -> Any:
@@ -37,13 +56,13 @@ def take_files(messages: Any, media: Mapping[str, Sequence[Any]]) -> tuple[Any, 
     """
     if not isinstance(messages, list):
         return messages, {modality: list(files) for modality, files in media.items()}
-    shown: dict[str, list[Any]] = {modality: [] for modality in media}
+    shown: dict[str, list[_GivenFile]] = {modality: [] for modality in media}
     plain = [_without_files(message, f"message {n}", shown) for n, message in enumerate(messages, 1)]
     return plain, {modality: _merged(shown[modality], files) for modality, files in media.items()}
 
 
-def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any:
-    """Return a message without files, and append the file of each media part (None: it has none) to ``shown``.
+def _without_files(message: Any, where: str, shown: dict[str, list[_GivenFile]]) -> Any:
+    """Return a message without files and how they are read, and append the file of each media part to ``shown``.
 
     What is left in a part has no effect.
     """
@@ -63,19 +82,15 @@ def _without_files(message: Any, where: str, shown: dict[str, list[Any]]) -> Any
             raise ValueError(f"{what}: found {sorted(given)}; expected one of them")
         if not given and kind != modality:
             raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
-        shown[modality].append(next((_part_of_file(part, value, key, what) for key, value in given.items()), None))
-        read = {*given, *FILE_KEYS} if given else {}
         inside = [value for value in given.values() if isinstance(value, dict)]
+        file = next((_file_of(value, key, what) for key, value in given.items()), None)
+        shown[modality].append(
+            _GivenFile(file, {k: v for keys in (part, *inside) for k, v in reading_keys(keys).items()})
+        )
+        read = {*given, *FILE_KEYS} if given else READING_KEYS
         rest = {name: value for keys in (*inside, part) for name, value in keys.items() if name not in read}
         parts.append(rest | {"type": modality})
     return message | {"content": parts}
-
-
-def _part_of_file(part: dict[str, Any], value: Any, key: str, what: str) -> Any:
-    """Return a file, or with ``start`` or ``stop`` (seconds) of the part or its value, an object with these."""
-    file, given = _file_of(value, key, what), part | (value if isinstance(value, dict) else {})
-    times = {name: given[name] for name in _TIMES if given.get(name) is not None}
-    return {"bytes" if isinstance(file, bytes) else "path": file} | times if times else file
 
 
 def _file_of(value: Any, key: str, what: str) -> Any:
@@ -85,31 +100,29 @@ def _file_of(value: Any, key: str, what: str) -> Any:
             return value["bytes"]
         if value.get("data"):
             return _decoded(value["data"], what)
-        value = value.get("url") or value.get("path")
-    if isinstance(value, bytes):
-        return value
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{what}: found {value!r} in {key!r}; {_EXPECTED}")
-    if key == "base64":
+        value = as_file(value)["bytes"] if value.get("array") is not None else value.get("url") or value.get("path")
+    if key == "base64" and isinstance(value, str):
         return _decoded(value, what)
-    if value.startswith("data:"):
-        head, comma, content = value.partition(",")
-        if not comma:
-            raise ValueError(f"{what}: found {value[:40]!r}; expected data:TYPE;base64,CONTENT")
-        return _decoded(content, what) if head.endswith(";base64") else unquote_to_bytes(content)
-    return url2pathname(urlsplit(value).path) if value.startswith("file://") else value
+    try:
+        file = as_file(value)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    if not isinstance(file, (str, bytes)) or not file:
+        raise ValueError(f"{what}: found {value!r} in {key!r}; {_EXPECTED}")
+    return url2pathname(urlsplit(file).path) if isinstance(file, str) and file.startswith("file://") else file
 
 
 def _decoded(text: Any, what: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError, TypeError) as error:
-        raise ValueError(f"{what}: invalid base64: {error}") from None
+        return bytes_of_text(text)
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
-def _merged(shown: Sequence[Any], column: Sequence[Any]) -> list[Any]:
-    """Return the files of parts; those without one (None) have the next file of the column."""
-    if not any(file is not None for file in shown):
+def _merged(shown: Sequence[_GivenFile], column: Sequence[Any]) -> list[Any]:
+    """Return the files of parts; those without one have the next file of the column."""
+    if not any(part.file is not None or part.said for part in shown):
         return list(column)
     following = iter(column)
-    return [next(following, None) if file is None else file for file in shown] + list(following)
+    files = [replace(part, file=next(following, None)) if part.file is None else part for part in shown]
+    return [part.with_said for part in files] + list(following)

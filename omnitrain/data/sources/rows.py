@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,14 +15,17 @@ import numpy as np
 from omnitrain.data.sources.documents import Document, TextFiles
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.formats import files_of, open_table, suffix_of
+from omnitrain.data.sources.inline_files import as_file, is_inline
 from omnitrain.data.sources.json_lines import kinds_of
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.part_files import modality_of_type, take_files
+from omnitrain.data.sources.reading import UNSAID, Reading, part_and_reading
 from omnitrain.data.sources.stream import Stream
+from omnitrain.data.sources.tar_shards import TarShards
 from omnitrain.data.sources.turns import MARKERS, NO_ROLES, as_messages, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
-from omnitrain.recipe.data import source_names
+from omnitrain.recipe.data import VISUAL_KEYS, source_names
 from omnitrain.recipe.suggest import nearest
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
@@ -45,6 +47,7 @@ class Row:
         document: a text to train on in place of messages.
         problem: why the row cannot be read; empty if it can.
         reader: reads the files of its media.
+        reading: how its images and videos are read, as far as the data set says it.
     """
 
     id: str
@@ -56,6 +59,7 @@ class Row:
     document: Document | None = None
     problem: str = ""
     reader: FileReader = field(default_factory=FileReader)
+    reading: Reading = UNSAID
 
     @property
     def question(self) -> list[dict[str, Any]]:
@@ -80,7 +84,7 @@ class Row:
                 f"the messages show {modality} {position + 1}, but the row has {len(values)} files; put files in a "
                 f"separate column (`columns.{modality}s`)"
             )
-        value = values[position]
+        value = _as_file(values[position], f"{modality} {position + 1}")
         data = value.get("bytes") if isinstance(value, dict) else value
         if isinstance(data, bytes):
             return data
@@ -103,19 +107,21 @@ class Row:
             ValueError: see :meth:`media_bytes`; or the part of the file to decode is wrong.
         """
         values, place = self.media.get(modality, []), f"{modality} {position + 1}"
-        value = values[position] if position < len(values) else None
+        value = _as_file(values[position], place) if position < len(values) else None
         path, has_bytes = _path_of(value), isinstance(value, dict) and value.get("bytes")
-        start, stop = _part_of(value, place, modality)
+        start, stop, reading = part_and_reading(value, modality, place)
         with ExitStack() as stack:
-            if path is None or has_bytes or is_url(path):
-                stream: BinaryIO = io.BytesIO(self.media_bytes(modality, position))
+            if isinstance(value, bytes):
+                stream: BinaryIO = io.BytesIO(value)
+            elif path is None or has_bytes or is_url(path):
+                stream = io.BytesIO(self.media_bytes(modality, position))
             else:
                 try:
                     stream = stack.enter_context(open(path, "rb"))
                 except OSError as error:
                     raise _unreadable(place, path, error) from error
             try:
-                yield MediaFile(stream, start, stop)
+                yield MediaFile(stream, start, stop, reading.over(self.reading))
             except UserError:
                 raise
             except ValueError as error:
@@ -148,6 +154,7 @@ class RowSource(Sequence[Row]):
         """
         files, self._folder = files_of(source)
         self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
+        self._reading = Reading(**{key: getattr(source, key) for key in VISUAL_KEYS})
         self._table = open_table(source, files, self._reader, copy_parquet=copy_parquet)
         self._length = min(len(self._table), source.limit or len(self._table))
         if not self._length:
@@ -198,6 +205,7 @@ class RowSource(Sequence[Row]):
 
     def _row(self, position: int, record: dict[str, Any]) -> Row:
         default, columns = f"{self.name}[{position}]", self.columns
+        record = dict.fromkeys(self._table.column_names) | record  # a record may lack columns
         media = {m: _as_list(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
         row = Row(
             id=_text(record.pop(columns.id, None), default),
@@ -207,6 +215,7 @@ class RowSource(Sequence[Row]):
             tools=record.pop(columns.tools, None),
             extra=record,
             reader=self._reader,
+            reading=self._reading,
         )
         try:
             return replace(row, **self._content(record, media))
@@ -224,6 +233,8 @@ class RowSource(Sequence[Row]):
         if columns.response is None:
             messages, files = conversation(record, columns, media, self._marked, self._roles)
             return {"messages": messages, "media": {m: self._located(files[m]) for m in MODALITIES}}
+        if lacking := self._lacking(record, media):
+            raise ValueError(f"the row has no file in {' and '.join(lacking)}")
         turns = []
         for role, name in (("user", columns.prompt), ("assistant", columns.response)):
             text = "" if name is None else _required(record.pop(name), name)
@@ -234,6 +245,18 @@ class RowSource(Sequence[Row]):
                 parts = [*shown, *([{"type": "text", "text": text}] if text else [])]
                 turns.append({"role": role, "content": parts if shown else text})
         return {"messages": _after_system(record, columns, as_messages(turns, marked=self._marked))}
+
+    def _lacking(self, record: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Return the columns without the file that a row with a response needs, with the keys that name them.
+
+        In a tar shard, each media column is a file that belongs to the row. Elsewhere a row with a prompt needs none.
+        """
+        names = {m: getattr(self.columns, f"{m}s") for m in MODALITIES}
+        held = [m for m, name in names.items() if name in self._table.column_names]
+        empty = [f"{names[m]!r} (columns.{m}s)" for m in held if not any(map(is_file, media[m]))]
+        needs_all = isinstance(self._table, TarShards)
+        has_prompt = self.columns.prompt is not None and record.get(self.columns.prompt) != ""
+        return empty if needs_all or (len(empty) == len(held) and not has_prompt) else []
 
     def _located(self, files: list[Any]) -> list[Any]:
         """Return files whose paths begin with the folder of the media."""
@@ -376,13 +399,16 @@ def _idle(source: DataSource, files: Sequence[str], kinds: Mapping[tuple[Any, An
             yield Idle("copy_parquet", "but the files are no parquet files; remove it")
     if files and not is_url(f"{files[0]}{source.media_folder or ''}"):
         yield Idle("read_seconds", "but neither the files nor `media_folder` are a URL; remove it")
-    shown = {kind for _, kind in kinds} if source.media_markers or source.media_folder else set()
+    shown = {kind for _, kind in kinds}
     for modality in source.media_markers:
         if modality not in shown:
             why = f"but no text content has {MARKERS[modality]} (lists of parts are not searched); remove it"
             yield Idle("media_markers", why)
     if not shown & set(MODALITIES):
         yield Idle("media_folder", "but no message shows a medium; remove it, or see `media_markers`")
+    for key, modalities in VISUAL_KEYS.items():
+        if not shown & set(modalities):
+            yield Idle(key, f"but no message shows {' or '.join(modalities)}; remove it")
 
 
 def _missing_columns(found: Sequence[str], source: DataSource, *, needs_messages: bool) -> list[str]:
@@ -407,7 +433,9 @@ def _missing_columns(found: Sequence[str], source: DataSource, *, needs_messages
 
 def is_file(value: Any) -> bool:
     """Whether a value of a media column is a file; null, an empty path and empty bytes are not."""
-    return any(value.values()) if isinstance(value, dict) else bool(value)
+    if isinstance(value, dict):
+        return any(map(is_file, value.values()))
+    return value.size > 0 if isinstance(value, np.ndarray) else bool(value)
 
 
 def _as_list(column: Any) -> list[Any]:
@@ -426,28 +454,19 @@ def _unreadable(place: str, path: str | None, error: OSError) -> ValueError:
     return ValueError(f"{place} cannot be read from its file: {error}{hint}")
 
 
-def _part_of(value: Any, place: str, modality: str) -> tuple[float, float | None]:
-    """Return where the part of a file to decode starts and stops, in seconds.
-
-    Raises:
-        ValueError: it is no part of a sound.
-    """
-    start, stop = (value.get("start"), value.get("stop")) if isinstance(value, dict) else (None, None)
-    if start is None and stop is None:
-        return 0.0, None
-    if modality != "audio":
-        raise ValueError(f"{place} has `start` or `stop`, which only a sound may have; cut the file")
-    begin, end = 0.0 if start is None else start, math.inf if stop is None else stop
-    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (begin, end))
-    if not numbers or not 0 <= begin < end:
-        raise ValueError(f"{place} starts at {start!r} and stops at {stop!r}; expected seconds, start before stop")
-    return float(begin), stop
+def _as_file(value: Any, place: str) -> Any:
+    try:
+        return as_file(value)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def _located(file: Any, folder: str) -> Any:
     """Prepend ``folder`` to the path of a file, if it has one."""
     if isinstance(file, str) and file:
-        return file if is_url(file) else f"{folder.rstrip('/')}/{file}" if is_url(folder) else str(Path(folder, file))
+        if is_url(file) or is_inline(file):
+            return file
+        return f"{folder.rstrip('/')}/{file}" if is_url(folder) else str(Path(folder, file))
     if isinstance(file, dict) and file.get("path") and not file.get("bytes"):
         return file | {"path": _located(file["path"], folder)}
     return file
@@ -455,5 +474,5 @@ def _located(file: Any, folder: str) -> Any:
 
 def _required(text: Any, name: str | None) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"column {name!r} has {text!r}, expected a text")
+        raise ValueError(f"column {name!r} has {'no value' if text is None else repr(text)}, expected a text")
     return text

@@ -1,4 +1,4 @@
-"""Read tar shards in the format of WebDataset: files of the same name up to the first dot are one row."""
+"""Read tar shards as WebDataset writes them: files of the same name up to the first dot are one row, in any order."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from omnitrain.errors import DataError
 _TEXTS = ("txt", "text", "cls", "caption", "transcript")
 _MEMBER = pa.struct({"suffix": pa.string(), "start": pa.int64(), "stop": pa.int64()})
 _SCHEMA = pa.schema({"key": pa.string(), "members": pa.list_(_MEMBER)})
+_INDEX = "tar 2"  # kind of index; the first one took neighbours alone for one row
+_MOST_BETWEEN = 1 << 16  # bytes between the files of a row that are read with them
 
 
 class _Member(NamedTuple):
@@ -48,7 +50,7 @@ class TarShards:
             DataError: a file is no tar file, or a compressed one.
         """
         self._files, self._reader = list(files), reader
-        self._indexes = [index_of(file, "tar", reader.version(file), partial(_index, file, reader)) for file in files]
+        self._indexes = [index_of(file, _INDEX, reader.version(file), partial(_index, file, reader)) for file in files]
         self._ends = list(accumulate(map(len, self._indexes)))
         self._examples: list[tuple[int, dict[str, Any]]] = []
         for position in evenly_spaced(len(self), URL_READS if is_url(self._files[0]) else EXAMPLES):
@@ -91,11 +93,12 @@ class TarShards:
             ReadError: its files cannot be read, or its JSON is invalid.
         """
         shard, key, members = self._members(position)
-        first = min(start for _, start, _ in members)
-        content = self._read(shard, key, first, max(stop for _, _, stop in members))
         record: dict[str, Any] = {"id": _id(self._files[shard], key)}
-        for suffix, start, stop in members:
-            record |= self._column(shard, f"{key}.{suffix}", suffix, content[start - first : stop - first])
+        for near in _neighbours(members):
+            first = near[0].start
+            content = self._read(shard, key, first, near[-1].stop)
+            for suffix, start, stop in near:
+                record |= self._column(shard, f"{key}.{suffix}", suffix, content[start - first : stop - first])
         return record
 
     def _members(self, position: int) -> tuple[int, str, list[_Member]]:
@@ -140,10 +143,27 @@ def _id(file: str, key: str) -> str:
     return f"{PurePosixPath(file).stem}/{key}"
 
 
+def _neighbours(members: Sequence[_Member]) -> Iterator[list[_Member]]:
+    """Yield the files of a row, in the order of the shard, in parts that are each read at once."""
+    near: list[_Member] = []
+    for member in members:
+        if near and member.start - near[-1].stop > _MOST_BETWEEN:
+            yield near
+            near = []
+        near.append(member)
+    yield near
+
+
 def _index(file: str, reader: FileReader) -> pa.Table:
-    """Return the key of each row and where its files are; neighbours with the same key are one row."""
+    """Return the key of each row and where its files are, in the order of the rows' first files.
+
+    A file joins the last row of its key, wherever that is. If it is no neighbour and that row has its suffix already,
+    it begins another row.
+    """
     keys: list[str] = []
     members: list[list[dict[str, Any]]] = []
+    last: dict[str, int] = {}  # key -> its last row
+    previous = -1  # row of the file before
     try:
         with reader.open(file) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             for member in tar:
@@ -152,11 +172,14 @@ def _index(file: str, reader: FileReader) -> pa.Table:
                 if not member.isfile() or not dot or not stem:
                     continue
                 key = f"{folder}/{stem}" if folder else stem
-                if not keys or keys[-1] != key:
+                found = {"suffix": suffix.lower(), "start": member.offset_data}
+                row = last.get(key, -1)
+                if row < 0 or (row != previous and any(one["suffix"] == found["suffix"] for one in members[row])):
+                    row = last[key] = len(keys)
                     keys.append(key)
                     members.append([])
-                span = {"start": member.offset_data, "stop": member.offset_data + member.size}
-                members[-1].append({"suffix": suffix.lower()} | span)
+                members[row].append(found | {"stop": member.offset_data + member.size})
+                previous = row
     except tarfile.TarError as error:
         raise DataError(
             f"data: {file}: not an uncompressed tar file ({error}); rows of a compressed one cannot be read one by "

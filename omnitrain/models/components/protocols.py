@@ -18,10 +18,12 @@ class ComponentAdapter:
     Attributes:
         modalities: the modalities it handles, of ``image``, ``audio``, ``video``.
         max_frames: the most frames to read from a video.
+        fps: frames to read from a second of a video; None: all, up to ``max_frames``.
     """
 
     modalities: tuple[str, ...] = ()
     max_frames: int = 1
+    fps: float | None = None
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Return the input features of one item, and its number of tokens.

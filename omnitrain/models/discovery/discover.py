@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ class Discovery:
         components: name -> names of its parameters. ``foundation`` has all parameters that no other component reads,
             and those of the text model that a feature method reads (embeddings of image codes).
         in_forward: modality that only the model's own forward reads -> why its features cannot be computed outside it.
-        forward_arguments: arguments of the forward for a sample with such a modality, besides its ids.
+        forward_arguments: arguments that the forward and the feature methods take for a sample, besides its ids.
         refused: modality with a feature method that the forward does not accept -> why.
         positions: computes the position ids of a sample.
         extras: computes the per-token arguments of a sample.
@@ -196,11 +196,21 @@ def _grouped(
         },
         components=everything,
         in_forward={},
-        forward_arguments=frozenset(inspect.signature(type(model).forward).parameters) - not_from_processor,
+        forward_arguments=frozenset(_taken_by(model)) - not_from_processor,
         refused={},
         positions=positions,
         extras=extras,
     )
+
+
+def _taken_by(model: PreTrainedModel) -> Iterator[str]:
+    """Yield the arguments of the forward, and those of feature methods, which it may pass on by ``**kwargs``."""
+    functions = [type(model).forward]
+    for modality in MODALITIES:
+        hosts = [type(model.get_submodule(host)) for host in feature_hosts(model, modality)]
+        functions += [inspect.unwrap(getattr(host, method_name(modality))) for host in hosts]
+    for function in functions:
+        yield from inspect.signature(function).parameters
 
 
 def _text_parameters(model: PreTrainedModel) -> set[str]:

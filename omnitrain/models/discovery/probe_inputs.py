@@ -360,6 +360,7 @@ _COMPANIONS_OF: dict[str, dict[str, _Companion]] = {
         "spatial_shapes": _grid_hw,
         "target_sizes": _grid_hw,
         "images_per_sample": _ones,
+        "batch_num_images": _ones,
         "high_res_pixel_values": _high_resolution,
     },
     "video": {

@@ -31,7 +31,7 @@ class VisionAdapter(ComponentAdapter):
 
     def __init__(self, config: VisionEncoderConfig) -> None:
         """Build the image processor of ``config``."""
-        self.max_frames = config.max_frames
+        self.max_frames, self.fps = config.max_frames, config.fps
         self.processor = image_processor(dict(config.processor or {}))
         self.tower = as_config(config.tower or {})
         self.merge = ProjectorSettings(**(config.projector or {})).merge

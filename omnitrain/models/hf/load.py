@@ -22,6 +22,7 @@ from omnitrain.models.discovery.model_errors import refusing
 from omnitrain.models.hf.conversions import experts_apart_are_read
 from omnitrain.models.hf.quantized import QUANTIZATION, dequantizing, partial_blocks_are_dequantized
 from omnitrain.models.hf.stored_tensor import StoredTensor
+from omnitrain.models.hf.tied import require_tied
 from omnitrain.models.hf.unused_weights import counted, names_not_in_model
 from omnitrain.recipe.suggest import nearest
 
@@ -280,7 +281,8 @@ def load_strictly(
 
     Raises:
         UserError: the folder or its weights are missing, or transformers cannot dequantize the weights.
-        WeightsError: names every tensor that is missing, unexpected or of another shape, and probable renames.
+        WeightsError: names every tensor that is missing, unexpected or of another shape, and probable renames; or those
+            that the config ties to others, and the files do not.
     """
     require_folder(path, cls.__name__)
     quantized = dequantizing(path) if "config" in kwargs else None
@@ -299,6 +301,7 @@ def load_strictly(
     finally:
         hf_logging.set_verbosity(verbosity)
     _raise_on_difference(cls, path, info, allow_extra)
+    require_tied(model, path)
     if quantized is not None:
         _forget_quantization(model, dtype)
     _freeze_as_built(model)

@@ -10,6 +10,7 @@ import torch
 
 from omnitrain.data.packing.pack import IGNORED
 from omnitrain.data.packing.sample import NATIVE_PREFIX, MediaItem, MediaSpan, Sample
+from omnitrain.data.render.native import unpassed
 from omnitrain.errors import UserError
 from omnitrain.models.discovery import Discovery
 from omnitrain.models.discovery.placeholders import MODALITY_CODES
@@ -22,12 +23,13 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         native: the modalities that the foundation reads by itself.
         arguments: arguments of the HF model's forward for this sample alone: ``input_ids`` ``[1, T]`` or ``[T]``,
             ``labels`` of that shape (-100: ignored; not shifted), and its media. All media of one modality become one
-            item. If only the model's own forward reads some of the media, it gets all arguments.
+            item. If only the model's own forward reads some of the media, it gets all arguments. What no argument of
+            the model is and no media is ignored.
         index: index of the sample; also its id.
 
     Raises:
-        UserError: a required argument is missing, the sample has no tokens, labels differ from the ids, media have no
-            placeholders, the model does not read the media, or modalities share a placeholder.
+        UserError: a required argument is missing, the sample has no tokens or has padding, labels differ from the ids,
+            media have no placeholders, modalities share a placeholder, or an argument would not reach the model.
     """
     for name in ("input_ids", "labels"):
         if name not in arguments:
@@ -46,6 +48,8 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
     }
     if _is_read_in_forward(native, arguments, index):
         return _in_forward(native, arguments, ids, trained, index)
+    if (mask := arguments.get("attention_mask")) is not None and not np.all(mask):
+        raise UserError(f"sample {index}: attention_mask has zeros; remove the padding")
     given = {modality: arrays for modality, arrays in features.items() if arrays}
     positions = _placeholder_positions(native, list(given), ids, index)
     spans = [_span(name, native.interfaces[name].token_id, given[name], where) for name, where in positions.items()]
@@ -57,7 +61,7 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         source="samples",
         input_ids=ids,
         loss_mask=trained,
-        position_ids=native.positions(ids, media, token_inputs),
+        position_ids=_positions(arguments, native.positions(ids, media, token_inputs), index),
         spans=tuple(spans),
         index=index,
         token_inputs=token_inputs,
@@ -81,17 +85,31 @@ def _in_forward(
 
 
 def _is_read_in_forward(native: Discovery, arguments: Mapping[str, Any], index: int) -> bool:
-    """Whether only the model's own forward reads some of the media (float arguments with several dims)."""
-    read = {name for interface in native.interfaces.values() for name in interface.arguments}
-    floats = {name for name, value in arguments.items() if (a := np.asarray(value)).dtype.kind == "f" and a.ndim > 1}
-    unread = sorted(floats - read)
-    if unread and native.in_forward and native.forward_arguments.issuperset(unread):
+    """Whether the model's own forward must read the sample, because only it takes some of its arguments."""
+    media = {name for interface in native.interfaces.values() for name in interface.arguments}
+    passed = {"input_ids", "labels", "attention_mask", "position_ids", *native.extras.names, *media}
+    lost = unpassed(arguments, passed, native.forward_arguments)
+    if lost and native.in_forward and native.forward_arguments.issuperset(lost):
         return True
-    if unread:
+    if lost:
         reasons = "".join(f"; {modality}: {why}" for modality, why in native.refused.items())
-        takes = sorted(read) or "only text"
-        raise UserError(f"sample {index}: the model would ignore {', '.join(unread)}; the model reads {takes}{reasons}")
+        takes = sorted(media) or "only text"
+        raise UserError(
+            f"sample {index}: {', '.join(lost)} would not reach the model; omnitrain passes {takes} to it{reasons}"
+        )
     return False
+
+
+def _positions(arguments: Mapping[str, Any], computed: np.ndarray, index: int) -> np.ndarray:
+    """Return the given position ids, or those of the model's own function."""
+    given = arguments.get("position_ids")
+    if given is None:
+        return computed
+    if np.size(given) != computed.size:
+        raise UserError(
+            f"sample {index}: position_ids have the shape {list(np.shape(given))}; expected {list(computed.shape)}"
+        )
+    return np.asarray(given).reshape(computed.shape).astype(np.int64)
 
 
 def _placeholder_positions(

@@ -14,13 +14,15 @@ import torch
 from pydantic import BaseModel, ValidationError
 from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 
+from omnitrain.data.render.hf_visuals import pixel_arguments
+from omnitrain.data.sources.reading import Reading
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.files import load_adapters
 from omnitrain.models.components.protocols import DecoderMixin, EncoderMixin
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.towers import tower_from_source
-from omnitrain.models.encoders.vision import VisionEncoder
+from omnitrain.models.encoders.vision import VisionEncoder, image_processor
 from omnitrain.models.hf.load import (
     Source,
     as_config,
@@ -33,6 +35,7 @@ from omnitrain.models.hf.load import (
     resolve,
 )
 from omnitrain.models.hf.stored_tensor import read_weights, weights_left_in_files
+from omnitrain.models.hf.tied import untie_as_in_files
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.teacher import Teacher
 from omnitrain.peers import is_spread
@@ -80,8 +83,12 @@ def build_foundation_model(
         require_sub_configs(source)
     if isinstance(source, PreTrainedModel) and is_spread(source):
         raise UserError("the model is parallelized already; build a new model for another layout")
+    config = foundation_config(config_at(source)) if isinstance(source, str) else None
+    has_own_head = config is not None and untie_as_in_files(config, foundation_class(config), str(source))
     with _on(init_device), weights_left_in_files():
-        model = resolve(_described(source, init_device), foundation_class, torch_dtype, foundation_config)
+        described = _described(source, init_device)
+        model = resolve(described, foundation_class, torch_dtype, lambda whole: config or foundation_config(whole))
+    model.has_own_head = has_own_head or getattr(model, "has_own_head", False)
     if model.get_output_embeddings() is None:
         raise UserError(
             f"{type(model).__name__} has no language-model head; the foundation must be a causal language model"
@@ -164,6 +171,7 @@ def build_omni_model(
             foundation=as_dict(base.config),
             unused_tensors=getattr(loaded, "unused_tensors", None),
             source_path=getattr(loaded, "source_path", None),
+            has_own_head=getattr(loaded, "has_own_head", False),
             **{
                 kind: {name: as_dict(component.config) for name, component in group.items()}
                 for kind, group in attached.items()
@@ -348,8 +356,20 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         return AudioEncoder(AudioEncoderConfig(**shared, processor=extractor), tower).to(dtype)
     load = partial(AutoImageProcessor.from_pretrained, backend="pil")
     processor = _settings(spec, load, partial(_image_processor_for, tower.config))
-    vision = VisionEncoderConfig(**shared, processor=processor, max_frames=spec.max_frames)
+    processor |= _pixel_limits(name, spec, processor)
+    vision = VisionEncoderConfig(**shared, processor=processor, max_frames=spec.max_frames, fps=spec.fps)
     return VisionEncoder(vision, tower).to(dtype)
+
+
+def _pixel_limits(name: str, spec: Encoder, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the image processor that change for `min_pixels` and `max_pixels`."""
+    if spec.min_pixels is None and spec.max_pixels is None:
+        return {}
+    limits = Reading(min_pixels=spec.min_pixels, max_pixels=spec.max_pixels)
+    try:
+        return pixel_arguments(image_processor(dict(settings)), {}, limits)
+    except UserError as error:
+        raise UserError(f"model.encoders.{name}.{error}") from None
 
 
 def _is_audio(name: str, spec: Encoder) -> bool:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import experts_in
-from omnitrain.ops.experts.weights import matrix_names
+from omnitrain.optim.roles import roles_of
 
 
 def hidden_matrices(model: OmniModel) -> set[nn.Parameter]:
@@ -21,11 +17,9 @@ def hidden_matrices(model: OmniModel) -> set[nn.Parameter]:
     Args:
         model: parallelized or not.
     """
-    matrices: set[Any] = {module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D)}
-    matrices.update(getattr(module, name) for _, module in experts_in(model) for name in matrix_names(module))
     head = model.foundation.get_output_embeddings()
     elsewhere = {model.get_parameter(name) for name in model.adapter_names}
     elsewhere.update(model.foundation.get_input_embeddings().parameters(), head.parameters() if head else ())
     for decoder in model.decoders.values():
         elsewhere.update(decoder.parameters())
-    return matrices - elsewhere
+    return {parameter for parameter, role in roles_of(model).items() if role == "matrix"} - elsewhere

@@ -48,6 +48,7 @@ from omnitrain.models.omni.teacher import Teacher
 from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
 from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import seed_blocks, seed_foundation
+from omnitrain.ops.recompute import recompute_contexts
 from omnitrain.ops.timing import SpanRecorder
 from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import (
@@ -82,6 +83,7 @@ class OmniModel(ComponentModel):
     config_class = OmniConfig
     base_model_prefix = ""
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
     _keep_in_fp32_modules_strict: ClassVar = ["tokenizer"]  # of a decoder: rounded weights would make other codes
 
     encode_recorder: SpanRecorder | None = None  # records the calls of components
@@ -294,6 +296,28 @@ class OmniModel(ComponentModel):
         super().train(mode)
         rest_frozen_statistics(self)
         return self
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Recompute the layers of all components in the backward, as ``gradient_checkpointing`` of HF ``Trainer`` asks.
+
+        Args:
+            activation_checkpointing_kwargs: arguments of ``torch.utils.checkpoint.checkpoint``.
+            options: ``every_n_layers`` and ``offload`` of transformers.
+
+        Raises:
+            UserError: ``use_reentrant`` is true, or the model is parallelized.
+        """
+        given = {"use_reentrant": False, "context_fn": recompute_contexts} | (activation_checkpointing_kwargs or {})
+        if given["use_reentrant"]:
+            raise UserError("use_reentrant: found true; expected false: packed samples need contexts in the recompute")
+        if not self.takes_batches:
+            raise UserError(
+                "gradient checkpointing of a parallelized model: set enable_gradient_checkpointing=True of "
+                "build_parallelize_model, or `recompute` of a component's plan"
+            )
+        super().activation_checkpointing_enable(given, **options)
 
     @property
     def accepts_loss_kwargs(self) -> bool:

@@ -29,7 +29,7 @@ from omnitrain.parallel.expert.dispatch import GroupLink, RankDispatcher
 from omnitrain.parallel.expert.shared_expert import SharedExpertOverlap, shared_experts
 from omnitrain.parallel.expert.tp_dispatch import TPTokenDispatcher
 from omnitrain.parallel.fsdp.shard import device_of
-from omnitrain.recipe.globs import any_layer, matches
+from omnitrain.recipe.globs import any_layer, matches_weight
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 _DISPATCH_STYLE = "ep_dispatch_experts"  # of transformers' expert parallel plans
@@ -77,7 +77,9 @@ def chosen_layers(
     if ep_plan is None:
         planned = set(spread_by_transformers(model))
         return tuple(layer for layer in layers if layer.name in planned) or tuple(layers)
-    return tuple(layer for layer in layers if any(matches(glob, name) for glob in ep_plan for name in layer.weights))
+    return tuple(
+        layer for layer in layers if any(matches_weight(glob, name) for glob in ep_plan for name in layer.weights)
+    )
 
 
 def spread_by_transformers(model: OmniModel) -> list[str]:
@@ -114,11 +116,11 @@ def ep_plan_problems(layers: Mapping[str, Sequence[ExpertLayer]], ep_plan: Mappi
     for glob, dim in ep_plan.items():
         if dim != 0:
             yield f"ep_plan: found dimension {dim} for `{glob}`; dimension 0 of transformers' experts is the expert"
-        if not any(matches(glob, name) for layer in every_layer for name in layer.weights):
+        if not any(matches_weight(glob, name) for layer in every_layer for name in layer.weights):
             allowed = f"expected for example {examples}" if examples else "the model has none"
             yield f"ep_plan: `{glob}` matches no weights of experts; {allowed}"
     for layer in every_layer:
-        is_matched = {name: any(matches(glob, name) for glob in ep_plan) for name in layer.weights}
+        is_matched = {name: any(matches_weight(glob, name) for glob in ep_plan) for name in layer.weights}
         if any(is_matched.values()) and not all(is_matched.values()):
             others = ", ".join(name for name, matched in is_matched.items() if not matched)
             yield f"ep_plan: matches only some weights of {layer.name}; add {others}"

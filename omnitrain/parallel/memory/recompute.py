@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -17,14 +17,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from omnitrain.ops.attention import inside, packed_sequence
-from omnitrain.ops.cpu.unread_rows import reading, rows_read
-from omnitrain.ops.delayed_wgrad import delayed_to, delaying
-from omnitrain.ops.experts import RoutingTape, is_experts
+from omnitrain.ops.experts import is_experts
+from omnitrain.ops.recompute import Contexts, recompute_contexts
 from omnitrain.parallel.tensor.sequence_parallel import dividing, tokens_divided
-
-MakeContext = Callable[[], AbstractContextManager[Any]]
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # The default ops that `selective` saves: matrix products and attention, if the installed torch has them.
 SAVED_OPS = (
@@ -121,44 +116,14 @@ def _checkpoint(function: partial[Any], args: Sequence[Any], contexts: Callable[
 
 
 def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:
-    """The contexts of forward and recompute; the recompute runs after the pack's context was left.
+    """The contexts of forward and recompute; the recompute runs after the pack's context was left."""
+    divided = partial(dividing, tokens_divided())
+    if saved_ops is None:
+        return recompute_contexts(has_routers, in_recompute=[divided])
 
-    The recompute replays routing: rounding may differ, and a token that then went to another expert would have another
-    gradient, or change the number of rows on some rank.
-    """
-    forward: list[MakeContext] = []
-    recompute: list[MakeContext] = [
-        partial(inside, packed_sequence()),
-        partial(reading, rows_read()),
-        partial(dividing, tokens_divided()),
-        partial(delaying, delayed_to()),
-    ]
-    if has_routers:
-        tape = RoutingTape()
-        forward, recompute = [tape.recording], [*recompute, tape.replaying]
-    if saved_ops is not None:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_saved = op in saved_ops or op.overloadpacket in saved_ops
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            is_saved = op in saved_ops or op.overloadpacket in saved_ops
-            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-        saving, replaying = create_selective_checkpoint_contexts(policy)
-        forward, recompute = [*forward, lambda: saving], [*recompute, lambda: replaying]
-    return _Inside(forward), _Inside(recompute)
-
-
-class _Inside(AbstractContextManager[None]):
-    """Enters new contexts from all ``makers`` each time; a graph's recompute may run several times."""
-
-    def __init__(self, makers: Sequence[MakeContext]) -> None:
-        self._makers = makers
-        self._entered: list[ExitStack] = []
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for make in self._makers:
-                stack.enter_context(make())
-            self._entered.append(stack.pop_all())
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
+    saving, replaying = create_selective_checkpoint_contexts(policy)
+    return recompute_contexts(has_routers, [lambda: saving], [divided, lambda: replaying])

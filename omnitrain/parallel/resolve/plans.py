@@ -25,7 +25,7 @@ from omnitrain.parallel.resolve.sections import (
 from omnitrain.parallel.resolve.sources import STATE_AXIS, CallFlags, Request
 from omnitrain.parallel.state import ParallelState, state_without_groups
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
-from omnitrain.recipe.globs import matches
+from omnitrain.recipe.globs import matches_weight
 from omnitrain.recipe.parallel import AXES, FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PlanError, raise_problems
 
 
@@ -65,7 +65,9 @@ def resolve_plans(
     problems += model_problems(model, layers, plan, main)
     every_name = [name for of_component in names.values() for name in of_component]
     ep_globs = {
-        glob: dim for glob, dim in (plan.ep_plan or {}).items() if any(matches(glob, name) for name in every_name)
+        glob: dim
+        for glob, dim in (plan.ep_plan or {}).items()
+        if any(matches_weight(glob, name) for name in every_name)
     }
     problems += ep_plan_problems(layers, ep_globs)
     plans = {}

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from PIL import Image
 
 from omnitrain.data.chat.parts import MediaPart
-from omnitrain.data.sources.media import Waveform, decode_medium
+from omnitrain.data.sources.clips import Choose, Clip
+from omnitrain.data.sources.media import MediaFile, Waveform, decode_medium
 from omnitrain.data.sources.rows import Row
+
+FramesOf = Callable[[MediaPart, MediaFile], Choose]
 
 
 @dataclass(frozen=True)
 class Medium:
     """An image, a sound, or the frames of a video; ``words`` say what it is and how large."""
 
-    content: Image.Image | Waveform | list[Image.Image]
+    content: Image.Image | Waveform | Clip
     words: str
 
 
-def medium_of(row: Row, part: MediaPart, max_frames: int) -> Medium:
+def medium_of(row: Row, part: MediaPart, frames: FramesOf) -> Medium:
     """Decode the medium of a part.
 
     Args:
         row: the data row.
         part: the part.
-        max_frames: most frames that are read of a video.
+        frames: chooses the frames of a video.
 
     Raises:
         ValueError: it is missing or damaged.
     """
     with row.open_media(part.modality, part.position) as file:
-        content = decode_medium(part.modality, file, max_frames)
+        content = decode_medium(part.modality, file, frames(part, file))
     if isinstance(content, Image.Image):
         words = f"image of {content.width} x {content.height} pixels"
     elif isinstance(content, Waveform):
         words = f"sound of {len(content.samples) / content.rate:.2f} s, {content.rate:,} Hz"
     else:
-        words = f"video of {len(content)} frames of {content[0].width} x {content[0].height} pixels"
+        shown, times = content.frames, content.times
+        span = f", {times[0]:.1f} to {times[-1]:.1f} s" if times else ""
+        words = f"video of {len(shown)} frames of {shown[0].width} x {shown[0].height} pixels{span}"
     return Medium(content, words)

@@ -51,6 +51,7 @@ class SourceStats:
         predicted: share of its tokens that the loss has.
         tokens: ``text``, ``image``, ``image predicted``, ... -> share of its tokens.
         items: modality -> images, sounds or videos of a sample, on average.
+        lowered: number of videos that a limit of frames reads at a lower rate.
     """
 
     name: str
@@ -60,6 +61,7 @@ class SourceStats:
     predicted: float
     tokens: Mapping[str, float]
     items: Mapping[str, float]
+    lowered: int
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,12 @@ class DataNumbers:
     lengths: Histogram
     fills: Histogram
     unread: Sequence[str] = ()
+
+    @property
+    def of_lowered(self) -> str:
+        """What to say of videos whose rate is lowered; empty if there are none."""
+        found = [f"{one.lowered:,} of {one.name}" for one in self.sources if one.lowered]
+        return f"videos that `max_frames` reads at a lower rate: {', '.join(found)}" if found else ""
 
     @classmethod
     def of(
@@ -226,6 +234,7 @@ def _source(name: str, rows: Sequence[Measured]) -> SourceStats:
         predicted=sum(sample.num_predicted for sample in samples) / total,
         tokens={kind: count / total for kind, count in sorted(tokens.items())},
         items={modality: count / len(samples) for modality, count in sorted(items.items())},
+        lowered=sum(sample.lowered for sample in samples),
     )
 
 

@@ -14,7 +14,7 @@ from omnitrain.page.html import Cell, Raw, chapter, figure, note, swatch, table
 from omnitrain.page.svg import NUM_COLORS
 from omnitrain.report.chapters.plots import Plots, grid
 from omnitrain.report.curves import Curve
-from omnitrain.report.data.medium import Medium, medium_of
+from omnitrain.report.data.medium import FramesOf, Medium, medium_of
 from omnitrain.report.data.pack_view import GapView, ItemView, PackView, Piece, RejectedView, SampleView, TokenView
 from omnitrain.report.figures import Bar, draw_bars, draw_curves
 from omnitrain.report.media import MediaBudget
@@ -33,11 +33,11 @@ class PackPages:
     Args:
         plots: draws figures.
         budget: room for media.
-        max_frames: most frames that are read of a video.
+        frames: chooses the frames of a video.
     """
 
-    def __init__(self, plots: Plots, budget: MediaBudget, max_frames: int) -> None:
-        self._plots, self._budget, self._max_frames = plots, budget, max_frames
+    def __init__(self, plots: Plots, budget: MediaBudget, frames: FramesOf) -> None:
+        self._plots, self._budget, self._frames = plots, budget, frames
 
     def pack(self, number: int, pack: PackView) -> str:
         """Return the chapter of a pack; ``number``: its place among all, from 1."""
@@ -120,7 +120,7 @@ class PackPages:
 
     def _medium(self, row: Row, part: MediaPart) -> str:
         try:
-            return _shown(medium_of(row, part, self._max_frames), self._budget)
+            return _shown(medium_of(row, part, self._frames), self._budget)
         except ValueError as error:
             return f'<span class="bad">{escape(str(error))}</span>'
 
@@ -131,7 +131,7 @@ def _shown(medium: Medium, budget: MediaBudget) -> str:
         return budget.image(content, medium.words)
     if isinstance(content, Waveform):
         return budget.sound(content.samples, content.rate, medium.words)
-    return budget.frames(content, medium.words)
+    return budget.frames(content.frames, medium.words)
 
 
 def _token(token: TokenView) -> str:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from omnitrain.data.chat.parts import MediaPart
 from omnitrain.data.sources.rows import Row
-from omnitrain.report.data.medium import medium_of
+from omnitrain.report.data.medium import FramesOf, medium_of
 from omnitrain.report.data.pack_view import GapView, ItemView, PackView, RejectedView, SampleView, TokenView
 
 _COLORS = ("blue", "dark_orange", "green", "magenta", "yellow", "cyan", "red")
@@ -17,20 +17,20 @@ _BAR = 60  # characters of the bar of a full pack
 _LETTERS = 400  # of the messages of a rejected row
 
 
-def pack_lines(number: int, pack: PackView, max_frames: int) -> Iterator[RenderableType]:
+def pack_lines(number: int, pack: PackView, frames: FramesOf) -> Iterator[RenderableType]:
     """Yield the lines about a pack.
 
     Args:
         number: its place among all, from 1.
         pack: the pack.
-        max_frames: most frames that are read of a video.
+        frames: chooses the frames of a video.
     """
     predicted = ", ".join(f"{name} {count:,}" for name, count in pack.predicted.items() if count) or "none"
     words = f"{len(pack.samples)} samples, {pack.num_tokens:,} of {pack.capacity:,} tokens ({pack.fill:.1%} full)"
     yield Text.assemble((f"pack {number}", "bold"), f": {words}; predicted: {predicted}")
     yield _bar(pack)
     for index, sample in enumerate(pack.samples):
-        yield from _sample(sample, _color(index), max_frames)
+        yield from _sample(sample, _color(index), frames)
 
 
 def rejected_lines(rows: Sequence[RejectedView]) -> Iterator[RenderableType]:
@@ -59,7 +59,7 @@ def _bar(pack: PackView) -> Text:
     return text.append("\u2591" * (_BAR - done), style="dim")
 
 
-def _sample(sample: SampleView, color: str, max_frames: int) -> Iterator[RenderableType]:
+def _sample(sample: SampleView, color: str, frames: FramesOf) -> Iterator[RenderableType]:
     positions = ", ".join(f"{first} to {last}" for first, last in sample.positions)
     name = f"{sample.row.source}: {sample.row.id}"
     yield Text.assemble((name, f"bold {color}"), f": {sample.num_tokens:,} tokens, positions {positions}")
@@ -75,21 +75,21 @@ def _sample(sample: SampleView, color: str, max_frames: int) -> Iterator[Rendera
         elif isinstance(piece, GapView):
             text.append(f" ({piece.num_tokens:,} tokens are not shown) ", style="dim")
         else:
-            text.append(_item(piece, sample, max_frames), style=f"bold {color}" if piece.is_predicted else color)
+            text.append(_item(piece, sample, frames), style=f"bold {color}" if piece.is_predicted else color)
     yield text.append("]]" * is_open, style="dim")
     if sample.others:
-        words = ", ".join(_medium(sample.row, part, max_frames) for part in sample.others)
+        words = ", ".join(_medium(sample.row, part, frames) for part in sample.others)
         yield Text(f"  media that the foundation's own forward places: {words}", style=color)
 
 
-def _item(item: ItemView, sample: SampleView, max_frames: int) -> str:
+def _item(item: ItemView, sample: SampleView, frames: FramesOf) -> str:
     words = f"{item.component} {'writes' if item.is_predicted else 'reads'} {item.num_tokens:,} tokens"
-    return f"<{words}: {_medium(sample.row, item.part, max_frames)}>" if item.part is not None else f"<{words}>"
+    return f"<{words}: {_medium(sample.row, item.part, frames)}>" if item.part is not None else f"<{words}>"
 
 
-def _medium(row: Row, part: MediaPart, max_frames: int) -> str:
+def _medium(row: Row, part: MediaPart, frames: FramesOf) -> str:
     """What a medium is, or why it cannot be read now."""
     try:
-        return medium_of(row, part, max_frames).words
+        return medium_of(row, part, frames).words
     except ValueError as error:
         return str(error)

@@ -12,6 +12,7 @@ from rich.text import Text
 from omnitrain.page.text import as_text
 from omnitrain.page.whole import own_prefix, part_of_notebook, whole_page
 from omnitrain.page.write import has_matplotlib, require_matplotlib, write_page
+from omnitrain.report.data.medium import FramesOf
 from omnitrain.report.data.pack_text import pack_lines, rejected_lines
 from omnitrain.report.data.pack_view import PackView, RejectedView
 
@@ -27,14 +28,14 @@ class DataPreview:
         name: name of the recipe.
         packs: the packs, as the model gets them.
         rejected: rows that were read for these packs, and that training skips.
-        max_frames: most frames that are read of a video.
+        frames: chooses the frames of a video, as the model reads them.
         unread: keys of the data sets that nothing reads, in words.
     """
 
     name: str
     packs: tuple[PackView, ...]
     rejected: tuple[RejectedView, ...]
-    max_frames: int
+    frames: FramesOf
     unread: tuple[str, ...] = ()
 
     def save(self, file: str | Path) -> Path:
@@ -50,7 +51,7 @@ class DataPreview:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for number, pack in enumerate(self.packs, 1):
-            yield from pack_lines(number, pack, self.max_frames)
+            yield from pack_lines(number, pack, self.frames)
         yield from rejected_lines(self.rejected)
         yield from (Text(f"note: {line}") for line in self.unread)
 
@@ -68,7 +69,7 @@ class DataPreview:
         from omnitrain.report.media import MediaBudget
 
         budget = MediaBudget(_MEDIA_ROOM)
-        pages = PackPages(Plots([self.name], prefix), budget, self.max_frames)
+        pages = PackPages(Plots([self.name], prefix), budget, self.frames)
         rejected = pages.rejected(self.rejected)  # first, so that they have room
         packs = [pages.pack(number, pack) for number, pack in enumerate(self.packs, 1)]
         return [*packs, rejected, *unread_chapter(self.unread)]

@@ -66,7 +66,8 @@ def _modalities(stats: DataNumbers, plots: Plots) -> str:
         for source in stats.sources
     ]
     legend = Raw(" ".join(f"{swatch(index % NUM_COLORS)}{text_of(kind)}" for index, kind in enumerate(kinds)))
-    return chapter("modalities", "Modalities", [figure(svg, title, is_wide=True), legend.text, table(titles, rows)])
+    shown = [figure(svg, title, is_wide=True), legend.text, table(titles, rows), note(stats.of_lowered)]
+    return chapter("modalities", "Modalities", shown if stats.of_lowered else shown[:-1])
 
 
 def _packs(stats: DataNumbers, plots: Plots) -> str:

@@ -18,6 +18,8 @@ def stats_lines(stats: DataNumbers) -> Iterator[RenderableType]:
     yield _data_sets(stats)
     yield _lengths(stats)
     yield _shares(stats)
+    if stats.of_lowered:
+        yield Text(stats.of_lowered)
     yield from _histogram("tokens of samples", stats.lengths)
     yield _packing(stats)
     yield from _histogram(f"tokens of packs, at most {stats.pack_tokens:,}", stats.fills)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from omnitrain.page.text import width_of_text
 from omnitrain.train.launch.environment import global_rank
 
-_COLUMNS = 120  # without a terminal
+_COLUMNS = 120  # without a terminal, and without COLUMNS
 
 console = Console(highlight=False, quiet=global_rank() > 0)
 if not console.is_terminal:
-    console = Console(highlight=False, quiet=global_rank() > 0, width=_COLUMNS)
+    console = Console(highlight=False, quiet=global_rank() > 0, width=width_of_text(_COLUMNS))

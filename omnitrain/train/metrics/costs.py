@@ -257,7 +257,10 @@ def advice(costs: Costs, facts: Facts) -> list[str]:
             "many packs"
         )
     if facts.fill < 0.85:
-        found.append(f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better")
+        found.append(
+            f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better, unless each "
+            "of the train.micro_batches packs has few rows in an epoch, which it ends before the next one"
+        )
     return found
 
 

@@ -12,9 +12,11 @@ from transformers.utils import logging as hf_logging
 
 from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.components.contract import Contract
+from omnitrain.models.hf.tied import OWN_HEAD
 from omnitrain.models.hf.unused_weights import unused_line
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import ComponentRow
+from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.hub_retries import tell_of_hub_retries
 
@@ -67,6 +69,12 @@ def show_added_tokens(model: OmniModel) -> None:
             f"embeddings {f'train, {rows}' if trains else 'do not train, because these are frozen'}",
             soft_wrap=True,
         )
+
+
+def show_own_head(config: OmniConfig) -> None:
+    """Print that the head is not tied, if the config of the foundation's checkpoint says that it is."""
+    if config.has_own_head:
+        console.print(OWN_HEAD, markup=False)
 
 
 def show_kept_memory(by_source: Mapping[str, float], pack_tokens: int) -> None:

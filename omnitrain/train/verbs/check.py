@@ -50,7 +50,13 @@ from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.launch.environment import world_size
 from omnitrain.train.lr_groups import decays_of, matrices_of, peaks_of
 from omnitrain.train.metrics.console import console
-from omnitrain.train.metrics.display import quiet_libraries, show_components, show_contract, show_unused
+from omnitrain.train.metrics.display import (
+    quiet_libraries,
+    show_components,
+    show_contract,
+    show_own_head,
+    show_unused,
+)
 from omnitrain.train.metrics.trackers import require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
 from omnitrain.train.precision import compute_dtype, mixed_precision
@@ -287,6 +293,7 @@ def _require_experts(model: OmniModel, settings: ExpertsBalance) -> None:
 def _show_model(model: OmniModel) -> None:
     show_components(component_rows(model))
     show_unused(model.config.unused_tensors)
+    show_own_head(model.config)
     show_contract(model.runner.contract, in_full=True)
 
 
@@ -305,7 +312,10 @@ def _check_rows(
                 problems.attempt(functools.partial(with_teacher_inputs, Pack.from_samples([sample]), teachers))
             length = sum(piece.input_ids.size for piece in sample.pieces)
             trained = sum(map(_num_trained, sample.pieces))
-            console.print(f"{kind} {name}: the first row has {length} tokens, {trained} of them trained")
+            which = f"row {sample.index + 1}, the first that is not skipped," if sample.index else "the first row"
+            console.print(f"{kind} {name}: {which} has {length} tokens, {trained} of them trained")
+            if lowered := sum(piece.num_lowered for piece in sample.pieces):
+                console.print(f"{kind} {name}: `max_frames` lowers the rate of {lowered} video of this row")
     return problems
 
 

@@ -9,7 +9,7 @@ from omnitrain.data.loading.measure import Measured, Packing, measure, pack_meas
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.render.unread_keys import unread_notes
-from omnitrain.data.sources.rows import open_sources
+from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.recipe import Recipe
@@ -57,15 +57,27 @@ def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, ro
                 activity.update(f"measuring {source.name}: {len(found):,} of {min(rows, len(source)):,} rows")
             measured.append(found)
     unread = unread_notes(sources, processor.renderer, resolved)
-    return DataStats.of(name, resolved, sources, measured, _packing(resolved, measured, budget, contract), unread)
+    packing = _packing(resolved, sources, measured, budget, contract)
+    return DataStats.of(name, resolved, sources, measured, packing, unread)
 
 
 def _packing(
-    recipe: Recipe, measured: Sequence[Sequence[Measured]], budget: PackBudget, contract: Contract
+    recipe: Recipe,
+    sources: Sequence[RowSource],
+    measured: Sequence[Sequence[Measured]],
+    budget: PackBudget,
+    contract: Contract,
 ) -> Packing | None:
     """Fill packs as a run does; None: all rows were rejected."""
     if all(isinstance(row, Rejected) for rows in measured for row in rows):
         return None
-    packs = min(_MOST_PACKS, recipe.train.steps * recipe.train.micro_batches)
-    alone = not contract.packs
-    return pack_measures(measured, recipe.data, budget, seed=recipe.train.seed, packs=packs, alone=alone)
+    slots = recipe.train.micro_batches if [*map(len, measured)] == [*map(len, sources)] else None
+    return pack_measures(
+        measured,
+        recipe.data,
+        budget,
+        seed=recipe.train.seed,
+        packs=min(_MOST_PACKS, recipe.train.steps * recipe.train.micro_batches // (slots or 1)),
+        alone=not contract.packs,
+        slots=slots,
+    )

@@ -22,6 +22,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.hf.load import config_at, foundation_config
 from omnitrain.models.hf.quantized import QUANTIZATION
 from omnitrain.models.hf.source_checkpoint import MatchedWeights, SourceCheckpoint
+from omnitrain.models.hf.tied import is_tied
 from omnitrain.models.hf.unused_weights import counted, listed
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf")
@@ -95,13 +96,19 @@ def _is_processor_of(processor: OmniProcessor, source: Path) -> bool:
 def _change_configs(
     folder: Path, whole: PreTrainedConfig, model: PreTrainedModel, end: int, dtype: torch.dtype | None
 ) -> None:
-    """Write the vocabulary, the end token and ``dtype`` into the configs; where they are the same, files stay so."""
+    """Write what is not that of the source into the configs; where nothing is, the files stay as they are.
+
+    That may be the vocabulary, the end token, ``dtype``, and a head of its own.
+    """
     raw = json.loads((folder / CONFIG_NAME).read_text())
-    text = _node(raw, _path_of(whole, foundation_config(whole).get_text_config(decoder=True)) or [])
+    part = foundation_config(whole)
+    text = _node(raw, _path_of(whole, part.get_text_config(decoder=True)) or [])
     generation_file = folder / GENERATION_CONFIG_NAME
     generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
     before = json.dumps([raw, generation])
     raw.pop(QUANTIZATION, None)
+    if is_tied(part) and not is_tied(model.config):
+        text["tie_word_embeddings"] = _node(raw, _path_of(whole, part) or [])["tie_word_embeddings"] = False
     rows = model.get_input_embeddings().weight.size(0)
     if text.get("vocab_size", rows) != rows:
         text["vocab_size"] = rows

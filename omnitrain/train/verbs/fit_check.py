@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import config_at, foundation_class, foundation_config, load_strictly, model_class
+from omnitrain.models.hf.tied import untie_as_in_files
 from omnitrain.models.omni.build import omni_config_at
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import Model
@@ -50,6 +51,7 @@ def weights_problems(recipe: Model) -> list[str]:
                 config, class_of = config_at(path), model_class
                 if key == "model.foundation" or key.startswith("model.teachers."):
                     config, class_of = foundation_config(config), foundation_class
+                    untie_as_in_files(config, class_of(config), path)
                 model = load_strictly(class_of(config), path, allow_extra=True, device_map="meta", config=config)
                 show_unused(model.unused_tensors if key == "model.foundation" else None)
         except UserError as error:

@@ -52,10 +52,8 @@ def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs
         for pack in drawn[:packs]
     ]
     rejected = [view_rejected(one, _row(loader, one.index)) for one in loader.rejected.values()]
-    reader = processor.readers.get("video")
-    max_frames = reader[1].max_frames if reader is not None else resolved.data.max_frames
     unread = unread_notes(loader.sources, processor.renderer, resolved)
-    return DataPreview(name, tuple(views), tuple(rejected), max_frames, tuple(unread))
+    return DataPreview(name, tuple(views), tuple(rejected), processor.frames_of, tuple(unread))
 
 
 def recipe_and_name(recipe: Recipe | str | Path, overrides: Sequence[str]) -> tuple[Recipe, str]:

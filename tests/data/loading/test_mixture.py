@@ -33,7 +33,7 @@ def text(name: str, length: int) -> Sample:
 class Ready:
     """In place of a processor: its rows are samples already. Those of ``books`` have three pieces."""
 
-    def sample(self, row: Sample, max_tokens: int | None, *, without_tail: bool) -> Sample:
+    def sample(self, row: Sample, max_tokens: int | None, **options: bool) -> Sample:
         if row.source != "books":
             return row
         pieces = [replace(row, piece=piece, num_pieces=3) for piece in range(3)]

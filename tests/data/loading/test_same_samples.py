@@ -12,6 +12,7 @@ import pytest
 
 from omnitrain.data.loading.same_samples import SameSamples
 from omnitrain.data.render import component_media
+from omnitrain.data.sources.clips import Choose
 from omnitrain.data.sources.media import MediaFile, decode_medium
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.step.media_dispatch import StepBatch
@@ -27,10 +28,10 @@ def train(recipe: Path, overrides: Sequence[str]) -> Indices:
     trainer, indices = Trainer(Recipe.load(str(recipe), list(overrides))), Indices()
     inner = trainer.train_step
 
-    def decode(modality: str, file: MediaFile, max_frames: int) -> object:
+    def decode(modality: str, file: MediaFile, choose: Choose) -> object:
         with open(recipe.parent / "decoded", "a") as log:
             log.write(f"{modality} {zlib.crc32(file.begun().read())}\n")
-        return decode_medium(modality, file, max_frames)
+        return decode_medium(modality, file, choose)
 
     def train_step(batch: StepBatch) -> tuple[float, float]:
         indices.extend(pack.info.indices for pack in batch.packs)

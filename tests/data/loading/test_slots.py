@@ -54,7 +54,7 @@ class Ready:
     def __init__(self, bad: Collection[str] = ()) -> None:
         self.bad = bad
 
-    def sample(self, row: Sample, max_tokens: int | None, *, without_tail: bool) -> Sample | Rejected:
+    def sample(self, row: Sample, max_tokens: int | None, **options: bool) -> Sample | Rejected:
         return Rejected(row.id, row.source, "broken") if row.id in self.bad else row
 
 

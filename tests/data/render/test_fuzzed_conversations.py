@@ -16,6 +16,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render import expansion
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
+from omnitrain.data.sources.clips import Clip, evenly
 from omnitrain.data.sources.media import MediaFile, decode_audio, decode_clip, decode_image, decode_medium
 from omnitrain.data.sources.rows import Row
 from tests.data.chat.tool_templates import SPECIAL, TEMPLATES, TURNS
@@ -44,7 +45,8 @@ def features_of(modality: str, data: bytes, is_written: bool) -> tuple[str, dict
     readers, writers = adapters()
     (found,) = [(n, a) for n, a in (writers if is_written else readers).items() if modality in a.modalities]
     name, adapter = found
-    return name, *adapter.prepare(modality, decode_medium(modality, MediaFile.of(data), adapter.max_frames))
+    medium = decode_medium(modality, MediaFile.of(data), evenly(adapter.max_frames))
+    return name, *adapter.prepare(modality, medium.frames if isinstance(medium, Clip) else medium)
 
 
 def size_of(modality: str, data: bytes, is_written: bool) -> tuple[str, int]:
@@ -101,7 +103,9 @@ def by_transformers(made: Any, row: Row) -> dict[str, np.ndarray]:
         details += [p["video"][1] for p in shown if "video" in p]
         shown = [p | {"video": p["video"][0]} if "video" in p else p for p in shown]
         messages.append({"role": message["role"], "content": shown})
-    options = {"return_tensors": "pt"} | ({"video_metadata": [details]} if details else {})
+    options: dict[str, Any] = {"return_tensors": "pt"} | ({"video_metadata": [details]} if details else {})
+    if details:
+        options["videos_kwargs"] = {"fps": details[0]["fps"]}
     whole = made.apply_chat_template(messages, tokenize=True, return_dict=True, processor_kwargs=options)
     return {name: np.asarray(value) for name, value in whole.items()}
 
@@ -112,7 +116,7 @@ def decoded(modality: str, data: bytes) -> Any:
     if modality == "video":
         clip = decode_clip(file, 99)
         frames = np.stack([np.asarray(frame) for frame in clip.frames])
-        return frames, expansion._metadata(len(frames), clip.rate)
+        return frames, expansion.video_metadata(clip)
     return decode_image(file) if modality == "image" else decode_audio(file).resampled(16_000).samples
 
 

@@ -84,8 +84,10 @@ def plain(family: str, conversation: Row) -> dict[str, np.ndarray]:
         return {"type": "text", "text": p["text"]} if kind == "text" else {"type": kind, kind: next(waiting[kind])}
 
     messages = [{"role": m["role"], "content": [shown(p) for p in m["content"]]} for m in conversation.messages]
-    details = [expansion._metadata(len(clip.frames), clip.rate) for clip in media["video"]]
-    options = {"return_tensors": "pt"} | ({"video_metadata": [details]} if details else {})
+    details = [expansion.video_metadata(clip) for clip in media["video"]]
+    options: dict[str, Any] = {"return_tensors": "pt"} | ({"video_metadata": [details]} if details else {})
+    if details:  # a rate that processors may read, as users of Qwen's utilities give it
+        options["videos_kwargs"] = {"fps": details[0]["fps"]}
     processor = FAMILIES[family]()[0]
     made = processor.apply_chat_template(messages, tokenize=True, return_dict=True, processor_kwargs=options)
     return {name: np.asarray(value) for name, value in made.items()}
@@ -276,6 +278,21 @@ def test_a_processor_of_another_model_is_refused() -> None:
     other = dataclasses.replace(native, placeholders={"image": 5000})
     with pytest.raises(UserError, match=r"row 'r': the processor's text has no placeholder token 5000 for this image"):
         OmniProcessor(TemplateRenderer(made, other), {}, {}).sample(row("i", "b"))
+
+
+def test_an_output_that_the_foundation_takes_and_would_not_get_is_refused() -> None:
+    made, native = FAMILIES["qwen2_vl"]()
+    taken = {
+        "forward_arguments": frozenset({"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"})
+    }
+    passed = {"image": ("pixel_values",), "video": ("pixel_values_videos", "video_grid_thw")}
+    native = dataclasses.replace(native, media_arguments=passed, **taken)
+    processor = OmniProcessor(TemplateRenderer(made, native), {}, {})
+    with pytest.raises(
+        UserError, match=r"Qwen2VLProcessor returns image_grid_thw for image; .* passes only pixel_values"
+    ):
+        processor.sample(row("i+what", "A"))
+    assert processor.sample(row("v+what", "A")).spans
 
 
 @pytest.mark.parametrize("family", ROWS)

@@ -374,7 +374,7 @@ def test_a_hub_data_set_is_asked_for_its_subset_and_revision(monkeypatch: pytest
     ("row", "columns", "problem"),
     [
         ({"a": 3}, {"response": "a"}, "column 'a' has 3, expected a text"),
-        ({"a": None}, {"text": "a"}, "column 'a' has None, expected a text"),
+        ({"a": None}, {"text": "a"}, "column 'a' has no value, expected a text"),
         ({"a": ""}, {"text": "a"}, "the document is empty"),
     ],
 )

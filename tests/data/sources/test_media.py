@@ -8,6 +8,7 @@ import pytest
 import soundfile
 from PIL import AvifImagePlugin, ExifTags, Image, ImageSequence
 
+from omnitrain.data.sources import clips
 from omnitrain.data.sources.media import (
     MediaFile,
     Waveform,
@@ -61,6 +62,88 @@ def test_sound_that_is_not_finite_is_damage() -> None:
     soundfile.write(stream, np.array([0.1, np.nan, 0.2]), 8000, format="WAV", subtype="FLOAT")
     with pytest.raises(ValueError, match="NaN or infinite"):
         decode_audio(MediaFile(stream))
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> MediaFile:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return MediaFile(stream)
+
+
+STROKE = np.zeros((8, 8), np.uint8)
+STROKE[2:6, 3:5] = 255  # opaque; all colours are black, hidden ones, too
+SHEET = np.stack([np.zeros_like(STROKE)] * 3 + [STROKE], axis=-1)
+
+
+def palette() -> Image.Image:
+    sheet = Image.fromarray(STROKE // 255).convert("P")
+    sheet.putpalette([0, 0, 0] * 2)
+    return sheet
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        saved(Image.fromarray(SHEET)),
+        saved(Image.fromarray(SHEET[..., 2:])),
+        saved(palette(), transparency=0),
+        saved(palette(), "GIF", transparency=0),
+        saved(Image.fromarray(SHEET), "WEBP", lossless=True, exact=True),
+        saved(Image.fromarray(SHEET), "TIFF"),
+        saved(Image.fromarray(SHEET[..., :3] + (255 - STROKE[..., None])), transparency=(255, 255, 255)),
+    ],
+    ids=["RGBA", "LA", "palette", "GIF", "WebP", "TIFF", "colour"],
+)
+def test_what_is_transparent_is_a_white_page(file: MediaFile) -> None:
+    np.testing.assert_array_equal(np.asarray(decode_image(file)), 255 - STROKE[..., None].repeat(3, axis=-1))
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "PNG", "GIF"])
+def test_frames_of_an_animation_are_on_white_too(kind: str) -> None:
+    frames = [Image.fromarray(np.roll(SHEET, index, axis=1)) for index in range(3)]
+    options = {"lossless": True, "exact": True} if kind == "WEBP" else {"disposal": 2}
+    clip = decode_clip(saved(frames[0], kind, save_all=True, append_images=frames[1:], duration=100, **options), 3)
+    for index, frame in enumerate(clip.frames):
+        np.testing.assert_array_equal(np.asarray(frame)[..., 0], 255 - np.roll(STROKE, index, axis=1))
+
+
+@pytest.mark.parametrize("room", [0, clips._KEPT_BYTES])
+@pytest.mark.parametrize("kind", ["WEBP", "PNG", "GIF"])
+def test_frames_of_an_animation_are_evenly_spaced_in_time(
+    kind: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clips, "_KEPT_BYTES", room)
+    frames = [Image.new("RGB", (16, 16), (12 * index, 0, 0)) for index in range(21)]
+    durations = [100] * 11 + [1000] * 10  # 1.1 s at 10 fps, then 1 fps
+    options = {"lossless": True} if kind == "WEBP" else {}
+    file = saved(frames[0], kind, save_all=True, append_images=frames[1:], duration=durations, **options)
+    clip = decode_clip(file, 6)
+    assert clip.times == pytest.approx([0, 2.1, 4.1, 6.1, 8.1, 10.1])
+    assert [round(np.asarray(frame)[0, 0, 0] / 12) for frame in clip.frames] == [0, 12, 14, 16, 18, 20]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "kind", "shown"),
+    [
+        (np.array([[0, 0.5, 1]], np.float32), "TIFF", [0, 128, 255]),
+        (np.array([[0, 100, 255]], np.float32), "TIFF", [0, 100, 255]),
+        (np.array([[0, 100, 255]], np.int32), "TIFF", [0, 100, 255]),
+        (np.array([[0, 50_000, 65_535]], np.int32), "TIFF", [0, 195, 255]),
+        (np.array([[0, 50_000, 100_000]], np.int32), "TIFF", [0, 128, 255]),
+        (np.array([[0, 2048, 4095]], np.uint16), "TIFF", [0, 128, 255]),
+        (np.array([[0, 25_700, 65_535]], np.uint16), "TIFF", [0, 100, 255]),
+        (np.array([[0, 2570, 4112]], np.uint16), "PNG", [0, 10, 16]),
+    ],
+    ids=["unit", "bytes as floats", "bytes", "16 bits", "more", "12 bits", "16", "PNG"],
+)
+def test_pixels_that_are_no_bytes_are_scaled(pixels: np.ndarray, kind: str, shown: list[int]) -> None:
+    np.testing.assert_allclose(np.asarray(decode_image(saved(Image.fromarray(pixels), kind)))[0, :, 0], shown, atol=0.5)
+
+
+@pytest.mark.parametrize("pixels", [[[-1.0, 1.0]], [[0.0, np.nan]], [[0.0, np.inf]]])
+def test_pixels_that_are_no_colours_are_damage(pixels: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match=r"its pixels are from .* to .*; expected numbers from 0"):
+        decode_image(saved(Image.fromarray(np.array(pixels, np.float32)), "TIFF"))
 
 
 def test_sixteen_bit_images_are_scaled_not_clipped() -> None:
@@ -179,9 +262,20 @@ def test_a_part_that_is_none_is_an_error(start: Any, stop: Any) -> None:
         pass
 
 
-def test_only_a_sound_has_parts() -> None:
-    file = {"path": "a.webm", "start": 1.0}
-    with pytest.raises(ValueError, match="only a sound may have"), sound_row(file).open_media("video", 0):
+@pytest.mark.parametrize(
+    ("file", "modality", "message"),
+    [
+        ({"start": 1.0}, "image", "image 1 has 'start', which only audio or video may have"),
+        ({"fps": 1.0}, "audio", "audio 1 has 'fps', which only video may have"),
+        ({"fps": 1.0, "nframes": 4}, "video", "video 1 has 'nframes' and another key that says the same"),
+        ({"start": 1, "video_start": 1}, "video", "video 1 has 'video_start' and another key that says the same"),
+        ({"max_pixels": 0}, "image", "image 1 has max_pixels 0; expected a number above 0"),
+        ({"nframes": 2.5}, "video", "video 1 has num_frames 2.5; expected a number above 0"),
+    ],
+)
+def test_keys_that_a_medium_cannot_have_are_named(file: dict[str, Any], modality: str, message: str) -> None:
+    row = Row("a", "s", [], {modality: [{"path": "a"} | file]}, {})
+    with pytest.raises(ValueError, match=message), row.open_media(modality, 0):
         pass
 
 
@@ -205,7 +299,7 @@ def test_half_an_hour_of_video_is_decoded_at_as_many_frames_as_half_a_minute(mon
         clip = decode_clip(file, max_frames=4)
         assert len(clip.frames) == 4 and clip.rate == pytest.approx(3 / (length - 2))
         sought[length] = frames
-    assert sought == {30: [0, 0, 5, 9, 14], 1800: [0, 0, 300, 599, 899]}  # the first 0: Pillow opens the file
+    assert sought == {30: [0, 14, 0, 5, 9], 1800: [0, 899, 0, 300, 599]}  # the first 0: Pillow opens the file
     monkeypatch.undo()
     every = [frame.convert("RGB").tobytes() for frame in ImageSequence.Iterator(Image.open(files[1800].begun()))]
     assert [frame.tobytes() for frame in clip.frames] == [every[index] for index in (0, 300, 599, 899)]

@@ -102,6 +102,37 @@ def test_a_part_of_a_sound_is_a_part_of_its_file(tmp_path: Path) -> None:
     assert row.media["audio"] == [whole, whole, {"bytes": wav(1), "stop": 1.5}]
 
 
+def test_a_part_says_how_its_video_is_read_as_in_qwens_utilities(tmp_path: Path) -> None:
+    (tmp_path / "3.webp").write_bytes(webp(3, frames=9))  # 2 fps, 4.5 s
+    said = [
+        {"video": "3.webp", "nframes": 3},
+        {"video_url": {"url": "3.webp", "max_frames": 2}, "type": "video_url", "fps": None},
+        {"video": "3.webp", "video_start": 1, "video_end": 2.6},
+        {"fps": 1.0},  # of the column
+    ]
+    row, plain = opened(
+        tmp_path / "rows.jsonl",
+        [
+            asks(*({"type": "video"} | part for part in said), videos=["3.webp"]),
+            asks({"type": "video"}, videos=["3.webp"]),
+        ],
+        media_folder=str(tmp_path),
+        fps=0.5,
+    )
+    assert row.messages[0]["content"][:-1] == [{"type": "video"}] * 4
+    frames = [len(span.item.features["frame_index"]) for one in (row, plain) for span in processor().sample(one).spans]
+    assert frames == [3, 2, 1, 4, 2]
+
+
+def test_limits_of_pixels_of_a_part_are_those_of_a_component_or_an_error(tmp_path: Path) -> None:
+    part = {"type": "image", "base64": encoded(png(1)), "max_pixels": 64}
+    (row,) = opened(tmp_path / "rows.jsonl", [asks(part)])
+    with row.open_media("image", 0) as file:
+        assert file.reading.max_pixels == 64
+    with pytest.raises(UserError, match="image_encoder gives all pictures the same limits of pixels; set `min_pixels`"):
+        processor().sample(row)
+
+
 def test_parts_without_files_show_those_of_the_column_in_turn(tmp_path: Path) -> None:
     own = {"type": "image", "image": "own.png"}
     bare = {"type": "image"}

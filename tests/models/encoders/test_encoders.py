@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +75,27 @@ def test_any_vision_tower_reads_images_and_videos_in_one_call(name: str) -> None
     assert together.shape == (sum(rows for _, rows in prepared), 32)
     alone = torch.cat([model.lm_encode(to_tensors(features), (rows,)) for features, rows in prepared])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_limits_of_pixels_are_keys_of_an_encoder() -> None:
+    def grids(**keys: Any) -> list[int]:
+        spec = {
+            "tower": {"config": TOWERS["qwen2_5_vl"]},
+            "processor": GRID_PROCESSOR,
+            "projector": {"kind": "mlp"},
+            **keys,
+        }
+        adapter = build_omni_model(foundation=FOUNDATION, encoders={"eye": spec}).encoders["eye"].adapter()
+        sizes = ((8, 8), (64, 64))
+        return [int(adapter.prepare("image", picture(0, size))[0]["image_grid_thw"].prod()) for size in sizes]
+
+    patch = QWEN["patch_size"] ** 2
+    assert [patches * patch for patches in grids()] == [64, 256]
+    assert [patches * patch for patches in grids(max_pixels=64)] == [64, 64]
+    assert [patches * patch for patches in grids(min_pixels=256, max_pixels=1024)] == [256, 1024]
+    with pytest.raises(UserError, match=r"model\.encoders\.eye\.max_pixels: SiglipImageProcessorPil does not choose"):
+        spec = {"tower": {"config": TOWERS["siglip"]}, "max_pixels": 64}
+        build_omni_model(foundation=FOUNDATION, encoders={"eye": spec})
 
 
 @torch.no_grad()

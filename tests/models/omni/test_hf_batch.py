@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import omnitrain as ot
 from omnitrain.errors import UserError
@@ -149,11 +151,94 @@ def test_hf_trainer_trains_an_omni_model_as_the_loop_over_packs_does(
     assert all(torch.equal(saved[name], parameter) for name, parameter in theirs.named_parameters())
 
 
+def of_page() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(PAGE.read_text().split("```python\n")[3].split("```")[0], names)
+    return names
+
+
+def one_step(
+    model: ot.OmniModel, samples: list[ot.Sample], folder: Path, micro_batches: int, **settings: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss that the page's trainer of packs logs, and the gradients that its optimizer gets."""
+    trained = copy.deepcopy(model)
+    plain = {
+        "max_steps": 1,
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+    }
+    plain |= {"remove_unused_columns": False, "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    rows = {"per_device_train_batch_size": len(samples) // micro_batches, "gradient_accumulation_steps": micro_batches}
+    arguments = TrainingArguments(str(folder), logging_steps=1, disable_tqdm=True, **plain, **rows, **settings)
+    pack = ot.OmniDataCollatorWithPacking()
+    trainer = of_page()["PackTrainer"](
+        trained, arguments, data_collator=lambda some: {"pack": pack(some)}, train_dataset=samples
+    )
+    trainer.train()
+    before = dict(model.named_parameters())
+    moved = {name: (before[name] - p).detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return next(line["loss"] for line in trainer.state.log_history if "loss" in line), moved
+
+
+def test_a_step_of_packs_has_the_gradients_of_one_pack_for_every_head_and_number_of_micro_batches(
+    tmp_path: Path,
+) -> None:
+    """Some packs have no target of a decoder, or no media; the packs of a step differ in length."""
+    model = tiny_model()
+    samples = all_samples(model)
+    assert len({len(sample) for sample in samples}) > 4
+    pack = ot.Pack.from_samples(samples)
+    assert len(pack.loss_counts()) == 3
+    expected = gradients(model.train(), model(pack).loss)
+    model.zero_grad()
+    for number in (2, len(samples)):
+        loss, found = one_step(model, samples, tmp_path, number)
+        assert loss == pytest.approx(model(pack).loss.item(), rel=1e-5)
+        for name, gradient in expected.items():
+            assert (gradient - found[name]).abs().max() <= 1e-5 * gradient.abs().max() + 1e-6, (number, name)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated")
+@pytest.mark.parametrize("family", ["qwen3_next", "tiny"])
+def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(family: str, tmp_path: Path) -> None:
+    """Layers with a state know only from the pack's context where a sample begins, and experts keep their tokens."""
+    torch.manual_seed(0)
+    model = tiny_model() if family == "tiny" else ot.build_omni_model(foundation=FAMILIES[family]())
+    samples = all_samples(model) if family == "tiny" else text_samples()
+    calls = Counter[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            for child in module.children():
+                child.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+    loss, expected = one_step(model, samples, tmp_path, 2)
+    once, _ = dict(calls), calls.clear()
+    recomputed, found = one_step(model, samples, tmp_path, 2, gradient_checkpointing=True)
+    assert recomputed == loss and once and all(calls[name] == 2 * number for name, number in once.items())
+    assert expected.keys() == found.keys() and all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def text_samples() -> list[ot.Sample]:
+    draw = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 190, (length,), generator=draw) for length in (5, 17, 9, 30)]
+    collate = ot.OmniDataCollatorWithPacking()
+    return [collate.sample({"input_ids": row, "labels": row}, number) for number, row in enumerate(ids)]
+
+
+def test_gradient_checkpointing_that_would_lose_the_samples_of_a_pack_is_refused() -> None:
+    model = ot.build_omni_model(foundation=FAMILIES["qwen3"]())
+    with pytest.raises(UserError, match="use_reentrant: found true; expected false"):
+        model.activation_checkpointing_enable({"use_reentrant": True})
+    model.takes_batches = False
+    with pytest.raises(UserError, match="set enable_gradient_checkpointing=True of build_parallelize_model"):
+        model.activation_checkpointing_enable()
+
+
 def test_the_trainers_of_the_page_train_batches_and_packs_of_all_modalities(
     model: ot.OmniModel, samples: list[ot.Sample], tmp_path: Path
 ) -> None:
-    names: dict[str, Any] = {}
-    exec(PAGE.read_text().split("```python\n")[3].split("```")[0], names)
+    names = of_page()
     for trained, train in (
         (copy.deepcopy(model), lambda one: names["train_with_hf"](one, samples, batch_of, tmp_path, steps=1)),
         (tiny_model(), lambda one: names["train_packs_with_hf"](one, all_samples(one), tmp_path, steps=1)),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.distributed.tensor import Shard
 
 import omnitrain as ot
 from omnitrain.errors import UserError
@@ -177,6 +178,19 @@ def test_globs_choose_the_layers_whose_experts_are_spread(moe: ot.OmniModel) -> 
     assert [layer.name for layer in chosen] == ["foundation.model.layers.1.mlp.experts"]
     assert chosen_layers(moe, layers, None) == layers and len(layers) == 2
     assert resolve(moe, ot.ParallelPlan(ep_plan={"layers.1.mlp.experts.*": 0}), ep=2)["foundation"].ep == 2
+
+
+def test_globs_of_projections_that_transformers_fuses_match_the_fused_weights(moe: ot.OmniModel) -> None:
+    layers, experts = expert_layers(moe)["foundation"], "model.layers.*.mlp.experts"
+    for of_one in ("{}.{}", "{}.*.{}.weight"):  # stacked, and expert by expert as in checkpoints
+        parts = [of_one.format(experts, part) for part in ("gate_proj", "up_proj", "down_proj")]
+        plan = ot.ParallelPlan(ep_plan=dict.fromkeys(parts, Shard(0)))
+        assert chosen_layers(moe, layers, plan.ep_plan) == layers
+        assert resolve(moe, plan, ep=2)["foundation"].ep == 2
+        with pytest.raises(UserError, match=rf"matches only some weights of {EXPERTS}; add .*experts.down_proj"):
+            resolve(moe, ot.ParallelPlan(ep_plan=dict.fromkeys(parts[:2], 0)), ep=2)
+        with pytest.raises(UserError, match=r"matches no name"):
+            resolve(moe, ot.ParallelPlan(ep_plan={of_one.format(experts, "gate_proj_"): 0}), ep=2)
 
 
 def test_a_dispatcher_that_is_not_there_is_left_out_where_any_will_do(moe: ot.OmniModel) -> None:

@@ -13,8 +13,8 @@ from omnitrain.parallel.state import leave_process_groups
 from omnitrain.recipe import Recipe
 from omnitrain.train.build_from_recipe import build_from_recipe
 from omnitrain.train.trainer import Trainer
-from omnitrain.train.verbs.check import check_recipe, check_without_tokenizer
-from tests.tiny import FOUNDATION, tiny_recipe, tiny_row, write_parquet
+from omnitrain.train.verbs.check import _check_rows, check_recipe, check_without_tokenizer
+from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_recipe, tiny_row, webp, write_parquet
 
 
 def load(path: Path, *overrides: str) -> Recipe:
@@ -62,6 +62,14 @@ def test_a_document_may_be_longer_than_a_pack(tmp_path: Path, capsys: pytest.Cap
     assert f"train long: the first row has {len(text) + 1} tokens" in " ".join(capsys.readouterr().out.split())
 
 
+def test_check_says_whose_rate_a_limit_of_frames_lowers(capsys: pytest.CaptureFixture[str]) -> None:
+    processor = tiny_processor(tiny_model())
+    processor.readers["video"][1].max_frames = 4
+    films = [replace(tiny_row("video_to_text", 0), media={"video": [webp(0, frames)]}) for frames in (4, 9)]
+    assert _check_rows("train", [("films", processor.sample(row)) for row in films], []) == []
+    assert capsys.readouterr().out.count("train films: `max_frames` lowers the rate of 1 video of this row") == 1
+
+
 def test_check_looks_at_each_data_set_though_a_later_one_has_the_same_sources(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path)
     damaged = replace(tiny_row("image_to_text", 0), media={"image": [b"no image"], "audio": [], "video": []})
@@ -69,6 +77,20 @@ def test_check_looks_at_each_data_set_though_a_later_one_has_the_same_sources(tm
     problems = check_recipe(load(path, f"data.train=[{{path: {first}}}, {{path: {tmp_path / 'train.parquet'}}}]"))
     assert [re.sub("of .*", "", problem) for problem in problems] == [
         f"data.train: row {damaged.id!r}: image 1: unreadable image "
+    ]
+
+
+def test_one_unusable_row_at_the_beginning_is_no_problem_of_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"ask": "what"}, {"ask": "what", "say": None}, {"ask": "what", "say": "a cat"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    node = f"data.train={{path: {tmp_path}/rows.jsonl, columns: {{prompt: ask, response: say}}}}"
+    assert check_recipe(load(tiny_recipe(tmp_path, text_only=True), node)) == []
+    assert "train rows: row 3, the first that is not skipped, has " in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+    assert check_recipe(load(tiny_recipe(tmp_path, text_only=True), node)) == [
+        "data.train: row 'rows[0]': column 'say' has no value, expected a text"
     ]
 
 

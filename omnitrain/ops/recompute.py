@@ -1,0 +1,58 @@
+"""What a recompute of activations needs of the forward, whose contexts were left when the backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+from omnitrain.ops.attention import inside, packed_sequence
+from omnitrain.ops.cpu.unread_rows import reading, rows_read
+from omnitrain.ops.delayed_wgrad import delayed_to, delaying
+from omnitrain.ops.experts import RoutingTape
+
+MakeContext = Callable[[], AbstractContextManager[Any]]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def recompute_contexts(
+    has_routers: bool = True, in_forward: Sequence[MakeContext] = (), in_recompute: Sequence[MakeContext] = ()
+) -> Contexts:
+    """Return the contexts of a forward and of its recompute: ``context_fn`` of ``torch.utils.checkpoint``.
+
+    The recompute replays routing: rounding may differ, and a token that then went to another expert would have another
+    gradient, or change the number of rows on some rank.
+
+    Args:
+        has_routers: whether the module has experts.
+        in_forward: further contexts of the forward.
+        in_recompute: further contexts of the recompute.
+    """
+    forward: list[MakeContext] = []
+    recompute: list[MakeContext] = [
+        partial(inside, packed_sequence()),
+        partial(reading, rows_read()),
+        partial(delaying, delayed_to()),
+    ]
+    if has_routers:
+        tape = RoutingTape()
+        forward, recompute = [tape.recording], [*recompute, tape.replaying]
+    return _Inside([*forward, *in_forward]), _Inside([*recompute, *in_recompute])
+
+
+class _Inside(AbstractContextManager[None]):
+    """Enters new contexts from all ``makers`` each time; a graph's recompute may run several times."""
+
+    def __init__(self, makers: Sequence[MakeContext]) -> None:
+        self._makers = makers
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for make in self._makers:
+                stack.enter_context(make())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
