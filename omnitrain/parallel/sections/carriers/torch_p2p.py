@@ -17,6 +17,7 @@ from torch import Tensor
 
 from omnitrain.errors import LostRankError
 from omnitrain.parallel.sections.message import Message, Part
+from omnitrain.peers import new_gloo_group
 
 _TENSOR_BITS = 8  # of a tag; the others count messages
 _MESSAGE_BITS = 22
@@ -185,7 +186,7 @@ def torch_carrier(senders: Sequence[int], receivers: Sequence[int], device: torc
     rank = dist.get_rank()
     if device.type == "cpu":
         members = sorted({*senders, *receivers})
-        group = dist.new_group(members, backend="gloo", group_desc="section_edge")
+        group = new_gloo_group(members, "section_edge")
         return TorchCarrier(dict.fromkeys(members, group) if rank in members else {}, device)
     groups = {}
     for sender in senders:
