@@ -18,6 +18,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from omnitrain.errors import UserError
+from omnitrain.parallel.join import join_process_group
 from omnitrain.parallel.meshes import device_meshes
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers
 from omnitrain.plan.mesh import MeshShape, fit_mesh
@@ -587,8 +588,8 @@ def _ensure_process_group() -> None:
         if "LOCAL_RANK" in os.environ:  # without torchrun, keep the device that the user has chosen
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl"
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        join_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

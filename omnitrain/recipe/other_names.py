@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args, get_origin
 
 from pydantic import BaseModel
@@ -65,14 +66,26 @@ OTHER_NAMES: dict[str, tuple[str, str]] = {
     "lora_rank": ("parallel.default.lora.rank", ""),
     "lora_alpha": ("parallel.default.lora.alpha", ""),
     "lora_target_modules": ("parallel.default.lora.targets", ""),
+    "lora_target": ("parallel.default.lora.targets", ""),
+    "target_modules": ("parallel.default.lora.targets", ""),
+    "lora_dropout": ("parallel.default.lora.dropout", ""),
+    "use_rslora": ("parallel.default.lora.rslora", ""),
+    "use_dora": ("parallel.default.lora", "there is no DoRA, whose magnitudes need whole matrices in every forward"),
+    "dora": ("parallel.default.lora", "there is no DoRA, whose magnitudes need whole matrices in every forward"),
+    "r": ("parallel.default.lora.rank", ""),
+    "finetuning_type": ("parallel.default.lora", "for `lora`; without it, all weights train that are not frozen"),
 }
 
 
-def name_here(name: str, root: type[BaseModel]) -> str | None:
-    """Return the advice for HuggingFace's ``name`` of a key; None: it has no such name, or ``root`` is no recipe."""
+def name_here(name: str, root: type[BaseModel], siblings: Sequence[str] = ()) -> str | None:
+    """Return the advice for HuggingFace's ``name`` of a key; None: it has no such name, or ``root`` is no recipe.
+
+    ``siblings`` are the keys of the node in which it was found.
+    """
     key, remark = OTHER_NAMES.get(name, ("", ""))
     if key.split(".")[0] not in root.model_fields:
         return None
+    key = _last_part(key) if _last_part(key) in siblings else key
     return f"use `{key}`{f' ({remark})' if remark else ''}"
 
 

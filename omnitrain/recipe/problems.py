@@ -135,7 +135,7 @@ def _line(spot: _Spot, details: list[ErrorDetails], root: type[BaseModel]) -> st
 def _meant(name: str, siblings: Sequence[str], root: type[BaseModel]) -> str:
     """Return what to write for an unknown key: what HuggingFace calls so, a near key, a key of another node, or any."""
     elsewhere = None if nearest(name, siblings) else key_of(name, root)
-    return name_here(name, root) or (f"use `{elsewhere}`" if elsewhere else hint(name, siblings))
+    return name_here(name, root, siblings) or (f"use `{elsewhere}`" if elsewhere else hint(name, siblings))
 
 
 def _expectation(detail: ErrorDetails) -> str:

@@ -12,7 +12,8 @@ from omnitrain.recipe.other_names import OTHER_NAMES, key_of, name_here
 OF_OTHER_LIBRARIES = {
     *("epochs", "batch_size", "train_batch_size", "lr", "evaluation_strategy", "no_cuda", "tp_size", "train_file"),
     *("dataset_name", "max_length", "max_seq_length", "cutoff_len", "model_name_or_path", "attn_implementation"),
-    *("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "save_strategy", "warmup_ratio"),
+    *("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "save_strategy", "warmup_ratio", "r", "dora"),
+    *("lora_target", "target_modules", "lora_dropout", "use_rslora", "use_dora", "finetuning_type"),
 }
 
 
@@ -53,3 +54,9 @@ def test_a_tree_that_is_no_recipe_gets_no_advice_for_one() -> None:
         size: int
 
     assert name_here("max_steps", Other) is None
+
+
+@pytest.mark.parametrize(("name", "said"), [("r", "use `rank`"), ("use_dora", "there is no DoRA"), ("dora", "no DoRA")])
+def test_names_of_peft_inside_the_node_are_told_by_the_key_beside_them(name: str, said: str) -> None:
+    advice = name_here(name, Recipe, ["rank", "targets"])
+    assert advice is not None and said in advice

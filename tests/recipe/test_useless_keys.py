@@ -295,6 +295,8 @@ STANDS: dict[str, Always | Idle] = {
     "Lora.targets": plan("lora.targets=[q_prj]", "did you mean", "foundation", base="text"),
     "Lora.rank": SIZE,
     "Lora.alpha": SIZE,
+    "Lora.rslora": SIZE,
+    "Lora.dropout": Always("it changes what adapters read; where they have none (experts), it is refused"),
     "Precision.param": Always("parameters have one format or another"),
     "Precision.compute": Always("computation has one format or another"),
     "Precision.reduce": plan("precision.reduce=bfloat16", "has no gradients", "image_encoder", "freeze=true"),
