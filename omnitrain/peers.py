@@ -227,7 +227,7 @@ def new_gloo_group(ranks: Sequence[int], name: str, timeout: timedelta | None = 
         name: its description.
         timeout: of its collectives; None: that of torch.
     """
-    world = dist.group.WORLD
+    world = dist.distributed_c10d._get_default_group()
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         return dist.new_group(list(ranks), backend="gloo", timeout=timeout, group_desc=name)
