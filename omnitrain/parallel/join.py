@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from omnitrain.errors import TrainingError, UserError
+from omnitrain.parallel.environment import require_own_gpu
 
 SILENT_SECONDS = 10.0  # ranks that a launcher starts together come within it
 _NAMED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # the launcher has the store, instead of rank 0
 _VARIABLES = (*_NAMED, "LOCAL_RANK", "LOCAL_WORLD_SIZE", _AGENT)
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.1
 _PROBE_SECONDS = 5.0
 _MANY = 8
 
@@ -29,11 +30,14 @@ def join_process_group(backend: str) -> None:
     If they do not come within :data:`SILENT_SECONDS`, a line on stderr says which ranks are missing, where this one
     waits, and which variables to unset. The wait goes on.
 
+    Torch's GPU is not bound to the group (``device_id``): until pytorch#197568 is mended, a group of the host with some
+    of the ranks would then wait for ever.
+
     Args:
         backend: of ``torch.distributed.init_process_group``.
 
     Raises:
-        UserError: a variable is missing.
+        UserError: a variable is missing, or another rank has the GPU of this one.
         TrainingError: ranks did not come within torch's time limit.
     """
     if missing := [name for name in _NAMED if not os.environ.get(name)]:
@@ -44,13 +48,17 @@ def join_process_group(backend: str) -> None:
     is_host = rank == 0 and os.environ.get(_AGENT) != str(True)
     if not is_host:  # torch's client writes a traceback for each time limit that ends
         _wait_for(lambda: [] if _listens(host, port) else [0], waits)
-    store = dist.TCPStore(host, port, world_size, is_host, wait_for_workers=False, multi_tenant=True)
+    store = dist.TCPStore(
+        host, port, world_size, is_host, timeout=default_pg_timeout, wait_for_workers=False, multi_tenant=True
+    )
     keys = [f"omnitrain/joined/{other}" for other in range(world_size)]
     store.set(keys[rank], "")
     if rank == 0:
         _wait_for(
             lambda: [] if store.check(keys) else [r for r in range(world_size) if not store.check([keys[r]])], waits
         )
+    if "nccl" in backend:
+        require_own_gpu(store, rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
