@@ -45,7 +45,7 @@ _DIVIDED = f"{_REMOVE} ranks divide the packs of a step among themselves"
 _NO_DORA = f"{_REMOVE} there is no DoRA, whose magnitudes need whole matrices in every forward"
 _QUANTIZED = f"{_REMOVE} a quantized checkpoint is dequantized when it is loaded"
 _PROJECTOR = "`image_encoder.projector`, or the name of the module in the foundation"
-_IMAGES, _VIDEOS = "data.processor_arguments.images_kwargs", "data.processor_arguments.videos_kwargs"
+_FRAMES = "of an image, and of a frame of a video"
 
 # Trainers -> their name -> what a recipe has. HF Trainer's names also hold for those that pass them on to it.
 OF_TRAINERS: dict[str, dict[str, Here]] = {
@@ -177,10 +177,10 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "mask_history": Here("", f"{_REMOVE} a message with `weight: 0` is not trained"),
         "preprocessing_num_workers": Here("data.workers"),
         "overwrite_cache": Here("", f"{_REMOVE} rows are read where they are, and no copy is prepared"),
-        "image_max_pixels": Here(_IMAGES, "`{max_pixels: ...}`, or what the processor calls it"),
-        "image_min_pixels": Here(_IMAGES, "`{min_pixels: ...}`, or what the processor calls it"),
-        "video_max_pixels": Here(_VIDEOS, "`{max_pixels: ...}`, or what the processor calls it"),
-        "video_fps": Here(_VIDEOS, "`{fps: ...}`"),
+        "image_max_pixels": Here("data.max_pixels", _FRAMES),
+        "image_min_pixels": Here("data.min_pixels", _FRAMES),
+        "video_max_pixels": Here("data.max_pixels", _FRAMES),
+        "video_fps": Here("data.fps"),
         "video_maxlen": Here("data.max_frames"),
         "use_audio_in_video": Here("data.audio_in_video"),
         "freeze_vision_tower": Here("model.freeze=[image_encoder]"),
@@ -207,7 +207,7 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "split_dataset_ratio": Here("data.heldout", f"{_LIST}; split the rows before the run"),
         "interleave_prob": Here("data.train.0.weight", "of each data set"),
         "dataset_num_proc": Here("data.workers"),
-        "max_pixels": Here(_IMAGES, "`{max_pixels: ...}`, or what the processor calls it"),
+        "max_pixels": Here("data.max_pixels", _FRAMES),
         "truncation_strategy": Here("data.overlong", "`drop`, `error` or `split`; nothing is truncated"),
         "loss_scale": Here("", f"{_REMOVE} a message with `weight: 0` is not trained"),
         "torch_dtype": Here("train.precision", "weights that train are fp32"),
