@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.adapters.lora import Adapters, adapters_of, add_lora
+from omnitrain.models.adapters.lora import Adapters, adapters_of, add_lora, train_rows
 from omnitrain.models.contract.tiny_model import drawn_in_training
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.hf.compute_dtype import compute_in
@@ -289,6 +289,7 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     compiled = compile_blocks(omni.foundation, device) if is_compiled else None
     sharding = _shardings(prepared.plans | plans, prepared.plan, state, prepared.own_states, full_shard)
     shard(omni, units, sharding, None if loader is None else loader.fill, absent, root)
+    train_rows(omni)
     if loader is not None:
         loader.finish()
 

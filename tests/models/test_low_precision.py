@@ -12,13 +12,12 @@ import pytest
 from omnitrain.parallel.spawn.pool import RankPool
 from tests.models.every_family import every_family, in_low_precision
 
-DEFAULT = ("granite_speech",)  # batch norms and sound
+pytestmark = pytest.mark.slow
+
 FOUND: Counter[str] = Counter()  # "one process", a layout or "transformers", and what became of it -> families
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[] if f in DEFAULT else pytest.mark.slow) for f in every_family()]
-)
+@pytest.mark.parametrize("family", every_family())
 def test_a_family_in_bf16_differs_by_rounding_or_is_refused(ranks: RankPool, family: str) -> None:
     found = in_low_precision(family, ranks) or {}
     for where, one in found.items():
@@ -26,7 +25,6 @@ def test_a_family_in_bf16_differs_by_rounding_or_is_refused(ranks: RankPool, fam
     assert {where: one.wrong for where, one in found.items() if one.wrong} == {}
 
 
-@pytest.mark.slow
 def test_what_families_do_in_bf16_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     """Counts the tests above; alone it fails."""
     with capsys.disabled():

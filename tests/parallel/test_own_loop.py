@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +25,7 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe.layout import parse_layout
+from omnitrain.recipe.parallel import MAIN
 from tests.parallel.expert.test_experts import samples_of
 from tests.parallel.factories import (
     any_to_any,
@@ -35,6 +39,7 @@ from tests.parallel.factories import (
 from tests.parallel.laid_out import PLAIN, full, laid_out, samples
 
 MAX_NORM = 0.1
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
 def packs() -> list[ot.Pack]:
@@ -81,6 +86,34 @@ def test_adapters_are_saved_beside_the_base_and_come_back_with_it(ranks: RankPoo
     found = ranks.run(step_and_save, tmp_path, {"tp_size": tp}, lora, timeout_s=60, world=2)
     assert all(is_same for _, _, is_same in found)
     assert (tmp_path / "adapters" / "foundation" / "adapter_config.json").is_file()
+
+
+def trained_by_the_page(word: str, folder: Path) -> list[str]:
+    """The losses that the loop of the page prints, with SGD, in which a wrong norm shows in the first update."""
+    plan = parse_layout(word).plan()
+    state = init_state_of(plan)
+    model = ot.build_parallelize_model(any_to_any().train(), parallel_plan=plan, **PLAIN)
+    names: dict[str, object] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0].replace("AdamW", "SGD"), names)
+    own = [ot.Pack.from_samples([sample]) for sample in samples()] if state.section == MAIN else []
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        names["train"](model, own, epochs=1, rate=1.0, packs_per_step=3)
+    model.save_pretrained(folder)
+    return re.findall(r"loss (\S+)", printed.getvalue())
+
+
+def test_the_loop_of_the_page_clips_as_one_process_where_ranks_hold_parts_of_the_model(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (expected,) = ranks.run(trained_by_the_page, "dp1", tmp_path / "dp1", timeout_s=60, world=1)
+    one = load_file(tmp_path / "dp1" / "model.safetensors")
+    start = dict(any_to_any().named_parameters())
+    assert len(expected) == 3 and max((one[name] - start[name]).abs().max() for name in one if name in start) > 0.01
+    for word in ("pp2", "vision1+dp1"):
+        found, _ = ranks.run(trained_by_the_page, word, tmp_path / word, timeout_s=60, world=2)
+        assert [float(loss) for loss in found] == pytest.approx([float(loss) for loss in expected], abs=2e-4)
+        saved = load_file(tmp_path / word / "model.safetensors")
+        assert saved.keys() == one.keys() and max((saved[name] - one[name]).abs().max() for name in one) < 1e-4
 
 
 def loss_and_norm_of_images(factory: Callable[[], PreTrainedModel]) -> tuple[float, float]:

@@ -103,6 +103,7 @@ def shard(
                 module,
                 inner,
                 ignored,
+                # A module that stays fp32 casts its inputs itself, and its outputs back to their dtype.
                 casts_inputs=is_other and name not in of_component.fp32,
                 keeps_unsharded=name == FOUNDATION,  # its backward starts right after its forward ends
             )

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import all_reduce_in_buckets
-from omnitrain.parallel.pipeline.channel import Direction, StageChannel
+from omnitrain.parallel.pipeline.channel import StageChannel, connect_pairs, directions
 from omnitrain.parallel.pipeline.stages import (
     PipelineStages,
     holders,
@@ -92,8 +92,9 @@ def cut_into_stages(
     held_by = holders(model, stages, model.stage_contract.readers, on_all)
     columns = state.groups("pp")
     is_on_cpu = state.device_type == "cpu" or dist.get_backend() == "gloo"
-    directions: list[Direction] = [(kind, is_up) for kind in "FB" for is_up in (True, False)]
-    own_groups = {} if is_on_cpu else {direction: _new_group(columns) for direction in directions}  # for NCCL
+    between = directions(stages.ranks)
+    device = torch.device(state.device_type)
+    pairs = {} if is_on_cpu else connect_pairs(columns, between, device)  # gloo tells messages apart by tags
     partly = sorted({ranks for ranks in held_by.values() if 1 < len(ranks) < state.size("pp")})
     made = {ranks: _new_group(columns[:, list(ranks)]) for ranks in partly}
     column = GlooGroup(columns.tolist())
@@ -103,7 +104,7 @@ def cut_into_stages(
     group = state.pp_mesh.get_group()
     shared = {ranks: found for ranks, found in made.items() if found is not None and stages.rank in ranks}
     shared |= {ranks: group for ranks in held_by.values() if len(ranks) == state.size("pp")}
-    channel = StageChannel({direction: own_groups.get(direction) or group for direction in directions}, stages.rank)
+    channel = StageChannel(dict.fromkeys(between, group) | pairs, dist.get_process_group_ranks(group), stages.rank)
     return Pipeline(stages, schedule, group, column, channel, held_by, shared)
 
 
