@@ -109,7 +109,7 @@ class ForwardReader:
 
     def with_zero_gradients(self, loss: Tensor) -> Tensor:
         """Return ``loss`` with a gradient of zeros for every trainable parameter that only some samples reach."""
-        live = [parameter for parameter in self.parameters if parameter.requires_grad]
+        live = [p for p in self.parameters if p.requires_grad and not p.is_meta]  # others are on other stages
         return _ZeroGradients.apply(loss, *live) if live else loss
 
     @property

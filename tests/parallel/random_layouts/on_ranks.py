@@ -93,7 +93,7 @@ def _train(
                 _local(trained[mutant[1]].grad).mul_(mutant[2])
             outcome.gradients = _whole({name: p.grad for name, p in trained.items() if p.grad is not None})
         most = MAX_NORM if "clip" in row.words else None
-        outcome.norms.append(float(ot.clip_gradients(model.parameters(), most, layout.holders(model))))
+        outcome.norms.append(float(ot.clip_gradients(model.parameters(), most)))
         outcome.losses.append(float(loss))
         optimizer.step()
         optimizer.zero_grad()

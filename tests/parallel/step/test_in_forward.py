@@ -42,6 +42,14 @@ def test_ranks_with_media_of_several_kinds_give_the_gradients_of_one_process(ran
     assert {row.status for row in report.rows} == {"equal"}, report
 
 
+@pytest.mark.slow
+def test_texts_of_a_model_that_reads_media_in_its_own_forward_train_in_stages(ranks: RankPool) -> None:
+    """What only media reach has gradients of zeros, but not on a stage that does not hold it."""
+    samples = batch("phi4_multimodal", ("you", "D"), ("and me", "E f"))
+    (found,) = verify(phi4_model, samples, ["pp2.accum2"], nproc=2, pool=ranks).rows
+    assert found.status == "equal", found
+
+
 def test_towers_are_gathered_with_the_foundation() -> None:
     model, _ = omni("qwen2_audio")
     units = find_units(model)
