@@ -6,8 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TORCH := torch==2.13.0
+LOW_BIT := tests/optim/test_low_bit.py tests/parallel/random_layouts/test_low_bit_layouts.py
 
-.PHONY: install quickstart test test-slow test-low-bit test-families coverage lint bench
+.PHONY: install quickstart test test-slow test-low-bit test-families test-layouts coverage lint bench
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -31,23 +32,27 @@ quickstart: install
 	@$(BIN)/omnitrain run recipes/quickstart.yaml --nproc $(NPROC)
 
 # One thread: figures that repeat, and tests that do not fight over cores.
-test test-slow test-low-bit test-families coverage bench: export OMP_NUM_THREADS := 1
+test test-slow test-low-bit test-families test-layouts coverage bench: export OMP_NUM_THREADS := 1
 
 test: install
 	@$(BIN)/python -m tests.side_by_side
 
 test-slow: test-low-bit
-	@$(BIN)/python -m pytest -q -m slow --ignore tests/optim/test_low_bit.py
+	@$(BIN)/python -m pytest -q -m slow $(addprefix --ignore=,$(LOW_BIT))
 
 # torchao has a folder of its own: where it is installed, transformers imports it, and it writes messages on every rank.
 test-low-bit: install
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade -c constraints.txt --target $(VENV)/torchao torchao
-	@PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -q -m slow tests/optim/test_low_bit.py
+	@PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -q -m slow $(LOW_BIT)
 
 # All families of transformers, in one process and on two ranks, in fp32 and in bf16; prints which that nothing here names
 # are exact, and why not.
 test-families: install
 	@$(BIN)/python -m pytest -q -m slow tests/models/test_unnamed_families.py tests/models/test_low_precision.py
+
+# 150 random layouts against plain transformers; a failed row is run alone by python -m tests.parallel.random_layouts "ROW".
+test-layouts: install
+	@$(BIN)/python -m pytest -q -m slow tests/parallel/random_layouts/test_random_layouts.py
 
 coverage: install
 	@$(BIN)/python -m pytest -q --cov --cov-report=term

@@ -138,7 +138,7 @@ class GlooGroup:
 
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
         for ranks in [range(dist.get_world_size())] if groups is None else groups:
-            group = _new_group(ranks, "peers")
+            group = new_gloo_group(ranks, "peers", _PATIENCE)
             if dist.get_rank() in ranks:
                 self.group, self.rank, self.size = group, ranks.index(dist.get_rank()), len(ranks)
 
@@ -151,7 +151,7 @@ class GlooGroup:
         """
         peers = cls.__new__(cls)
         made = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc == _OF_MODELS]
-        peers.group = made[0] if made else _new_group(range(dist.get_world_size()), _OF_MODELS)
+        peers.group = made[0] if made else new_gloo_group(range(dist.get_world_size()), _OF_MODELS, _PATIENCE)
         peers.rank, peers.size = dist.get_rank(), dist.get_world_size()
         return peers
 
@@ -215,8 +215,24 @@ class GlooGroup:
         return values[0]
 
 
-def _new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), backend="gloo", timeout=_PATIENCE, group_desc=name)
+def new_gloo_group(ranks: Sequence[int], name: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Make a group of the host. All ranks call it, in the same order relative to other groups.
+
+    Where ``init_process_group(device_id=...)`` has bound a GPU, torch lets the ranks that are not in a new group take
+    part in a split of NCCL's communicator, for which those in a gloo group never come (pytorch#197568). So the GPU is
+    not bound meanwhile.
+
+    Args:
+        ranks: global ranks of the group.
+        name: its description.
+        timeout: of its collectives; None: that of torch.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(list(ranks), backend="gloo", timeout=timeout, group_desc=name)
+    finally:
+        world.bound_device_id = bound
 
 
 def swap_bytes(group: Any, parcels: Sequence[bytes]) -> list[bytes]:

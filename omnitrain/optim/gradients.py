@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -30,62 +32,58 @@ class Holders:
     """
 
     stages: dist.ProcessGroup | None = None
-    counted_elsewhere: Collection[torch.nn.Parameter] = ()
+    counted_elsewhere: Set[torch.nn.Parameter] = frozenset()
     sections: dist.ProcessGroup | None = None
     counts: bool = True
     device: str = "cpu"
 
 
-def gradient_norm(
-    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, holders: Holders | None = None
-) -> torch.Tensor:
+# Models whose ranks hold different parts of them -> their holders, in the order in which all ranks laid them out.
+_spread: WeakKeyDictionary[nn.Module, Holders] = WeakKeyDictionary()
+
+
+def remember_holders(model: nn.Module, holders: Holders) -> None:
+    """Count the parameters of ``model`` as ``holders`` says, whenever a norm has some of them."""
+    _spread[model] = holders
+
+
+def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> torch.Tensor:
     """Return the Euclidean norm of all gradients together, each element counted once.
 
     The result is the same on every rank. All ranks must pass the same parameters in the same order; gradients may be
-    missing on some ranks, and so may be shards of parameters that others hold (``holders``).
+    missing on some ranks, and so may be the parameters themselves: in a pipeline or with sections, those that other
+    ranks hold are on the meta device here, and are in the list like all others.
 
     Args:
         parameters: plain tensors or DTensors, on any number of meshes. Parameters without a gradient count as zero.
-        holders: of a pipeline or of sections; None: this rank has a shard of all parameters.
 
     Returns:
-        Scalar fp32 on the gradients' device, or that of ``holders``; zero if no parameter has a gradient.
+        Scalar fp32 on the gradients' device; zero if no parameter has a gradient.
 
     Raises:
         ValueError: a gradient is a partial sum, which must be reduced before its norm is known.
     """
-    norms: dict[_Sharding, list[torch.Tensor]] = {}
-    elsewhere = set(holders.counted_elsewhere) if holders is not None else set()
-    for parameter in _listed(parameters):
-        if parameter.requires_grad and parameter not in elsewhere:
-            sharded = parameter if parameter.grad is None else parameter.grad
-            local = [] if parameter.grad is None else [local_shard(parameter.grad)]
-            norms.setdefault(_sharding(sharded), []).extend(local)
-    squares = [_reduced(_sum_of_squares(locals_), sharding) for sharding, locals_ in norms.items()]
-    if not squares:
-        squares = [torch.zeros((), dtype=torch.float64)]
-    device = next((square.device for square in squares if square.is_cuda), squares[0].device)
-    device = device if holders is None else torch.device(holders.device)
-    total = torch.stack([square.to(device) for square in squares]).sum()
-    if holders is not None and holders.stages is not None:
-        dist.all_reduce(total, group=holders.stages)
-    if holders is not None and holders.sections is not None:
-        total = total if holders.counts else torch.zeros_like(total)
-        dist.all_reduce(total, group=holders.sections)
-    return total.sqrt().float()
+    others = dict.fromkeys(_listed(parameters))
+    squares = []
+    for model, holders in _spread.items():
+        if own := [parameter for parameter in model.parameters() if parameter in others]:
+            counted = [parameter for parameter in own if parameter not in holders.counted_elsewhere]
+            squares.append(_over_holders(_square(counted), holders))
+            for parameter in own:
+                del others[parameter]
+    if others or not squares:
+        squares.append(_square(others))
+    return _total(squares).sqrt().float()
 
 
 def clip_gradients(
-    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter,
-    max_norm: float | None,
-    holders: Holders | None = None,
+    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, max_norm: float | None
 ) -> torch.Tensor:
     """Scale all gradients in place so that their global norm is at most ``max_norm``.
 
     Args:
         parameters: parameters with the gradients; see :func:`gradient_norm`.
         max_norm: the largest norm. None: measure without scaling.
-        holders: see :func:`gradient_norm`.
 
     Returns:
         The norm before clipping, scalar fp32.
@@ -96,7 +94,7 @@ def clip_gradients(
     if max_norm is not None and not max_norm > 0:
         raise UserError(f"max_norm: found {max_norm!r}; expected a norm above 0, or None to measure without clipping")
     listed = _listed(parameters)
-    norm = gradient_norm(listed, holders)
+    norm = gradient_norm(listed)
     if max_norm is not None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for parameter in listed:
@@ -107,6 +105,36 @@ def clip_gradients(
         for device, gradients in by_device.items():
             torch._foreach_mul_(gradients, factor.to(device))
     return norm
+
+
+def _square(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """The sum of squares over the meshes of the parameters, scalar fp64."""
+    norms: dict[_Sharding, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            sharded = parameter if parameter.grad is None else parameter.grad
+            local = [] if parameter.grad is None else [local_shard(parameter.grad)]
+            norms.setdefault(_sharding(sharded), []).extend(local)
+    return _total([_reduced(_sum_of_squares(locals_), sharding) for sharding, locals_ in norms.items()])
+
+
+def _over_holders(square: torch.Tensor, holders: Holders) -> torch.Tensor:
+    """The sum of ``square`` over all holders."""
+    total = square.to(holders.device)
+    if holders.stages is not None:
+        dist.all_reduce(total, group=holders.stages)
+    if holders.sections is not None:
+        total = total if holders.counts else torch.zeros_like(total)
+        dist.all_reduce(total, group=holders.sections)
+    return total
+
+
+def _total(squares: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of scalars fp64, on a GPU if one of them is there."""
+    if not squares:
+        return torch.zeros((), dtype=torch.float64)
+    device = next((square.device for square in squares if square.is_cuda), squares[0].device)
+    return torch.stack([square.to(device) for square in squares]).sum()
 
 
 def _listed(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> list[torch.nn.Parameter]:

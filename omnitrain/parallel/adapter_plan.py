@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from omnitrain.errors import UserError
-from omnitrain.models.adapters.lora import Adapters, adapters_of, find_adapters, find_in_all
+from omnitrain.models.adapters.lora import Adapters, adapters_of, find_adapters, find_in_all, root_of
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import AUTO
 from omnitrain.parallel.expert.apply import ExpertLayer
@@ -52,12 +53,13 @@ def adapters_for(
         except UserError as error:
             problems += [f"default.lora.targets: {line}" for line in str(error).splitlines()]
     for name in adapters.keys() & present.keys():
+        adapters[name] = replace(adapters[name], tokens=present[name].tokens)  # no plan chooses these
         if adapters[name] != present[name]:
             problems.append(
                 f"{plan.path_of(name, 'lora')}.lora: {name} already has other adapters ({present[name].summary}) than "
                 f"the plan asks for ({adapters[name].summary}); use the same, or a model without adapters"
             )
-    return adapters, problems
+    return adapters, [*problems, *_differing_problems(model, {**present, **adapters}, plan)]
 
 
 def lora_problems(
@@ -72,6 +74,14 @@ def lora_problems(
             yield f"{path}.lora: experts backend {backend} does not support adapters; use the backend auto or torch"
         if name == FOUNDATION and plan.of(FOUNDATION).async_ulysses:
             yield f"{path}.lora: async_ulysses does not support adapters; use only one of the two"
+        yield from _dropout_problems(f"{path}.lora.dropout", of_component, plan.of(name).tp or 1)
+        precision = plan.of(name).precision
+        if of_component.tokens and precision is not None and precision.param not in (None, "float32"):
+            yield (
+                f"{plan.path_of(name, 'precision')}.precision.param: found {precision.param}, but the rows of "
+                f"{len(of_component.tokens)} tokens that are new train in the embeddings, which must be float32 for "
+                "that; remove it (`compute` may stay)"
+            )
     for projector, tower in plan.reads().items():
         found = [(each.rank, each.alpha) for name in (projector, tower) if (each := adapters.get(name)) is not None]
         if len({*found}) > 1:
@@ -80,4 +90,26 @@ def lora_problems(
                 f"{plan.path_of(projector, 'lora')}.lora: found rank {rank} and alpha {alpha:g}, but {tower} has rank "
                 f"{rank_of_tower} and alpha {alpha_of_tower:g}, and an encoder that is not divided has one rank and "
                 "one alpha; use the same"
+            )
+
+
+def _dropout_problems(key: str, adapters: Adapters, tp: int) -> Iterator[str]:
+    if adapters.dropout and adapters.experts:
+        yield (
+            f"{key}: found {adapters.dropout:g}, but fused experts have no dropout before their adapters, as in peft; "
+            "set it to 0, or remove the experts from `targets`"
+        )
+    if adapters.dropout and tp > 1:
+        yield f"{key}: found {adapters.dropout:g} with tp {tp}, whose ranks would draw other numbers; set it to 0"
+
+
+def _differing_problems(model: OmniModel, adapters: Mapping[str, Adapters], plan: ParallelPlan) -> Iterator[str]:
+    """Components of one HF model share a file of adapters, which has one ``rslora`` and one ``dropout``."""
+    first: dict[str, str] = {}
+    for name, each in adapters.items():
+        other = adapters[first.setdefault(root_of(model, name), name)]
+        if (each.rslora, each.dropout) != (other.rslora, other.dropout):
+            yield (
+                f"{plan.path_of(name, 'lora')}.lora: found {each.summary}, but {other.summary} in another component of "
+                "the same HF model; peft has one `rslora` and one `dropout` for both: use the same"
             )

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks
-from omnitrain.optim.gradients import Holders
+from omnitrain.optim.gradients import Holders, remember_holders
 from omnitrain.page.html import heading
 from omnitrain.page.whole import own_prefix, part_of_notebook
 from omnitrain.page.write import has_matplotlib
@@ -181,18 +181,6 @@ class ModelLayout:
             for name, component in planned.items()
         )
 
-    def holders(self, model: OmniModel) -> Holders | None:
-        """Return what :func:`~omnitrain.optim.gradients.gradient_norm` needs to count each parameter once."""
-        if self.pipeline is None and not self.sections:
-            return None
-        return Holders(
-            stages=None if self.pipeline is None else self.pipeline.group,
-            counted_elsewhere=() if self.pipeline is None else self.pipeline.counted_elsewhere(model),
-            sections=dist.group.WORLD if self.sections else None,
-            counts=self.state.rank == self.state.first_rank,
-            device=self.state.device_type,
-        )
-
     def table(self, model: OmniModel) -> LayoutTable:
         """Return a printable table with one row per component."""
         return self._table(dict(model.named_parameters()))
@@ -285,8 +273,18 @@ def layout_of(model: OmniModel) -> ModelLayout | None:
 
 
 def remember_layout(model: OmniModel, layout: ModelLayout) -> None:
-    """Store ``layout`` on the model."""
+    """Store ``layout`` on the model, and who holds its parameters for norms of its gradients."""
     setattr(model, _ATTRIBUTE, layout)
+    pipeline, state = layout.pipeline, layout.state
+    if pipeline is not None or layout.sections:
+        holders = Holders(
+            stages=None if pipeline is None else pipeline.group,
+            counted_elsewhere=frozenset() if pipeline is None else pipeline.counted_elsewhere(model),
+            sections=dist.group.WORLD if layout.sections else None,
+            counts=state.rank == state.first_rank,
+            device=state.device_type,
+        )
+        remember_holders(model, holders)
 
 
 def reduce_replicas(model: OmniModel, active_last: Mapping[str, bool]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.adapters.lora import Adapters, adapters_of, add_lora
+from omnitrain.models.adapters.lora import Adapters, adapters_of, add_lora, train_rows
 from omnitrain.models.contract.tiny_model import drawn_in_training
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.hf.compute_dtype import compute_in
@@ -57,7 +57,7 @@ from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel
-from omnitrain.peers import GlooGroup, is_spread
+from omnitrain.peers import is_spread
 from omnitrain.plan.mesh import MeshShape
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 
@@ -289,6 +289,7 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     compiled = compile_blocks(omni.foundation, device) if is_compiled else None
     sharding = _shardings(prepared.plans | plans, prepared.plan, state, prepared.own_states, full_shard)
     shard(omni, units, sharding, None if loader is None else loader.fill, absent, root)
+    train_rows(omni)
     if loader is not None:
         loader.finish()
 
@@ -313,9 +314,8 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
             omni.reads,
         ),
     )
-    column = GlooGroup(main.groups("pp").tolist()) if main.size("pp") > 1 else None
-    if pipeline is not None and column is not None:
-        omni.relay = PipelineRelay(pipeline, column, device)
+    if pipeline is not None:
+        omni.relay = PipelineRelay(pipeline, device)
     omni.encoder_relay = feature_relay(omni, sections, state, device) if sections else None
     omni.takes_batches = False
 

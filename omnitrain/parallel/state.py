@@ -18,6 +18,8 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from omnitrain.errors import UserError
+from omnitrain.parallel.environment import gpu_of_rank, prepare_process
+from omnitrain.parallel.join import join_process_group
 from omnitrain.parallel.meshes import device_meshes
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers
 from omnitrain.plan.mesh import MeshShape, fit_mesh
@@ -583,13 +585,14 @@ def leave_process_groups() -> None:
 def _ensure_process_group() -> None:
     if dist.is_initialized():
         return
+    prepare_process()
     backend = "gloo"
     if torch.cuda.is_available():
         if "LOCAL_RANK" in os.environ:  # without torchrun, keep the device that the user has chosen
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(gpu_of_rank())
         backend = "cpu:gloo,cuda:nccl"
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        join_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

@@ -15,6 +15,7 @@ from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.useless_keys import Idle
 
 Overlong = Literal["drop", "error", "split"]
+RowFormat = Literal["alpaca", "sharegpt", "llama_factory", "ms_swift", "axolotl", "openai", "trl", "llava"]
 
 # Keys of `data` and of its data sets that say how media are read -> the modalities of which they say it.
 VISUAL_KEYS = {
@@ -66,15 +67,23 @@ class Columns(Strict):
     response: str | None = Field(
         None, description="Text of an assistant's only message, in place of `messages`. The row's media come before."
     )
-    prompt: str | None = Field(None, description="With `response`: text of the user's message, after the row's media.")
+    prompt: str | list[str] | None = Field(
+        None,
+        description="With `response`: text of the user's message, after the row's media; or several columns, whose "
+        "texts become lines.",
+    )
+    history: str | None = Field(
+        None, description="With `response`: earlier questions and answers, as in `[[question, answer], ...]`."
+    )
     system: str = Field(
         "system", description="Text of a system message before the others. No such column, null or empty: none."
     )
 
-    def idle(self) -> Iterator[Idle]:
+    def unused(self) -> Iterator[Idle]:
         """Yield columns that the way in which rows are read does not use."""
         if self.response is None:
-            yield Idle("prompt", "but `response` is not set; set it to the column of the answers")
+            for key in ("prompt", "history"):
+                yield Idle(key, "but `response` is not set; set it to the column of the answers")
         for key in ("text", "response"):
             if getattr(self, key) is not None:
                 yield Idle("messages", f"but `{key}` is set, so no messages are read; remove one of them")
@@ -82,6 +91,16 @@ class Columns(Strict):
             yield Idle("response", "but `text` is set, so rows are documents; remove one of them")
             for key in ("images", "audios", "videos", "tools", "system"):
                 yield Idle(key, "but `text` is set, and documents have no media, tools and messages; remove it")
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The columns of the user's message."""
+        return (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt or ())
+
+    def names(self) -> list[str]:
+        """Return the names of all columns."""
+        others = self.model_dump(exclude={"prompt"}, exclude_none=True)
+        return [*others.values(), *self.prompts]
 
     def of_media(self) -> dict[str, str]:
         """Return field -> column name for the media columns."""
@@ -137,15 +156,21 @@ class DataSource(Strict):
         None, description="What to do with a sample that does not fit into a pack. Unset: `overlong` of `data`."
     )
     limit: int | None = Field(None, ge=1, description="Use only this number of rows, from the first. Unset: all.")
+    format: RowFormat | None = Field(
+        None,
+        description="Format of the rows. It names their columns; `columns` may rename them. Unset: that of `columns`; "
+        "without a column of messages, a format is recognised by its columns.",
+    )
     columns: Columns = Field(default_factory=Columns, description="Column names.")
     roles: Annotated[dict[str, str], AfterValidator(_known)] = Field(
         default_factory=dict,
         description="Speaker in the data -> `system`, `developer`, `user`, `assistant`, `tool`, or `tool_call` (its "
         "text is a call); or the same name again, if the chat template knows it. Usual speakers need no entry.",
     )
-    media_markers: list[Literal["image", "audio", "video"]] = Field(
-        default_factory=list,
-        description="Modalities that texts mark with `<image>`, `<audio>` or `<video>`, as in LLaVA's data.",
+    media_markers: list[Literal["image", "audio", "video"]] | None = Field(
+        None,
+        description="Modalities that texts mark with `<image>`, `<audio>` or `<video>`, as in LLaVA's data. Unset: "
+        "none, or those that a format marks and the data has columns for.",
     )
     media_folder: str | None = Field(
         None,
@@ -166,7 +191,10 @@ class DataSource(Strict):
     )
 
     def idle(self) -> Iterator[Idle]:
-        """Yield roles of data without messages."""
+        """Yield roles of data without messages, and columns that the way in which rows are read does not use."""
+        if self.format is not None:
+            return  # its columns are known when the data are read
+        yield from (Idle(f"columns.{key}", why) for key, why in self.columns.unused())
         for key in ("text", "response"):
             if getattr(self.columns, key) is not None:
                 yield Idle("roles", f"but `columns.{key}` is set, so no messages are read; remove it")

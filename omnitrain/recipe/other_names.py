@@ -42,6 +42,7 @@ _PACKED = f"{_REMOVE} samples are always packed, without padding"
 _NO_PREFERENCES = f"{_REMOVE} there is no training on preferences or rewards"
 _ANSWERS = f"{_REMOVE} only the assistant's messages are trained"
 _DIVIDED = f"{_REMOVE} ranks divide the packs of a step among themselves"
+_NO_DORA = f"{_REMOVE} there is no DoRA, whose magnitudes need whole matrices in every forward"
 _QUANTIZED = f"{_REMOVE} a quantized checkpoint is dequantized when it is loaded"
 _PROJECTOR = "`image_encoder.projector`, or the name of the module in the foundation"
 _IMAGES, _VIDEOS = "data.processor_arguments.images_kwargs", "data.processor_arguments.videos_kwargs"
@@ -111,6 +112,10 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "lr": Here("train.optimizer.learning_rate"),
         "max_seq_length": Here("data.pack_tokens", _LENGTH),
         "tp_size": Here("parallel.default.tp"),
+        "r": Here("parallel.default.lora.rank"),
+        "use_rslora": Here("parallel.default.lora.rslora"),
+        "use_dora": Here("", _NO_DORA),
+        "dora": Here("", _NO_DORA),
     },
     "TRL, LLaMA-Factory": {"model_name_or_path": Here("model.foundation")},
     "TRL, axolotl": {
@@ -125,7 +130,7 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
     "TRL, ms-swift": {"max_length": Here("data.pack_tokens", _LENGTH), "padding_free": Here("", _PACKED)},
     "TRL, LLaMA-Factory, ms-swift, axolotl": {
         "lora_alpha": Here("parallel.default.lora.alpha"),
-        "lora_dropout": Here("", f"{_REMOVE} adapters have no dropout"),
+        "lora_dropout": Here("parallel.default.lora.dropout"),
     },
     "LLaMA-Factory, ms-swift": {
         "lora_rank": Here("parallel.default.lora.rank"),
@@ -158,6 +163,7 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "lora_target": Here("parallel.default.lora.targets", "a list of globs"),
         "eval_dataset": Here("data.heldout", _LIST),
         "dataset_dir": Here("data.train.0.path"),
+        "formatting": Here("data.train.0.format", "`llama_factory`"),
         "media_dir": Here("data.train.0.media_folder"),
         "cutoff_len": Here("data.pack_tokens", _LENGTH),
         "max_samples": Here("data.train.0.limit"),
@@ -234,6 +240,7 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "data_files": Here("data.train.0.path"),
         "field_messages": Here("data.train.0.columns.messages"),
         "field_instruction": Here("data.train.0.columns.prompt"),
+        "field_input": Here("data.train.0.columns.prompt", "a list of both columns"),
         "field_output": Here("data.train.0.columns.response"),
         "field_system": Here("data.train.0.columns.system"),
         "field_tools": Here("data.train.0.columns.tools"),

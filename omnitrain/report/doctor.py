@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import resource
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from omnitrain.packages import install_command, installed_version, torchvision_problem
+from omnitrain.parallel.environment import VARIABLES, missing_variables
 from omnitrain.parallel.memory.allocator import available_memory
 
 _GIB = 2**30
@@ -82,7 +84,8 @@ BAD_PAIRS = (
 
 def examine() -> list[Finding]:
     """Examine the machine. A broken package is a finding, never an exception."""
-    return [*_versions(), *_devices(), *_memory(), *map(_backend, BACKENDS), *_bad_pairs(installed_version)]
+    optional = map(_backend, BACKENDS)
+    return [*_versions(), *_devices(), *_memory(), *_environment(), *optional, *_bad_pairs(installed_version)]
 
 
 def examine_without_imports() -> list[Finding]:
@@ -92,7 +95,7 @@ def examine_without_imports() -> list[Finding]:
         for backend in BACKENDS
         for version in [installed_version(backend.distribution)]
     ]
-    return [*_versions(), *_devices(), *_memory(), *installed, *_bad_pairs(installed_version)]
+    return [*_versions(), *_devices(), *_memory(), *_environment(), *installed, *_bad_pairs(installed_version)]
 
 
 def render(findings: list[Finding]) -> str:
@@ -200,6 +203,19 @@ def _memory() -> list[Finding]:
     available = available_memory()
     free = "" if available is None else f"{available / _GIB:.1f} GiB available of "
     return [Finding("memory", "host", f"{free}{total / _GIB:.1f} GiB", True)]
+
+
+def _environment() -> list[Finding]:
+    """Say which variables for GPUs are set, and how many files a process may open."""
+    missing = {variable.name for variable in missing_variables()}
+    found = [
+        Finding("environment", name, f"not set; omnitrain sets {value}: {why}", None)
+        if name in missing
+        else Finding("environment", name, os.environ.get(name) or f"{older}={os.environ[older]}", True)
+        for name, value, why, older in VARIABLES
+    ]
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return [*found, Finding("environment", "open files", f"{soft}; omnitrain raises the limit to {most}", True)]
 
 
 def _backend(backend: Backend) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -60,9 +60,9 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     model = _build_parts(recipe, init_device)
     readers, writers = model.media_adapters()
     attached = {modality for adapter in (*readers.values(), *writers.values()) for modality in adapter.modalities}
-    renderer = _renderer(recipe, model, attached)
+    renderer, added = _renderer(recipe, model, attached)
     assert parts.foundation is not None
-    _fit_vocabulary(model, renderer.tokenizer, parts.foundation)
+    _fit_vocabulary(model, renderer.tokenizer, parts.foundation, added)
     _require_same_tokens(parts.teachers, renderer.tokenizer)
     freeze(model, recipe.model.freeze)
     _add_adapters(model, recipe.parallel)
@@ -324,21 +324,20 @@ def _require_teachers(
         raise UserError(*problems)
 
 
-def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> Renderer:
-    """Return the chat format of the HF processor if one is used, else that of the recipe."""
+def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> tuple[Renderer, list[int]]:
+    """Return the chat format of the HF processor if one is used, else that of the recipe; and ids of added tokens."""
     data = recipe.data
     by_processor = _by_processor(recipe, _without_shared_sequences(recipe, model.native_inputs))
     starts = data.chat or ChatFormat()
     start_tokens = [getattr(starts, modality) for modality in sorted(attached)]
     if isinstance(by_processor, TemplateRenderer):
-        _add_tokens(by_processor.tokenizer, start_tokens)
-        return by_processor
+        return by_processor, _add_tokens(by_processor.tokenizer, start_tokens)
     tokenizer = _tokenizer(recipe)
     if data.chat is None and tokenizer.chat_template:
-        _add_tokens(tokenizer, start_tokens)
-        return TemplateRenderer(tokenizer, NativeInputs({}, refused=by_processor), starts=starts)
-    _add_tokens(tokenizer, [starts.end, *start_tokens])
-    return ChatRenderer(tokenizer, starts, refused=by_processor)
+        added = _add_tokens(tokenizer, start_tokens)
+        return TemplateRenderer(tokenizer, NativeInputs({}, refused=by_processor), starts=starts), added
+    added = _add_tokens(tokenizer, [starts.end, *start_tokens])
+    return ChatRenderer(tokenizer, starts, refused=by_processor), added
 
 
 def _by_processor(recipe: Recipe, native: NativeInputs) -> TemplateRenderer | Mapping[str, str]:
@@ -401,20 +400,27 @@ def _require_same_tokens(teachers: Mapping[str, str], tokenizer: PreTrainedToken
         raise UserError(*problems)
 
 
-def _add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str]) -> None:
-    """Add texts that are not one token of the tokenizer as special tokens."""
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str]) -> list[int]:
+    """Add texts that are not one token of the tokenizer as special tokens; return their ids."""
     new = [token for token in wanted if len(tokenizer(token, add_special_tokens=False)["input_ids"]) != 1]
     tokenizer.add_tokens(new, special_tokens=True)
+    ids: list[int] = tokenizer.convert_tokens_to_ids(new)
+    return ids
 
 
-def _fit_vocabulary(model: OmniModel, tokenizer: PreTrainedTokenizerBase, source: HFSource) -> None:
+def _fit_vocabulary(
+    model: OmniModel, tokenizer: PreTrainedTokenizerBase, source: HFSource, added: Sequence[int]
+) -> None:
     """Grow the foundation's embeddings if the tokenizer has more tokens than they have rows.
+
+    The model remembers which rows are new: those, and those of the tokens that were ``added``.
 
     With pretrained embeddings, a tokenizer with far fewer tokens is an error.
     """
     rows = model.foundation.get_input_embeddings().weight.size(0)
     if source.path is not None:
         require_vocabulary(tokenizer, rows, source.path)
+        model.added_tokens = tuple(sorted({*added, *range(rows, len(tokenizer))}))
     if len(tokenizer) > rows:
         model.foundation.resize_token_embeddings(len(tokenizer), mean_resizing=model.device.type != "meta")
         model.config.foundation = as_dict(model.foundation.config)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import torch
 
 from omnitrain.errors import UserError
+from omnitrain.parallel.environment import gpu_of_rank, prepare_process
 from omnitrain.recipe import Train
-from omnitrain.train.launch.environment import local_rank, local_world_size
+from omnitrain.train.launch.environment import local_world_size
 
 
 def use_device(settings: Train) -> torch.device:
     """Return the device of ``settings``, and set torch's CPU threads and current CUDA device.
 
-    With several ranks on a machine, each uses the CUDA device of its local rank.
+    With several ranks on a machine, each uses the CUDA device of its local rank among those that it sees.
 
     Raises:
-        UserError: the device does not exist, or the machine has fewer devices than ranks.
+        UserError: the device does not exist, or is one device for several ranks.
     """
+    prepare_process()
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
     name = settings.device
@@ -33,8 +35,8 @@ def use_device(settings: Train) -> torch.device:
     if device.type == "cpu":
         return device
     if local_world_size() > 1:
-        require_devices(device, local_world_size())
-        device = torch.device("cuda", local_rank())
+        machines_for(device, local_world_size())
+        device = gpu_of_rank()
     if device.index is not None:  # triton kernels, process groups and meshes use the current device
         torch.cuda.set_device(device)
     return device

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from omnitrain.errors import UserError
+from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.hidden_matrices import hidden_matrices
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.named_parameters import parameters_named
@@ -38,10 +39,13 @@ def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]
 def decays_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
     """Return the weight decay of each trained parameter that ``weight_decays`` names; arguments as above.
 
+    Embeddings of which only the rows of added tokens train have none, since it would change the other rows.
+
     Raises:
         UserError: a name matches no trained parameter, or only norms and biases, which have no weight decay.
     """
-    return _of_parameters(model, settings.weight_decays, "weight_decays", decayed_parameters(model))
+    decays = _of_parameters(model, settings.weight_decays, "weight_decays", decayed_parameters(model))
+    return decays | dict.fromkeys((model.get_parameter(name) for name in token_matrices(model)), 0.0)
 
 
 def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:

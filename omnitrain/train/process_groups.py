@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from omnitrain.parallel.join import join_process_group
 from omnitrain.parallel.state import ParallelState, init_state_of
 from omnitrain.parallel.step.rendezvous import Rendezvous, open_rendezvous
 from omnitrain.parallel.watch.monitor import StallMonitor
@@ -121,7 +122,7 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
     if num_ranks == 1 and plan == ParallelPlan() and not lays_out:
         return Ranks(None, SINGLE_PROCESS, SINGLE_PROCESS, SINGLE_PROCESS, SINGLE_PROCESS, open_rendezvous())
     if device.type == "cpu" and num_ranks > 1 and not is_initialized:
-        dist.init_process_group("gloo")
+        join_process_group("gloo")
     state = init_state_of(plan)
     main = state.of_section(MAIN)
     peers = loss_peers = meter_peers = GlooGroup() if state.num_ranks > 1 else SINGLE_PROCESS

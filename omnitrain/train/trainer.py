@@ -44,6 +44,7 @@ from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.costs import WAIT_FOR_DATA
 from omnitrain.train.metrics.display import (
     quiet_libraries,
+    show_added_tokens,
     show_components,
     show_contract,
     show_kept_memory,
@@ -164,7 +165,6 @@ class Trainer:
             decays_of(self.model, settings),
             matrices_of(self.model, settings),
         )
-        self._holders = None if self.layout is None else self.layout.holders(self.model)
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets, self.samples = state.step, state.steps_without_targets, state.samples
@@ -363,6 +363,7 @@ class Trainer:
     def _show(self) -> None:
         show_components(component_rows(self.model, self.ops))
         show_unused(self.model.config.unused_tensors)
+        show_added_tokens(self.model)
         show_own_head(self.model.config)
         show_contract(self.model.runner.contract, in_full=False)
         if self.layout is not None:
@@ -496,7 +497,7 @@ class Trainer:
             self.compiled.check()
         self.watch.at(phase="optimizer")
         self.spans.optimizer_begins()
-        whole_norm = clip_gradients(self._parameters, settings.max_grad_norm, self._holders)
+        whole_norm = clip_gradients(self._parameters, settings.max_grad_norm)
         # The one time in a step that the host waits for the device.
         local_loss, norm = torch.stack([part.double(), whole_norm.to(part.device, torch.float64)]).tolist()
         loss = self.ranks.peers.sum(local_loss)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from omnitrain.errors import UserError
 from omnitrain.optim.adamw import learning_rate
 from omnitrain.optim.build import build_optimizer
-from omnitrain.optim.gradients import Holders, clip_gradients, gradient_norm
+from omnitrain.optim.gradients import Holders, clip_gradients, gradient_norm, remember_holders
 from omnitrain.recipe import Optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -75,8 +75,18 @@ def test_ranks_without_trained_weights_add_up_where_the_others_do(monkeypatch: p
     """A section that is frozen on a GPU has no gradient there; its part of the sum must be there all the same."""
     devices: list[str] = []
     monkeypatch.setattr(dist, "all_reduce", lambda total, group: devices.append(total.device.type))
-    frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-    elsewhere = torch.nn.Parameter(torch.zeros(2, device="meta"))  # of main
-    holders = Holders(sections=object(), device=torch.device("meta"))  # in place of a GPU
-    gradient_norm([frozen, elsewhere], holders)
+    model = torch.nn.ParameterDict({"frozen": torch.zeros(2), "of_main": torch.zeros(2, device="meta")})
+    model.frozen.requires_grad_(False)
+    remember_holders(model, Holders(sections=object(), device="meta"))  # in place of a GPU
+    gradient_norm(model.parameters())
     assert devices == ["meta"]
+
+
+def test_a_spread_model_and_other_parameters_have_one_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four stages have the gradients of the spread model's own part; what lies beside it is on each of them."""
+    monkeypatch.setattr(dist, "all_reduce", lambda total, group: total.mul_(4))
+    whole, spread, elsewhere = parameters()[0], parameters()[0], parameters()[1]
+    model = torch.nn.ParameterList([spread, elsewhere])
+    remember_holders(model, Holders(stages=object(), counted_elsewhere=frozenset([elsewhere])))
+    assert gradient_norm([whole, *model]).item() ** 2 == pytest.approx(3.0**2 + 4 * 3.0**2)
+    assert gradient_norm([whole]).item() == 3.0 and gradient_norm([spread]).item() == 6.0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.models.adapters.lora import adapters_of
+from omnitrain.models.adapters.lora import adapters_of, add_lora, find_adapters
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import use_omnitrain_experts
@@ -173,3 +175,45 @@ def test_experts_backends_without_adapters_are_refused_with_those_that_have_them
     assert (
         problem == "default.lora: experts backend grouped_mm does not support adapters; use the backend auto or torch"
     )
+
+
+def problems_of(lora: Lora, new_tokens: tuple[int, ...] = (), **plan: object) -> list[str]:
+    model = build_omni_model(foundation=factories.qwen3_moe())
+    model.added_tokens = new_tokens
+    planned = ParallelPlan(default=ComponentPlan(lora=lora, **plan))
+    adapters, problems = adapters_for(model, planned)
+    assert problems == []
+    return list(lora_problems(adapters, expert_layers(model), planned))
+
+
+def test_all_linear_layers_but_the_head_and_no_experts_are_the_default() -> None:
+    model = build_omni_model(foundation=factories.qwen3_moe())
+    adapters = adapters_for(model, ParallelPlan(default=ComponentPlan(lora=Lora())))[0][FOUNDATION]
+    linears = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    assert adapters.linears == tuple(sorted(set(linears) - {"foundation.lm_head"})) and adapters.experts == ()
+    assert problems_of(Lora(dropout=0.1)) == []
+
+
+def test_dropout_where_adapters_have_none_and_new_rows_in_bf16_are_refused() -> None:
+    (of_experts,) = problems_of(Lora(targets=["experts.*"], dropout=0.1))
+    assert of_experts.startswith("default.lora.dropout: found 0.1, but fused experts have no dropout")
+    (of_ranks,) = problems_of(Lora(dropout=0.1), tp=2)
+    assert of_ranks.startswith("default.lora.dropout: found 0.1 with tp 2, whose ranks would draw other numbers")
+    (of_dtype,) = problems_of(Lora(), (5, 7), precision={"param": "bfloat16"})
+    assert of_dtype.startswith("default.precision.param: found bfloat16, but the rows of 2 tokens that are new train")
+    assert problems_of(Lora(), (5, 7), precision={"compute": "bfloat16"}) == []
+
+
+def test_components_of_one_hf_model_have_one_dropout_in_one_file() -> None:
+    model = build_omni_model(foundation=factories.qwen3_moe())
+    first = find_adapters(model, FOUNDATION, Lora(dropout=0.1))
+    present = {FOUNDATION: first, "image_encoder": replace(first, dropout=0.2)}  # a tower inside of it
+    (problem,) = adapters_for(model, ParallelPlan(), present)[1]
+    assert "dropout 0.2" in problem and "peft has one `rslora` and one `dropout` for both: use the same" in problem
+
+
+def test_dropout_of_adapters_is_drawn_by_micro_batch_and_block() -> None:
+    model = build_omni_model(foundation=factories.qwen3_moe())
+    assert not model.draws
+    add_lora(model, adapters_for(model, ParallelPlan(default=ComponentPlan(lora=Lora(dropout=0.1))))[0])
+    assert model.draws

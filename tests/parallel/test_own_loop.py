@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +24,22 @@ from omnitrain.models.discovery import discover
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
+from omnitrain.recipe.layout import parse_layout
+from omnitrain.recipe.parallel import MAIN
 from tests.parallel.expert.test_experts import samples_of
-from tests.parallel.factories import any_to_any, lfm2_vl, llava, qwen3_moe, qwen3_moe_with_adapters, qwen3_of_four_heads
+from tests.parallel.factories import (
+    any_to_any,
+    ernie4_5_vl_moe,
+    lfm2_vl,
+    llava,
+    qwen3_moe,
+    qwen3_moe_with_adapters,
+    qwen3_of_four_heads,
+)
 from tests.parallel.laid_out import PLAIN, full, laid_out, samples
 
 MAX_NORM = 0.1
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
 def packs() -> list[ot.Pack]:
@@ -72,6 +86,34 @@ def test_adapters_are_saved_beside_the_base_and_come_back_with_it(ranks: RankPoo
     found = ranks.run(step_and_save, tmp_path, {"tp_size": tp}, lora, timeout_s=60, world=2)
     assert all(is_same for _, _, is_same in found)
     assert (tmp_path / "adapters" / "foundation" / "adapter_config.json").is_file()
+
+
+def trained_by_the_page(word: str, folder: Path) -> list[str]:
+    """The losses that the loop of the page prints, with SGD, in which a wrong norm shows in the first update."""
+    plan = parse_layout(word).plan()
+    state = init_state_of(plan)
+    model = ot.build_parallelize_model(any_to_any().train(), parallel_plan=plan, **PLAIN)
+    names: dict[str, object] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0].replace("AdamW", "SGD"), names)
+    own = [ot.Pack.from_samples([sample]) for sample in samples()] if state.section == MAIN else []
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        names["train"](model, own, epochs=1, rate=1.0, packs_per_step=3)
+    model.save_pretrained(folder)
+    return re.findall(r"loss (\S+)", printed.getvalue())
+
+
+def test_the_loop_of_the_page_clips_as_one_process_where_ranks_hold_parts_of_the_model(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (expected,) = ranks.run(trained_by_the_page, "dp1", tmp_path / "dp1", timeout_s=60, world=1)
+    one = load_file(tmp_path / "dp1" / "model.safetensors")
+    start = dict(any_to_any().named_parameters())
+    assert len(expected) == 3 and max((one[name] - start[name]).abs().max() for name in one if name in start) > 0.01
+    for word in ("pp2", "vision1+dp1"):
+        found, _ = ranks.run(trained_by_the_page, word, tmp_path / word, timeout_s=60, world=2)
+        assert [float(loss) for loss in found] == pytest.approx([float(loss) for loss in expected], abs=2e-4)
+        saved = load_file(tmp_path / word / "model.safetensors")
+        assert saved.keys() == one.keys() and max((saved[name] - one[name]).abs().max() for name in one) < 1e-4
 
 
 def loss_and_norm_of_images(factory: Callable[[], PreTrainedModel]) -> tuple[float, float]:
@@ -226,3 +268,47 @@ def test_after_a_refusal_the_model_is_as_it_was_and_a_second_layout_leaves_the_f
     ranks: RankPool, tmp_path: Path
 ) -> None:
     assert [len(told) for told in ranks.run(refused_twice_then_trained, tmp_path, timeout_s=60, world=2)] == [2, 2]
+
+
+def over_one_call(word: str) -> dict[str, float]:
+    """Parameter of this rank -> size of its gradients over two calls without ``zero_grad``, over that of one."""
+    plan = parse_layout(word).plan()
+    state = init_state_of(plan)
+    model = ot.build_parallelize_model(any_to_any().train(), parallel_state=state, parallel_plan=plan, **PLAIN)
+    plan_step, found = ot.step_planner(model), list[dict[str, float]]()
+    for _ in range(2):
+        ot.accumulate_gradients(model, plan_step([ot.Pack.from_samples(samples())]))
+        trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({name: full(gradient).norm().item() for name, gradient in trained.items()})
+    return {name: found[1][name] / size for name, size in found[0].items() if size > 1e-6}
+
+
+@pytest.mark.parametrize(("word", "shared"), [("tp2", "norm.weight"), ("pp2", "embed_tokens.weight")])
+def test_gradients_of_several_calls_add_up_where_ranks_hold_the_same_parameters(
+    ranks: RankPool, word: str, shared: str
+) -> None:
+    """Of an earlier call they are the same on these ranks: a sum over the ranks counted each of them, 3 for 2."""
+    for found in ranks.run(over_one_call, word, timeout_s=60, world=2):
+        assert any(name.endswith(shared) for name in found)
+        assert found == pytest.approx(dict.fromkeys(found, 2.0), rel=1e-4)
+
+
+def sizes_of_vision_experts(numbers: list[int]) -> list[float | None]:
+    """Of the gradients of a step in which this rank has a pack of the sample of its number."""
+    plain = ernie4_5_vl_moe()
+    probes = probe_samples(plain, discover(plain))
+    model = laid_out(model=plain) if dist.is_initialized() else build_omni_model(foundation=plain)
+    number = numbers[dist.get_rank() if dist.is_initialized() else 0]
+    ot.accumulate_gradients(model, ot.step_planner(model)([ot.Pack.from_samples([probes[number].sample])]))
+    weights = [p for name, p in model.named_parameters() if "vision_moe" in name and name.endswith("proj")]
+    return [None if weight.grad is None else full(weight.grad).norm().item() for weight in weights]
+
+
+@pytest.mark.slow  # its contract; a layer like them in one process: tests/models/contract/test_checks_unread.py
+def test_experts_that_no_sample_of_a_step_reads_have_no_gradient(ranks: RankPool) -> None:
+    """As in transformers; zeros let AdamW decay them, and momentum move them further."""
+    text, image = 0, 3
+    assert sizes_of_vision_experts([text]) == [None, None]
+    assert ranks.run(sizes_of_vision_experts, [text, text], timeout_s=60, world=2) == [[None, None]] * 2
+    first, second = ranks.run(sizes_of_vision_experts, [text, image], timeout_s=60, world=2)
+    assert first == second and all(size is not None and size > 1e-3 for size in first)

@@ -134,6 +134,8 @@ STANDS: dict[str, Always | Idle] = {
     ),
     "Columns.response": idle("`text` is set, so rows are documents", "data.train.0.columns={text: a, response: b}"),
     "Columns.prompt": idle("`response` is not set", "data.train.0.columns.prompt=a"),
+    "Columns.history": idle("`response` is not set", "data.train.0.columns.history=a"),
+    "DataSource.format": idle("'alpaca' reads 'instruction' and 'output'; found", "data.train.0.format=alpaca"),
     "Columns.system": idle(
         "documents have no media, tools and messages", "data.train.0.columns.text=a", "data.train.0.columns.system=a"
     ),
@@ -310,6 +312,8 @@ STANDS: dict[str, Always | Idle] = {
     "Lora.targets": plan("lora.targets=[q_prj]", "did you mean", "foundation", base="text"),
     "Lora.rank": SIZE,
     "Lora.alpha": SIZE,
+    "Lora.rslora": SIZE,
+    "Lora.dropout": Always("it changes what adapters read; where they have none (experts), it is refused"),
     "Precision.param": Always("parameters have one format or another"),
     "Precision.compute": Always("computation has one format or another"),
     "Precision.reduce": plan("precision.reduce=bfloat16", "has no gradients", "image_encoder", "freeze=true"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -20,10 +21,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from omnitrain.checkpoint.store import CheckpointStore, verify
 from omnitrain.errors import TrainingError
 from omnitrain.parallel.spawn.pool import RankError, RankPool
+from omnitrain.parallel.step.rendezvous import open_rendezvous
 from omnitrain.peers import Peers
 from omnitrain.train.metrics.console import console
 from omnitrain.train.run_state import save
 from omnitrain.train.run_state.snapshot import Snapshot
+from omnitrain.train.run_state.writer import CheckpointWriter
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_recipe
 from tests.train.test_faults import after_step
@@ -127,6 +130,14 @@ def test_a_failure_ends_the_run_at_the_next_step_and_it_goes_on_from_the_checkpo
     resumed = Trainer(load(recipe, "train.steps=5"), resume=True)
     assert resumed.step == 2
     resumed.fit()
+
+
+def test_the_process_leaves_the_cores_to_the_ranks() -> None:
+    """In a session of its own, Linux would give it the cores of all ranks together, whatever its priority."""
+    with contextlib.closing(CheckpointWriter(open_rendezvous())) as writer:
+        process = writer._process.pid
+        assert os.getsid(process) == os.getsid(0) and os.getpgid(process) == process
+        assert os.getpriority(os.PRIO_PROCESS, process) == os.getpriority(os.PRIO_PROCESS, 0) + 10
 
 
 def test_the_end_of_the_process_is_told(tmp_path: Path) -> None:

@@ -39,12 +39,14 @@ def test_each_rank_has_the_device_of_its_local_rank(
     assert _two_devices == [torch.device("cuda:1")]
 
 
-def test_more_ranks_than_devices_are_refused_unless_on_cpu(
+def test_a_rank_that_sees_one_device_has_it_whatever_its_local_rank_is(
     _two_devices: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As in a task of Slurm with --gpus-per-task=1; the ranks compare their devices when they meet."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(UserError, match="this machine runs 3 ranks but has 2 CUDA devices"):
-        use_device(Train())
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert use_device(Train()) == torch.device("cuda:0")
     assert use_device(Train(device="cpu")) == torch.device("cpu")
 
 

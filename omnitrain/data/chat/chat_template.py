@@ -87,9 +87,11 @@ class ChatTemplate:
             add_generation_prompt: append the text that opens an assistant's message.
 
         Raises:
-            ValueError: the template refuses the messages.
+            ValueError: there are no messages, or the template refuses them.
             UserError: the template does not write tools, or tool calls.
         """
+        if not messages:
+            raise ValueError("the row has no messages")
         if tools and not self._takes_tools:
             raise UserError(
                 "the chat template does not write `tools`; set data.processor to a processor whose template does, or "

@@ -11,7 +11,8 @@ from omnitrain.data.packing.fill_pack import fill_pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.sources.rows import MODALITIES, Row, conversation
+from omnitrain.data.sources.rows import MODALITIES, Row
+from omnitrain.data.sources.schema import Schema
 from omnitrain.errors import UserError
 from omnitrain.recipe import Columns
 
@@ -113,7 +114,7 @@ def _row_of(record: Any, index: int) -> Row:
         tools=record.pop(columns.tools, None),
     )
     try:
-        messages, media = conversation(record, columns, media)
+        messages, media = Schema(columns).conversation(record, media)
     except UserError as error:
         raise row.named(error) from error
     except ValueError as error:

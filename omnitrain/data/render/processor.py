@@ -21,7 +21,8 @@ from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.clips import Choose
 from omnitrain.data.sources.documents import Document
 from omnitrain.data.sources.media import MediaFile
-from omnitrain.data.sources.rows import Row, is_file
+from omnitrain.data.sources.part_files import is_file
+from omnitrain.data.sources.rows import Row
 from omnitrain.data.sources.turns import canonical, how_to_show
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat

@@ -24,7 +24,7 @@ _SHOWN_COLUMNS = 12  # of a note
 
 
 def unread_notes(sources: Iterable[RowSource], renderer: Renderer, recipe: Recipe) -> list[str]:
-    """Return a line for each data set with keys that nothing reads.
+    """Return a line for each data set with keys that nothing reads, and for each whose format was recognised.
 
     Args:
         sources: the data sets.
@@ -35,7 +35,12 @@ def unread_notes(sources: Iterable[RowSource], renderer: Renderer, recipe: Recip
         UserError: see :meth:`RowSource.__getitem__`.
     """
     scored = recipe.evaluation is not None and recipe.evaluation.scorer is not None
-    return [note for source in sources if (note := _note(source, renderer.reads | HARMLESS, scored))]
+    known = renderer.reads | HARMLESS
+    return [line for source in sources for line in (_recognised(source), _note(source, known, scored)) if line]
+
+
+def _recognised(source: RowSource) -> str:
+    return f"data {source.name!r}: {source.schema.said}" if source.schema.said else ""
 
 
 def _note(source: RowSource, known: frozenset[str], scored: bool) -> str:

@@ -17,7 +17,8 @@ from omnitrain.data.chat.parts import content_parts
 from omnitrain.data.render.component_media import MediaAdapter
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.inline_files import modality_of_bytes
-from omnitrain.data.sources.rows import MODALITIES, Row, RowSource, is_file
+from omnitrain.data.sources.part_files import is_file
+from omnitrain.data.sources.rows import MODALITIES, Row, RowSource
 from omnitrain.data.sources.turns import MARKERS, how_to_show
 from omnitrain.errors import UserError
 

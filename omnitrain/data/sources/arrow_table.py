@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnitrain.data.sources.examples import EXAMPLES, evenly_spaced, example_of
+from omnitrain.data.sources.schema import Schema
 from omnitrain.data.sources.turns import FIELDS, MARKERS, PART, SAID
 from omnitrain.recipe import Columns
 
@@ -20,15 +21,18 @@ _LISTS = (datasets.List, datasets.LargeList)
 class ArrowTable:
     """A data set of HF ``datasets``; see :class:`omnitrain.data.sources.formats.Table`."""
 
-    def __init__(self, data: datasets.Dataset, columns: Columns, *, marked: Collection[str]) -> None:
+    def __init__(self, data: datasets.Dataset, choose: Callable[[Sequence[str]], Schema]) -> None:
         """Wrap a data set.
 
         Args:
             data: the data set; its media will not be decoded.
-            columns: names of the columns of messages and media.
-            marked: see :func:`omnitrain.data.sources.turns.as_messages`.
+            choose: returns how rows with given columns are read.
+
+        Raises:
+            DataError: ``choose`` raises it.
         """
-        self._columns, self._marked = columns, marked
+        self.schema = choose(data.column_names)
+        self._columns = columns = self.schema.columns
         info = data.info.copy()
         info.features = undecoded_features(data.features, columns)
         # `cast` would copy the rows; and a fingerprint that it computes would read all of them.
@@ -59,7 +63,7 @@ class ArrowTable:
     @cached_property
     def kinds(self) -> dict[tuple[Any, Any], int]:
         """See :class:`omnitrain.data.sources.formats.Table`. Does not read texts or media."""
-        return first_of_each_kind(self._data.data, self._columns, self._marked)
+        return first_of_each_kind(self._data.data, self.schema)
 
     def problems(self) -> list[str]:
         """Return problems of columns with a wrong type: messages that are plain values, media that are not files."""
@@ -68,16 +72,17 @@ class ArrowTable:
 
 def record_of(record: dict[str, Any], columns: Columns) -> dict[str, Any]:
     """Return a record without the null fields in messages and tools that Arrow adds for fields of other rows."""
-    nested = {columns.messages, columns.tools} & record.keys()
-    return record | {name: _without_nulls(record[name]) for name in nested}
+    nested = {columns.messages, columns.tools, columns.response, *columns.prompts}
+    return record | {name: _without_nulls(record[name]) for name in record.keys() & nested}
 
 
-def first_of_each_kind(table: Any, columns: Columns, marked: Collection[str]) -> dict[tuple[Any, Any], int]:
+def first_of_each_kind(table: Any, schema: Schema) -> dict[tuple[Any, Any], int]:
     """Return the kinds of the rows of an Arrow table; see :class:`omnitrain.data.sources.formats.Table`."""
+    columns = schema.columns
     firsts: dict[tuple[Any, Any], int] = {}
     start = 0
     for chunk in table.column(columns.messages).chunks:
-        for kind, position in _first_of_each_kind(chunk, marked):
+        for kind, position in _first_of_each_kind(chunk, schema.marked):
             firsts.setdefault(kind, start + position)
         start += len(chunk)
     for field in ("tools", "system"):

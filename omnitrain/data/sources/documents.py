@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from omnitrain.data.sources.files import FileReader, ReadError
+from omnitrain.data.sources.schema import Schema
 
 _ROW_BYTES = 1 << 15
 _SEARCHED = 1 << 12  # bytes in which the end of a line or word is searched
@@ -34,14 +35,15 @@ class TextFiles:
 
     column_names = ("text",)
 
-    def __init__(self, files: Sequence[str], *, reader: FileReader) -> None:
+    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader) -> None:
         """Read the size of each file.
 
         Args:
             files: paths or URLs in order; empty files have no rows.
+            choose: returns how rows with given columns are read.
             reader: reads the files.
         """
-        self._files, self._reader = list(files), reader
+        self._files, self._reader, self.schema = list(files), reader, choose(self.column_names)
         self._sizes = [reader.version(file).size for file in files]
         self._counts = [max(-(-(size - _SEARCHED) // _ROW_BYTES), min(size, 1)) for size in self._sizes]
         self._ends = list(accumulate(self._counts))

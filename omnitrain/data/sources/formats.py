@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from omnitrain.data.sources.documents import TextFiles
 from omnitrain.data.sources.files import FileReader, ReadError, find_files, is_url
 from omnitrain.data.sources.json_lines import JsonLines
 from omnitrain.data.sources.parquet_rows import ParquetRows
+from omnitrain.data.sources.row_formats import schema_of
+from omnitrain.data.sources.schema import Schema
 from omnitrain.data.sources.stream import Stream
 from omnitrain.data.sources.tar_shards import TarShards
 from omnitrain.errors import DataError
@@ -46,6 +49,11 @@ class Table(Protocol):
     @property
     def column_names(self) -> Sequence[str]:
         """Columns of all records; a record may lack some."""
+        ...
+
+    @property
+    def schema(self) -> Schema:
+        """How its records are read, which is chosen when their columns are known."""
         ...
 
     @property
@@ -151,30 +159,30 @@ def open_table(source: DataSource, files: Sequence[str], reader: FileReader, *, 
 
 
 def _open(source: DataSource, files: Sequence[str], kind: str, reader: FileReader, *, copy_parquet: bool) -> Table:
-    columns, marked = source.columns, frozenset(source.media_markers)
+    choose = partial(schema_of, source)
     match kind:
         case "Hub":
             options = {"name": source.subset, "revision": source.revision, "split": source.split}
             if source.streaming:
-                return Stream(datasets.load_dataset(source.path, streaming=True, **options), columns)
-            return ArrowTable(datasets.load_dataset(source.path, **options), columns, marked=marked)
+                return Stream(datasets.load_dataset(source.path, streaming=True, **options), choose)
+            return ArrowTable(datasets.load_dataset(source.path, **options), choose)
         case "parquet" if copy_parquet and not is_url(files[0]):
             names = [glob.escape(str(Path(file).absolute())) for file in files]  # load_dataset treats names as globs
             copied = datasets.load_dataset("parquet", data_files=names, split="train")
-            return ArrowTable(copied, columns, marked=marked)
+            return ArrowTable(copied, choose)
         case "parquet":
-            return ParquetRows(files, columns, marked=marked, reader=reader)
+            return ParquetRows(files, choose, reader=reader)
         case "JSON Lines" | "JSON":
-            return JsonLines(files, columns, marked=marked, reader=reader)
+            return JsonLines(files, choose, reader=reader)
         case "tar shards":
-            return TarShards(files, reader=reader)
+            return TarShards(files, choose, reader=reader)
         case "text":
-            return TextFiles(files, reader=reader)
+            return TextFiles(files, choose, reader=reader)
     read = _mapped_arrow if kind == "Arrow" else _csv_texts
     table = pa.concat_tables([read(file, reader) for file in files])
     # datasets would read all rows for a fingerprint, which is of use to its cache alone.
     data = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=_NO_FINGERPRINT)
-    return ArrowTable(data, columns, marked=marked)
+    return ArrowTable(data, choose)
 
 
 def _mapped_arrow(file: str, reader: FileReader) -> pa.Table:

@@ -6,8 +6,8 @@ import contextlib
 import json
 import sys
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.line_index import row_spans
+from omnitrain.data.sources.schema import Schema
 from omnitrain.data.sources.turns import FIELDS, MARKERS, PART, SAID, TURN
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
@@ -34,37 +35,42 @@ class JsonLines:
 
     Attributes:
         kinds: see :class:`omnitrain.data.sources.formats.Table`. Of large data sets, those of some rows.
+        schema: see :class:`omnitrain.data.sources.formats.Table`.
     """
 
     def __init__(
-        self, files: Sequence[str], columns: Columns, *, marked: Collection[str], reader: FileReader | None = None
+        self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader | None = None
     ) -> None:
         """Find the rows, check them (some of them if there are many), and keep the source and kinds of these.
 
         Args:
             files: paths or URLs in order; blank lines are skipped.
-            columns: names of the columns of messages, media and sources.
-            marked: see :func:`omnitrain.data.sources.turns.as_messages`.
+            choose: returns how rows with given columns are read.
             reader: reads the files.
 
         Raises:
-            DataError: lines are not rows; the message gives their files and line numbers.
+            DataError: lines are not rows; the message gives their files and line numbers. Or ``choose`` raises it.
         """
-        self._columns, self._reader = columns, reader or FileReader()
+        self._reader = reader or FileReader()
         self._files = [file if is_url(file) else str(Path(file).absolute()) for file in files]
         self._spans = [row_spans(file, self._reader) for file in self._files]
         self._ends = list(accumulate(len(starts) for starts, _ in self._spans))
         self._is_checked = sum(int(stops[-1]) for _, stops in self._spans if len(stops)) <= CHECKED_BYTES
+        self._check_rows(choose)
+        if (schema := choose(self.column_names)) != self.schema:  # a later row has a further column
+            self._check_rows(lambda _: schema)
+
+    def _check_rows(self, choose: Callable[[Sequence[str]], Schema]) -> None:
+        rows = self._looked_at()
+        first = list(islice(rows, EXAMPLES))
+        self.schema = choose(list(dict.fromkeys(name for *_, line in first for name in _names(line))))
+        self._columns = self.schema.columns
         self._sources: list[Any] | None = [] if self._is_checked else None
         self.kinds: dict[tuple[Any, Any], int] = {}
-        self.column_names: list[str] = []
-        self._check_rows(marked)
-
-    def _check_rows(self, marked: Collection[str]) -> None:
         names: dict[str, None] = {}
         wrong: list[str] = []
         num_wrong = 0
-        for position, where, line in self._looked_at():
+        for position, where, line in chain(first, rows):
             try:
                 record = _record(line, self._columns)
             except ValueError as error:
@@ -73,7 +79,7 @@ class JsonLines:
                     wrong.append(f"{where()}: {error}")
                 continue
             names |= dict.fromkeys(record)
-            for kind in kinds_of(record, self._columns, marked):
+            for kind in kinds_of(record, self.schema):
                 self.kinds.setdefault(kind, position)
             if self._sources is not None:
                 source = record.get(self._columns.source)
@@ -168,8 +174,9 @@ class JsonLines:
         return []
 
 
-def kinds_of(record: dict[str, Any], columns: Columns, marked: Collection[str]) -> Iterator[tuple[Any, Any]]:
+def kinds_of(record: dict[str, Any], schema: Schema) -> Iterator[tuple[Any, Any]]:
     """Yield the kinds of a row; see :class:`omnitrain.data.sources.formats.Table`."""
+    columns, marked = schema.columns, schema.marked
     turns = record.get(columns.messages)
     for turn in turns if isinstance(turns, list) else ():
         if isinstance(turn, dict):
@@ -178,7 +185,15 @@ def kinds_of(record: dict[str, Any], columns: Columns, marked: Collection[str]) 
     yield from ((column, None) for column in ("tools", "system") if record.get(getattr(columns, column)))
 
 
-def _record(line: bytes, columns: Columns) -> dict[str, Any]:
+def _names(line: bytes) -> list[str]:
+    """Return the columns of a row; none: it is no row."""
+    try:
+        return list(_object(line))
+    except ValueError:
+        return []
+
+
+def _object(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -186,6 +201,11 @@ def _record(line: bytes, columns: Columns) -> dict[str, Any]:
         raise ValueError(f"invalid JSON: {where}; each line of the file must be one object") from None
     if not isinstance(record, dict):
         raise ValueError(f"found {_kind_of(record)}, expected an object with the columns of a row")
+    return record
+
+
+def _record(line: bytes, columns: Columns) -> dict[str, Any]:
+    record = _object(line)
     messages = record.get(columns.messages, [])
     if not isinstance(messages, list):
         raise ValueError(

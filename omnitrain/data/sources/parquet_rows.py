@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from omnitrain.data.sources.arrow_table import column_problems, first_of_each_kind, record_of, undecoded_features
 from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced, example_of
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
+from omnitrain.data.sources.schema import Schema
 from omnitrain.errors import DataError
-from omnitrain.recipe import Columns
 
 _KEPT_GROUPS = 5  # row groups in memory: those that an order in blocks uses at a time, and the next
 _KEPT_BYTES = 1 << 28  # more are kept if they are small
@@ -45,20 +45,19 @@ class ParquetRows:
         blocks: rows of each row group.
     """
 
-    def __init__(self, files: Sequence[str], columns: Columns, *, marked: Collection[str], reader: FileReader) -> None:
+    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader) -> None:
         """Read the footer of each file.
 
         Args:
             files: paths or URLs in order.
-            columns: names of the columns of messages and media.
-            marked: see :func:`omnitrain.data.sources.turns.as_messages`.
+            choose: returns how rows with given columns are read.
             reader: reads the files.
 
         Raises:
-            DataError: the files have different columns.
+            DataError: the files have different columns, or ``choose`` raises it.
             OSError, pa.ArrowInvalid: a file is not parquet.
         """
-        self._files, self._columns, self._marked, self._reader = list(files), columns, marked, reader
+        self._files, self._reader = list(files), reader
         self._footers: list[pq.FileMetaData] = []
         self._groups: list[_Group] = []
         self._kept: OrderedDict[int, pa.Table] = OrderedDict()
@@ -77,6 +76,8 @@ class ParquetRows:
             sizes = (parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups))
             self._groups += [_Group(file, number, rows) for number, rows in enumerate(sizes) if rows]
         assert schema is not None
+        self.schema = choose(schema.names)
+        self._columns = columns = self.schema.columns
         self._features = undecoded_features(datasets.Features.from_arrow_schema(schema), columns)
         self.column_names: list[str] = schema.names
         self.blocks = tuple(group.rows for group in self._groups)
@@ -157,7 +158,7 @@ class ParquetRows:
             if (table := self._readable(group, names)) is None:
                 continue
             start = self._ends[group] - self.blocks[group]
-            for kind, position in first_of_each_kind(table.combine_chunks(), columns, self._marked).items():
+            for kind, position in first_of_each_kind(table.combine_chunks(), self.schema).items():
                 firsts.setdefault(kind, start + position)
         return firsts
 
@@ -174,7 +175,7 @@ class ParquetRows:
 
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """See :class:`omnitrain.data.sources.formats.Table`. Reads only the columns that the recipe names."""
-        media, named = self._columns.of_media().values(), set(self._columns.model_dump().values())
+        media, named = self._columns.of_media().values(), set(self._columns.names())
         leaves = [leaf.path for leaf in self._footers[0].schema if leaf.path.split(".")[0] in named]
         unread = {f"{leaf.removesuffix('.path')}.bytes" for leaf in leaves if leaf.split(".")[0] in media}
         leaves = [leaf for leaf in leaves if leaf not in unread]  # objects with a path and bytes: only the path is read

@@ -8,6 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+import numpy as np
+
 from omnitrain.data.sources.inline_files import as_file, bytes_of_text
 from omnitrain.data.sources.reading import READING_KEYS, reading_keys
 from omnitrain.data.sources.turns import MARKERS
@@ -40,6 +42,13 @@ class _GivenFile:
 def modality_of_type(kind: Any) -> Any:
     """Return the modality of a type of parts; other types stay as they are."""
     return _MODALITIES.get(kind, kind) if isinstance(kind, str) else kind
+
+
+def is_file(value: Any) -> bool:
+    """Whether a value of a media column is a file; null, an empty path and empty bytes are not."""
+    if isinstance(value, dict):
+        return any(map(is_file, value.values()))
+    return value.size > 0 if isinstance(value, np.ndarray) else bool(value)
 
 
 def take_files(messages: Any, media: Mapping[str, Sequence[Any]]) -> tuple[Any, dict[str, list[Any]]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,11 +19,12 @@ from omnitrain.data.sources.formats import files_of, open_table, suffix_of
 from omnitrain.data.sources.inline_files import as_file, is_inline
 from omnitrain.data.sources.json_lines import kinds_of
 from omnitrain.data.sources.media import MediaFile
-from omnitrain.data.sources.part_files import modality_of_type, take_files
+from omnitrain.data.sources.part_files import is_file, modality_of_type
 from omnitrain.data.sources.reading import UNSAID, Reading, part_and_reading
+from omnitrain.data.sources.schema import required
 from omnitrain.data.sources.stream import Stream
 from omnitrain.data.sources.tar_shards import TarShards
-from omnitrain.data.sources.turns import MARKERS, NO_ROLES, as_messages, role_of
+from omnitrain.data.sources.turns import MARKERS, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
 from omnitrain.recipe.data import VISUAL_KEYS, source_names
@@ -138,6 +140,8 @@ class RowSource(Sequence[Row]):
 
     Attributes:
         is_stream: whether its rows should be asked for in their order.
+        schema: how its records become messages.
+        takes_markers: whether the recipe says which modalities texts mark.
     """
 
     def __init__(self, source: DataSource, name: str | None = None, *, copy_parquet: bool = False) -> None:
@@ -156,19 +160,18 @@ class RowSource(Sequence[Row]):
         self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
         self._reading = Reading(**{key: getattr(source, key) for key in VISUAL_KEYS})
         self._table = open_table(source, files, self._reader, copy_parquet=copy_parquet)
+        self.schema, self.columns = self._table.schema, self._table.schema.columns
         self._length = min(len(self._table), source.limit or len(self._table))
         if not self._length:
             raise DataError(f"data: {source.path!r} holds no rows")
-        is_chat = source.columns.text is None and source.columns.response is None
-        needs_messages = is_chat and not isinstance(self._table, TextFiles)
-        missing = _missing_columns(self._table.column_names, source, needs_messages=needs_messages)
+        self._has_documents = self.columns.text is not None or isinstance(self._table, TextFiles)
+        needs_messages = self.columns.response is None and not self._has_documents
+        missing = _missing_columns(self._table.column_names, source, self.columns, needs_messages=needs_messages)
         if problems := missing or self._table.problems():
             raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
         self.is_stream = isinstance(self._table, Stream)
         self.name = name or source.name or Path(source.path).stem
-        self.columns, self._marked, self._roles = source.columns, frozenset(source.media_markers), source.roles
-        self._has_documents = source.columns.text is not None or isinstance(self._table, TextFiles)
-        self.takes_markers = bool(source.media_markers) or "media_markers" in source.model_fields_set
+        self.takes_markers = source.media_markers is not None
         if self._folder is not None and not is_url(self._folder) and not Path(self._folder).is_dir():
             raise DataError(f"data: {source.path!r}: media_folder {source.media_folder!r} is not a folder")
         with _or_data_error(source.path):
@@ -226,25 +229,14 @@ class RowSource(Sequence[Row]):
 
     def _content(self, record: dict[str, Any], media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Take the document or the messages out of a record."""
-        columns = self.columns
+        name = self.columns.text
         if self._has_documents:
-            text = record.pop(columns.text or "text")
-            return {"document": text if isinstance(text, Document) else Document(_required(text, columns.text))}
-        if columns.response is None:
-            messages, files = conversation(record, columns, media, self._marked, self._roles)
-            return {"messages": messages, "media": {m: self._located(files[m]) for m in MODALITIES}}
-        if lacking := self._lacking(record, media):
+            text = record.pop(name or "text")
+            return {"document": text if isinstance(text, Document) else Document(required(text, name))}
+        if self.columns.response is not None and (lacking := self._lacking(record, media)):
             raise ValueError(f"the row has no file in {' and '.join(lacking)}")
-        turns = []
-        for role, name in (("user", columns.prompt), ("assistant", columns.response)):
-            text = "" if name is None else _required(record.pop(name), name)
-            shown = [] if role != "user" else [{"type": m} for m in MODALITIES for _ in filter(is_file, media[m])]
-            if role == "user" and any(MARKERS[modality] in text for modality in self._marked):
-                shown = []  # the text says where they are
-            if name is not None or shown:
-                parts = [*shown, *([{"type": "text", "text": text}] if text else [])]
-                turns.append({"role": role, "content": parts if shown else text})
-        return {"messages": _after_system(record, columns, as_messages(turns, marked=self._marked))}
+        messages, files = self.schema.conversation(record, media)
+        return {"messages": messages, "media": {m: self._located(files[m]) for m in MODALITIES}}
 
     def _lacking(self, record: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> list[str]:
         """Return the columns without the file that a row with a response needs, with the keys that name them.
@@ -255,7 +247,7 @@ class RowSource(Sequence[Row]):
         held = [m for m, name in names.items() if name in self._table.column_names]
         empty = [f"{names[m]!r} (columns.{m}s)" for m in held if not any(map(is_file, media[m]))]
         needs_all = isinstance(self._table, TarShards)
-        has_prompt = self.columns.prompt is not None and record.get(self.columns.prompt) != ""
+        has_prompt = any(record.get(name) != "" for name in self.columns.prompts)
         return empty if needs_all or (len(empty) == len(held) and not has_prompt) else []
 
     def _located(self, files: list[Any]) -> list[Any]:
@@ -287,25 +279,27 @@ class RowSource(Sequence[Row]):
         """
         if self._has_documents:
             return {("document", None): 0}
-        firsts: dict[tuple[Any, Any], int] = {}
+        found: Iterable[tuple[tuple[Any, Any], int]] = self._kinds_of_examples()
         if self.columns.response is None and self._table.kinds is not None:
-            for (role, kind), position in self._table.kinds.items():
-                key = role, modality_of_type(kind)
-                firsts[key] = min(position, firsts.get(key, position))
-            return firsts
+            found = chain(self._table.kinds.items(), found if self.schema.makes_messages else ())
+        firsts: dict[tuple[Any, Any], int] = {}
+        for (role, kind), position in found:
+            key = role, modality_of_type(kind)
+            firsts[key] = min(position, firsts.get(key, position))
+        return firsts
+
+    def _kinds_of_examples(self) -> Iterator[tuple[tuple[Any, Any], int]]:
         for position, record in self._table.examples(len(self)):
-            if self.columns.response is not None:
+            if self.schema.makes_messages:
                 row = self._row(position, record)
                 record = {self.columns.messages: row.messages, self.columns.tools: row.tools}
-            for role, kind in kinds_of(record, self.columns, self._marked):
-                firsts.setdefault((role, modality_of_type(kind)), position)
-        return firsts
+            yield from ((kind, position) for kind in kinds_of(record, self.schema))
 
     @property
     def shown(self) -> frozenset[tuple[str, bool]]:
         """The modalities that the messages of all rows show, each with whether the assistant writes it."""
         return frozenset(
-            (kind, role_of(role, self._roles) == "assistant")
+            (kind, role_of(role, self.schema.roles) == "assistant")
             for (role, kind), position in self.kinds.items()
             if kind in MODALITIES and position < len(self)
         )
@@ -315,43 +309,6 @@ class RowSource(Sequence[Row]):
         """Number of rows of each part of the data set that is read at once; empty: rows are read one by one."""
         ends = np.minimum(np.cumsum(getattr(self._table, "blocks", ())), self._length)
         return tuple(size for size in np.diff(ends, prepend=0).tolist() if size)
-
-
-def conversation(
-    record: dict[str, Any],
-    columns: Columns,
-    media: Mapping[str, Sequence[Any]],
-    marked: Collection[str] = (),
-    roles: Mapping[str, str] = NO_ROLES,
-) -> tuple[Any, dict[str, list[Any]]]:
-    """Take the messages out of a record, and return them without files, and the row's files.
-
-    Args:
-        record: column -> value.
-        columns: names of its columns.
-        media: modality -> files in the row's columns.
-        marked: see :func:`~omnitrain.data.sources.turns.as_messages`.
-        roles: see :func:`~omnitrain.data.sources.turns.as_messages`.
-
-    Raises:
-        ValueError: the messages or their files cannot be read.
-        UserError: see :func:`~omnitrain.data.sources.turns.as_messages`.
-    """
-    messages = as_messages(record.pop(columns.messages), marked=marked, roles=roles)
-    return take_files(_after_system(record, columns, messages), media)
-
-
-def _after_system(record: dict[str, Any], columns: Columns, messages: Any) -> Any:
-    """Return messages that begin with the text of the system column, if it has one."""
-    text = record.pop(columns.system, None)
-    if text is None or text == "" or not isinstance(messages, list):
-        return messages
-    system = {"role": "system", "content": _required(text, columns.system)}
-    if not messages or not isinstance(messages[0], dict) or messages[0].get("role") != "system":
-        return [system, *messages]
-    if messages[0].get("content") != text:
-        raise ValueError(f"column {columns.system!r} and the first message are two system texts; remove one of them")
-    return messages
 
 
 @contextmanager
@@ -400,7 +357,7 @@ def _idle(source: DataSource, files: Sequence[str], kinds: Mapping[tuple[Any, An
     if files and not is_url(f"{files[0]}{source.media_folder or ''}"):
         yield Idle("read_seconds", "but neither the files nor `media_folder` are a URL; remove it")
     shown = {kind for _, kind in kinds}
-    for modality in source.media_markers:
+    for modality in source.media_markers or ():
         if modality not in shown:
             why = f"but no text content has {MARKERS[modality]} (lists of parts are not searched); remove it"
             yield Idle("media_markers", why)
@@ -411,31 +368,23 @@ def _idle(source: DataSource, files: Sequence[str], kinds: Mapping[tuple[Any, An
             yield Idle(key, f"but no message shows {' or '.join(modalities)}; remove it")
 
 
-def _missing_columns(found: Sequence[str], source: DataSource, *, needs_messages: bool) -> list[str]:
+def _missing_columns(found: Sequence[str], source: DataSource, columns: Columns, *, needs_messages: bool) -> list[str]:
     """Return problems if the message column, or a column whose name the recipe sets, is missing."""
     defaults, found = Columns(), list(found)
     named = {field for field in Columns.model_fields if getattr(source.columns, field) != getattr(defaults, field)}
     wanted = {"messages", *named} if needs_messages else named
     problems = []
     for key in sorted(wanted):
-        name = getattr(source.columns, key)
-        if name not in found:
-            close = nearest(name, found)
-            if key == "messages":  # LLaVA and ShareGPT call this column `conversations`
-                close = next((column for column in found if column.startswith("conversation")), close)
-            hint = f"; set `columns.{key}: {close}`?" if close else f"; set `columns.{key}` to one of them"
-            problems.append(f"column {name!r} (columns.{key}) is missing, found {found}{hint}")
-    names = [name for field in Columns.model_fields if (name := getattr(source.columns, field)) is not None]
+        given = getattr(columns, key)
+        for name in (given,) if isinstance(given, str) else given:
+            if name not in found:
+                close = nearest(name, found)
+                hint = f"; set `columns.{key}: {close}`?" if close else f"; set `columns.{key}` to one of them"
+                problems.append(f"column {name!r} (columns.{key}) is missing, found {found}{hint}")
+    names = columns.names()
     return problems + [
         f"column {name!r} has two roles in `columns`" for name in sorted({n for n in names if names.count(n) > 1})
     ]
-
-
-def is_file(value: Any) -> bool:
-    """Whether a value of a media column is a file; null, an empty path and empty bytes are not."""
-    if isinstance(value, dict):
-        return any(map(is_file, value.values()))
-    return value.size > 0 if isinstance(value, np.ndarray) else bool(value)
 
 
 def _as_list(column: Any) -> list[Any]:
@@ -470,9 +419,3 @@ def _located(file: Any, folder: str) -> Any:
     if isinstance(file, dict) and file.get("path") and not file.get("bytes"):
         return file | {"path": _located(file["path"], folder)}
     return file
-
-
-def _required(text: Any, name: str | None) -> str:
-    if not isinstance(text, str):
-        raise ValueError(f"column {name!r} has {'no value' if text is None else repr(text)}, expected a text")
-    return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import datasets
@@ -12,6 +12,7 @@ import pyarrow as pa
 from omnitrain.data.sources.arrow_table import record_of
 from omnitrain.data.sources.examples import EXAMPLES
 from omnitrain.data.sources.files import ReadError
+from omnitrain.data.sources.schema import Schema
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
 
@@ -49,14 +50,17 @@ class Stream:
         column_names: columns of the first rows.
     """
 
-    def __init__(self, data: datasets.IterableDataset, columns: Columns) -> None:
+    def __init__(self, data: datasets.IterableDataset, choose: Callable[[Sequence[str]], Schema]) -> None:
         """Read the first rows.
 
         Args:
             data: the stream.
-            columns: names of the columns of messages and media.
+            choose: returns how rows with given columns are read.
+
+        Raises:
+            DataError: ``choose`` raises it.
         """
-        self._data, self._columns = data.with_format("arrow"), columns
+        self._data, self._columns = data.with_format("arrow"), Columns()
         self._length: int | None = None
         self._skipped = 0
         self._cursors: list[_Cursor] = []
@@ -71,6 +75,9 @@ class Stream:
         else:
             self._length = len(self._first)
         self.column_names = list(dict.fromkeys(name for row in self._first for name in row))
+        self.schema = choose(self.column_names)
+        self._columns = self.schema.columns
+        self._first = [record_of(row, self._columns) for row in self._first]
 
     def skip(self, rows: int) -> None:
         """Begin to read at a position: earlier rows will not be asked for."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import tarfile
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import PurePosixPath
@@ -17,6 +17,7 @@ import pyarrow as pa
 from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.index_file import index_of
+from omnitrain.data.sources.schema import Schema
 from omnitrain.errors import DataError
 
 _TEXTS = ("txt", "text", "cls", "caption", "transcript")
@@ -39,15 +40,16 @@ class TarShards:
     ``json`` file are columns of the row themselves. All other files are ``{bytes, path}``.
     """
 
-    def __init__(self, files: Sequence[str], *, reader: FileReader) -> None:
+    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader) -> None:
         """Read the index of each shard, or build it.
 
         Args:
             files: paths or URLs of uncompressed tar files, in order.
+            choose: returns how rows with given columns are read.
             reader: reads the files.
 
         Raises:
-            DataError: a file is no tar file, or a compressed one.
+            DataError: a file is no tar file, or a compressed one; or ``choose`` raises it.
         """
         self._files, self._reader = list(files), reader
         self._indexes = [index_of(file, _INDEX, reader.version(file), partial(_index, file, reader)) for file in files]
@@ -57,6 +59,7 @@ class TarShards:
             with contextlib.suppress(ReadError):
                 self._examples.append((position, self.outline(position)))
         self.column_names = list(dict.fromkeys(name for _, record in self._examples for name in record))
+        self.schema = choose(self.column_names)
 
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """See :class:`omnitrain.data.sources.formats.Table`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -14,7 +16,7 @@ from omnitrain.recipe.data import CALLS, ROLES
 FIELDS = {
     "role": ("role", "from"),
     "content": ("content", "value"),
-    "weight": ("weight", "loss", "train", "training"),
+    "weight": ("weight", "loss", "train", "training", "loss_scale"),
     "reasoning_content": ("reasoning_content", "reasoning", "thinking"),
 }
 TURN = ("role", "content")
@@ -37,6 +39,8 @@ def how_to_show(modality: str) -> str:
 def as_messages(turns: Any, *, marked: Collection[str] = (), roles: Mapping[str, str] = NO_ROLES) -> Any:
     """Read turns as messages; see :func:`canonical`. Anything but a list of turns is returned unchanged.
 
+    A turn that is a call of a tool belongs to the message of the assistant before it, if there is one.
+
     Args:
         turns: ``[{"role": ..., "content": ...}, ...]`` or ``[{"from": ..., "value": ...}, ...]``.
         marked: modalities whose markers in texts stand for media; other markers stay text.
@@ -46,7 +50,16 @@ def as_messages(turns: Any, *, marked: Collection[str] = (), roles: Mapping[str,
         ValueError: see :func:`canonical`.
         UserError: a role that is neither known nor in ``roles``.
     """
-    return [_message(turn, marked, roles) for turn in turns] if isinstance(turns, list) else turns
+    if not isinstance(turns, list):
+        return turns
+    messages: list[Any] = []
+    for turn in turns:
+        message = _message(turn, marked, roles)
+        if _is_call(turn, roles) and messages and _speaks(messages[-1]):
+            messages.append(_joined(messages.pop(), message))
+        else:
+            messages.append(message)
+    return messages
 
 
 def canonical(message: Any) -> Any:
@@ -61,12 +74,30 @@ def canonical(message: Any) -> Any:
         return message
     left = dict(message)
     found = {field: _taken(left, names) for field, names in FIELDS.items()}
-    weight, thoughts = found["weight"], found["reasoning_content"]
-    if weight is not None:
-        found["weight"] = int(weight)
+    content, of_parts = _without_flags(found["content"])
+    weight, thoughts = _one_flag({found["weight"], of_parts} - {None}), found["reasoning_content"]
+    found |= {"content": content, "weight": None if weight is None else int(weight)}
     if not isinstance(thoughts, str | None):
         raise ValueError(f"the thoughts of a message (`reasoning_content`) are {thoughts!r}, expected a text")
     return {field: value for field, value in found.items() if value is not None} | left
+
+
+def _without_flags(content: Any) -> tuple[Any, Any]:
+    """Return the content without the flags of its parts, and the flag of all parts; None: they have none."""
+    if not isinstance(content, list):
+        return content, None
+    parts = [dict(part) if isinstance(part, dict) else part for part in content]
+    flags = {_taken(part, FIELDS["weight"]) for part in parts if isinstance(part, dict)}
+    return parts, _one_flag({1 if flag is None else flag for flag in flags}) if flags - {None} else None
+
+
+def _one_flag(flags: Collection[Any]) -> Any:
+    if len(flags) > 1:
+        raise ValueError(
+            "the flags of a message and its parts contradict each other: it is trained as a whole or not at all; "
+            "make a message of each part, or drop the row"
+        )
+    return next(iter(flags), None)
 
 
 def role_of(speaker: Any, roles: Mapping[str, str] = NO_ROLES) -> Any:
@@ -94,10 +125,36 @@ def _message(turn: Any, marked: Collection[str], roles: Mapping[str, str]) -> An
     if not isinstance(speaker, str) or (speaker not in ROLES and speaker not in roles):
         raise UserError(_unknown(speaker))
     if message["role"] == CALLS:
-        message |= {"role": "assistant", "content": None, "tool_calls": content}
+        message |= {"role": "assistant", "content": None, "tool_calls": _calls(content)}
     elif isinstance(content, str) and (found := [m for m in _MARKER.finditer(content) if m[1] in marked]):
         message["content"] = _parts(content, found)
     return message
+
+
+def _is_call(turn: Any, roles: Mapping[str, str]) -> bool:
+    return isinstance(turn, dict) and role_of(turn.get("role") or turn.get("from"), roles) == CALLS
+
+
+def _speaks(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _calls(content: Any) -> Any:
+    """Return a call or several as a list; text that is no JSON stays for the one who reads calls to name it."""
+    with contextlib.suppress(ValueError):
+        content = json.loads(content) if isinstance(content, str) else content
+    return content if isinstance(content, list) else [content]
+
+
+def _joined(message: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
+    """Return the assistant's message with the calls of the turn after it."""
+    flags = [one.get("weight", 1) for one in (message, call)]
+    if flags[0] != flags[1]:
+        raise ValueError(
+            f"the assistant's text and its call are one message, but their flags are {flags[0]} and {flags[1]}; give "
+            "both the same `weight` (also `loss`, `train`, `training`)"
+        )
+    return call | message | {"tool_calls": [*_calls(message.get("tool_calls") or []), *call["tool_calls"]]}
 
 
 def _unknown(speaker: Any) -> str:

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -26,11 +26,12 @@ from transformers import PreTrainedModel
 
 from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.errors import UserError, WeightsError
-from omnitrain.models.adapters.lora import ADAPTER, Adapters, adapters_of, add_lora, peft, root_of
+from omnitrain.models.adapters.lora import ADAPTER, Adapters, adapters_of, add_lora, peft, root_of, token_matrices
 from omnitrain.models.components.model import ComponentModel
-from omnitrain.models.hf.load import folder_with
+from omnitrain.models.hf.load import folder_with, foundation_class
 from omnitrain.models.hf.stored_tensor import StoredTensor, read_or_left_in_file, replace_value
 from omnitrain.ops.experts import experts_in, matrix_names, parameter_names
+from omnitrain.recipe.parallel import FOUNDATION
 
 T = TypeVar("T")
 Conversion = Callable[[Tensor], Tensor]
@@ -68,7 +69,7 @@ def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Ten
     Args:
         model: a model with adapters, parallelized or not.
         folder: folder of the checkpoint.
-        weights: whole (unsharded) adapters by their names in ``model``, see :func:`split_weights`.
+        weights: whole (unsharded) adapters, and embeddings with rows of added tokens, by their names in ``model``.
     """
     for root, adapters in _by_root(model).items():
         into = folder / FOLDER / root
@@ -166,12 +167,18 @@ def _read(file: Path, read: Callable[[Path], T]) -> T:
 
 @dataclass(frozen=True)
 class _Entry:
-    """How a tensor is stored in the file. ``num_experts`` is 0 for linear layers, which need no conversion."""
+    """How a tensor is stored in the file. ``num_experts`` is 0 for linear layers, which need no conversion.
+
+    Of an embedding only ``rows`` are stored; the file of the base has all of it.
+    """
 
     is_a: bool = True
     num_experts: int = 0
+    rows: tuple[int, ...] = ()
 
     def to_peft(self, tensor: Tensor) -> Tensor:
+        if self.rows:
+            return tensor[list(self.rows)]
         if not self.num_experts:
             return tensor
         return tensor.flatten(0, 1) if self.is_a else tensor.permute(1, 2, 0).flatten(1)
@@ -211,6 +218,13 @@ def _entries(model: PreTrainedModel, root: str, adapters: list[Adapters]) -> Ite
             for matrix, name in zip("AB", parameter_names(weight), strict=True):
                 entry = _Entry(matrix == "A", module.get_parameter(weight).size(0))
                 yield f"{wrapper}.lora_{matrix}.weight", (f"{owner}.{name}", entry)
+    for name, rows in _token_matrices(model, root).items():
+        key = f"{_PREFIX}.{_below(root, name).removesuffix(_WEIGHT)}.token_adapter.trainable_tokens_delta"
+        yield key, (name, _Entry(rows=rows))
+
+
+def _token_matrices(model: PreTrainedModel, root: str) -> dict[str, tuple[int, ...]]:
+    return token_matrices(cast(ComponentModel, model)) if root == FOUNDATION else {}
 
 
 def _below(root: str, name: str) -> str:
@@ -233,6 +247,9 @@ def _config(model: PreTrainedModel, root: str, adapters: list[Adapters]) -> Any:
         for name, each in (modules | parameters).items()
         if (each.rank, each.alpha) != (first.rank, first.alpha)
     }
+    tokens = {
+        _below(root, name).removesuffix(_WEIGHT): list(rows) for name, rows in _token_matrices(model, root).items()
+    }
     config = peft().LoraConfig(
         r=first.rank,
         lora_alpha=first.alpha,
@@ -240,9 +257,15 @@ def _config(model: PreTrainedModel, root: str, adapters: list[Adapters]) -> Any:
         alpha_pattern={name: each.alpha for name, each in differing.items()},
         target_modules=list(modules),
         target_parameters=list(parameters),
+        use_rslora=first.rslora,
+        lora_dropout=first.dropout,
+        trainable_token_indices=tokens or None,
         inference_mode=True,
     )
     config.base_model_name_or_path = model.get_submodule(root).name_or_path or None
+    if tokens:  # so that AutoPeftModel builds the base, and makes rows for the tokens
+        kind = foundation_class(cast(ComponentModel, model).foundation.config)
+        config.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     return config
 
 
@@ -267,8 +290,17 @@ def _adapters_in(model: ComponentModel, root: str, config: Mapping[str, Any]) ->
             )
         kind = "linears" if parameter.endswith(_WEIGHT) else "experts"
         entry[kind].append(f"{root}.{parameter.removesuffix(_WEIGHT)}")
+    rows = config.get("trainable_token_indices") or {"": []}
     return {
-        name: Adapters(entry["rank"], entry["alpha"], tuple(sorted(entry["linears"])), tuple(sorted(entry["experts"])))
+        name: Adapters(
+            entry["rank"],
+            entry["alpha"],
+            tuple(sorted(entry["linears"])),
+            tuple(sorted(entry["experts"])),
+            config.get("use_rslora", False),
+            config.get("lora_dropout", 0.0),
+            tuple(next(iter(rows.values()))) if name == FOUNDATION else (),
+        )
         for name, entry in values.items()
     }
 
@@ -285,7 +317,7 @@ def _fill(model: ComponentModel, root: str, folder: Path) -> None:
         expected = tuple(entry.to_peft(torch.empty_like(parameter, device="meta")).shape)
         if tuple(stored[key].shape) != expected:
             problems.append(f"  wrong shape: {key}: file {tuple(stored[key].shape)}, model {expected}")
-        elif not problems:
+        elif not problems and not entry.rows:
             value = entry.from_peft(stored[key])
             if isinstance(value, StoredTensor):
                 replace_value(parameter, value.to(parameter))

@@ -6,10 +6,13 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from omnitrain.errors import UserError
 from omnitrain.models.components.model import ComponentModel
@@ -22,10 +25,11 @@ from omnitrain.ops.experts import (
     parameter_names,
     use_omnitrain_experts,
 )
+from omnitrain.optim.shards import local_shard
 from omnitrain.packages import install_command
 from omnitrain.peers import is_spread
 from omnitrain.recipe.globs import matches, unmatched
-from omnitrain.recipe.lora import Lora
+from omnitrain.recipe.lora import ALL_LINEAR, Lora
 from omnitrain.recipe.parallel import FOUNDATION
 
 ADAPTER = "default"  # as peft names it
@@ -41,17 +45,30 @@ class Adapters:
         alpha: adapters are scaled by ``alpha / rank``.
         linears: names of adapted linear layers, sorted.
         experts: names of adapted matrices of fused experts, sorted.
+        rslora: adapters are scaled by ``alpha / sqrt(rank)`` instead.
+        dropout: probability of dropping an input of ``A`` in training; of linear layers.
+        tokens: ids of the tokens whose rows of the foundation's embeddings train, too, sorted.
     """
 
     rank: int
     alpha: float
     linears: tuple[str, ...]
     experts: tuple[str, ...]
+    rslora: bool = False
+    dropout: float = 0.0
+    tokens: tuple[int, ...] = ()
 
     @property
     def summary(self) -> str:
         """A short description, for messages."""
-        return f"rank {self.rank}, alpha {self.alpha:g}, {len(self.linears) + len(self.experts)} matrices"
+        more = ", rslora" * self.rslora + f", dropout {self.dropout:g}" * bool(self.dropout)
+        more += f", {len(self.tokens)} tokens" * bool(self.tokens)
+        return f"rank {self.rank}, alpha {self.alpha:g}, {len(self.linears) + len(self.experts)} matrices{more}"
+
+    @property
+    def scale(self) -> float:
+        """Factor on ``B A``."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 def peft() -> ModuleType:
@@ -90,6 +107,7 @@ def adapters_within(model: ComponentModel, adapters: Mapping[str, Adapters]) -> 
             each,
             linears=tuple(name for name in each.linears if f"{name}.weight" in names),
             experts=tuple(name for name in each.experts if name in names),
+            tokens=(),  # the tiny model has other ids
         )
         for component, each in adapters.items()
     }
@@ -137,14 +155,25 @@ def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) ->
     """
     candidates = {component: _candidates(model, component) for component in components}
     every = [name for linears, experts in candidates.values() for name in (*linears, *experts)]
-    if problems := [unmatched(g, every) for g in lora.targets if not any(matches(g, name) for name in every)]:
+    if lora.targets == ALL_LINEAR:
+        candidates = {name: (linears, []) for name, (linears, _) in candidates.items()}
+    globs = ["*"] if lora.targets == ALL_LINEAR else lora.targets
+    if problems := [unmatched(g, every) for g in globs if not any(matches(g, name) for name in every)]:
         raise UserError(*problems)
 
     def matching(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(sorted(name for name in names if any(matches(glob, name) for glob in lora.targets)))
+        return tuple(sorted(name for name in names if any(matches(glob, name) for glob in globs)))
 
     adapters = {
-        name: Adapters(lora.rank, lora.alpha, matching(linears), matching(experts))
+        name: Adapters(
+            lora.rank,
+            lora.alpha,
+            matching(linears),
+            matching(experts),
+            lora.rslora,
+            lora.dropout,
+            model.added_tokens if name == FOUNDATION else (),
+        )
         for name, (linears, experts) in candidates.items()
     }
     return {name: each for name, each in adapters.items() if each.linears or each.experts}
@@ -202,6 +231,45 @@ def add_lora(model: ComponentModel, adapters: Mapping[str, Adapters]) -> None:
         _add_to_experts(model, each)
         _draw(model, [path for base in frozen[name] for path in model.renamed.get(base, (base,))[1:]])
     setattr(model, _APPLIED, {**present, **new})
+    if FOUNDATION in new:
+        model.added_tokens = new[FOUNDATION].tokens
+    train_rows(model)
+    model.find_draws()
+
+
+def token_matrices(model: ComponentModel) -> dict[str, tuple[int, ...]]:
+    """Return parameter -> its rows that train beside adapters: the foundation's embedding, and its head if not tied."""
+    adapters = adapters_of(model).get(FOUNDATION)
+    if adapters is None or not adapters.tokens:
+        return {}
+    ends = (model.foundation.get_input_embeddings(), model.foundation.get_output_embeddings())
+    weights = {id(end.weight) for end in ends}
+    return {name: adapters.tokens for name, weight in model.named_parameters() if id(weight) in weights}
+
+
+def train_rows(model: ComponentModel) -> None:
+    """Let the rows of added tokens train, and no other row; call it again when parameters were replaced.
+
+    The gradients of the other rows are zero. The optimizer must have no weight decay for these matrices.
+    """
+    for name, rows in token_matrices(model).items():
+        parameter = model.get_parameter(name)
+        parameter.requires_grad_()
+        if not parameter.is_meta:
+            parameter.register_post_accumulate_grad_hook(partial(_zero_other_rows, rows))
+
+
+def _zero_other_rows(rows: Collection[int], parameter: Tensor) -> None:
+    """Leave only some rows of a gradient, sharded or not."""
+    assert parameter.grad is not None
+    local, first = local_shard(parameter.grad), 0
+    if isinstance(parameter.grad, DTensor):
+        mesh, placements = parameter.grad.device_mesh, parameter.grad.placements
+        first = compute_local_shape_and_global_offset(parameter.grad.shape, mesh, placements)[1][0]
+    own = [row - first for row in rows if 0 <= row - first < local.size(0)]
+    kept = local[own]
+    local.zero_()
+    local[own] = kept
 
 
 @torch.no_grad()
@@ -243,6 +311,8 @@ def merge_lora(model: ComponentModel, dtype: torch.dtype | None = None) -> None:
             owner, _, weight = path.rpartition(".")
             merge_expert_adapter(model.get_submodule(owner), weight, dtype)
     model.renamed.clear()
+    for name in token_matrices(model):
+        model.get_parameter(name).requires_grad_(False)
     setattr(model, _APPLIED, {})
 
 
@@ -250,7 +320,13 @@ def _add_to_linears(model: ComponentModel, adapters: Adapters) -> None:
     if not adapters.linears:
         return
     trains = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    config = peft().LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=list(adapters.linears))
+    config = peft().LoraConfig(
+        r=adapters.rank,
+        lora_alpha=adapters.alpha,
+        use_rslora=adapters.rslora,
+        lora_dropout=adapters.dropout,
+        target_modules=list(adapters.linears),
+    )
     # In a shell, so that peft does not recognize the HF model: for some models it would choose other layers.
     peft().inject_adapter_in_model(config, _Shell(model), ADAPTER)
     for parameter in model.parameters():
@@ -275,7 +351,7 @@ def _add_to_experts(model: ComponentModel, adapters: Adapters) -> None:
     for path in adapters.experts:
         owner, _, weight = path.rpartition(".")
         module = model.get_submodule(owner)
-        add_expert_adapter(module, weight, adapters.rank, adapters.alpha / adapters.rank)
+        add_expert_adapter(module, weight, adapters.rank, adapters.scale)
         use_omnitrain_experts(module, backend_of(module))
         model.renamed[path] = (path, *(f"{owner}.{name}" for name in parameter_names(weight)))
 

@@ -22,6 +22,8 @@ class ComponentModel(PreTrainedModel):
         divided: encoders whose tower and projector are components by themselves (:meth:`divide`).
         renamed: parameter -> its name after adapters were added, then the names of its adapters. Parameters without
             adapters keep their names and are not in it.
+        added_tokens: ids of tokens that the checkpoint of the foundation does not know, whose rows of its embeddings
+            start with random values, sorted.
     """
 
     foundation: PreTrainedModel
@@ -32,6 +34,7 @@ class ComponentModel(PreTrainedModel):
         self.encoder_names, self.decoder_names = sorted(encoders), sorted(decoders)
         self.divided: tuple[str, ...] = ()
         self.renamed: dict[str, tuple[str, ...]] = {}
+        self.added_tokens: tuple[int, ...] = ()
 
     @property
     def foundation_components(self) -> Mapping[str, Sequence[str]]:
@@ -41,6 +44,10 @@ class ComponentModel(PreTrainedModel):
     @property
     def runner(self) -> Any:
         """What runs the foundation, and knows how it was tested: a ``FoundationRunner``."""
+        raise NotImplementedError
+
+    def find_draws(self) -> None:
+        """Look again whether the foundation draws random numbers in training, after modules were added to it."""
         raise NotImplementedError
 
     @property

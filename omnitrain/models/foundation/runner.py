@@ -66,6 +66,7 @@ class FoundationRunner:
         loss_backend: backend of :func:`linear_cross_entropy`.
         loss_function: the text's loss in place of cross entropy. None: cross entropy.
         token_metrics: name -> metric of the predicted text tokens.
+        skipped_modules: the calls of modules that a forward skips for some samples.
     """
 
     def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
@@ -90,7 +91,8 @@ class FoundationRunner:
         if self.contract.attention == "omnitrain":
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
-        call_skipped_modules(model, [skipped for skipped in self.contract.skipped_modules if not skipped.problem])
+        found = [skipped for skipped in self.contract.skipped_modules if not skipped.problem]
+        self.skipped_modules = call_skipped_modules(model, found)
 
     def skip_unread_rows(self) -> Counter[str]:
         """Let modules that the contract lists as tokenwise compute only the tokens that a loss reads.

@@ -2,7 +2,7 @@
 
 Their parameters belong to FSDP units that all ranks gather and reduce together, and their rows may move between ranks,
 so each rank must call them, whatever its samples are. A call on empty tensors computes nothing and gives gradients of
-zeros.
+zeros; :class:`SkippedInStep` removes them where no sample of a step reads the parameters.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from torch.utils._pytree import tree_iter, tree_map
 from transformers import PreTrainedModel
 
 from omnitrain.models.components.contract import SkippedModule
+from omnitrain.peers import Peers
 from omnitrain.recipe.globs import any_layer
 
 _ATTRIBUTE = "_calls_skipped_modules"
 
 
-def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> None:
+def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> list[SkippedCalls]:
     """Let every forward of ``model`` call the modules that it skips on empty tensors. Idempotent.
 
     Args:
         model: changed in place, by hooks; classes, parameters and names stay.
         found: the modules, in the order in which a forward that skips none calls them.
+
+    Returns:
+        The calls of each parent.
     """
     modules = dict(model.named_modules())
     order = {skipped.module: (index, skipped) for index, skipped in enumerate(found)}
@@ -41,10 +45,37 @@ def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> No
     for parent, children in parents.items():
         if not hasattr(modules[parent], _ATTRIBUTE):
             ordered = [(modules[name], skipped) for _, name, skipped in sorted(children, key=lambda child: child[0])]
-            calls = _Calls(modules[parent], ordered)
+            calls = SkippedCalls(modules[parent], ordered)
             setattr(modules[parent], _ATTRIBUTE, calls)
             if parent == "" and isinstance(model, PreTrainedModel):
                 calls.end_before(model.get_output_embeddings())
+    return [getattr(modules[parent], _ATTRIBUTE) for parent in parents]
+
+
+class SkippedInStep:
+    """The gradients of modules that samples may skip, in an optimizer step: create it before the first forward.
+
+    Args:
+        of_parents: the result of :func:`call_skipped_modules`.
+    """
+
+    def __init__(self, of_parents: Sequence[SkippedCalls]) -> None:
+        self._of_parents = of_parents
+        for calls in of_parents:
+            calls.read.clear()
+        modules = [module for calls in of_parents for module in calls.modules]
+        self._without = {p for module in modules for p in module.parameters() if p.grad is None}
+
+    def drop_gradients(self, peers: Peers) -> None:
+        """Remove the gradients of zeros that this step gave to modules which no sample of any rank called.
+
+        Args:
+            peers: all ranks of the model; all of them call this.
+        """
+        read = {module: module in calls.read for calls in self._of_parents for module in calls.modules}
+        for module, is_read in zip(read, peers.any_of_each(list(read.values())), strict=True):
+            for parameter in () if is_read else self._without.intersection(module.parameters()):
+                parameter.grad = None
 
 
 def parent_of(name: str, kind: SkippedModule) -> str:
@@ -73,17 +104,23 @@ class _Running:
 
 
 # The running forwards of parents in this thread: a backward may recompute a parent while another forward of it runs.
-_running: ContextVar[Mapping[_Calls, _Running]] = ContextVar("skipped_modules", default=MappingProxyType({}))
+_running: ContextVar[Mapping[SkippedCalls, _Running]] = ContextVar("skipped_modules", default=MappingProxyType({}))
 
 
-class _Calls:
+class SkippedCalls:
     """The calls of some modules within a forward of their parent, in the same order on all ranks.
 
     Before a module runs, the skipped modules that come before it are called.
+
+    Attributes:
+        modules: these modules.
+        read: those that were called, but not on empty tensors.
     """
 
     def __init__(self, parent: nn.Module, children: Sequence[tuple[nn.Module, SkippedModule]]) -> None:
         self._children = children
+        self.modules = tuple(module for module, _ in children)
+        self.read = set[nn.Module]()
         parent.register_forward_pre_hook(self._begin, with_kwargs=True)
         parent.register_forward_hook(self._end)
         parent.register_forward_hook(self._close, always_call=True)  # after an error, too
@@ -100,8 +137,11 @@ class _Calls:
 
     def _arrive(self, child: nn.Module, args: Any) -> None:
         running = _running.get().get(self)
-        if running is not None and not running.is_calling:
-            index = next(index for index, (module, _) in enumerate(self._children) if module is child)
+        if running is not None and running.is_calling:
+            return
+        self.read.add(child)
+        if running is not None:
+            index = self.modules.index(child)
             self._catch_up(running, index)
             running.next = max(running.next, index + 1)
 

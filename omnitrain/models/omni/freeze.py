@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.named_parameters import parameters_named
@@ -19,8 +20,8 @@ def freeze(model: OmniModel, names: Sequence[str]) -> None:
     Raises:
         UserError: a name matches no parameter; the message suggests the nearest name.
     """
-    adapters = {model.get_parameter(name) for name in model.adapter_names}
+    trained = {model.get_parameter(name) for name in (*model.adapter_names, *token_matrices(model))}
     for name in names:
         for parameter in parameters_named(model, name, "model.freeze"):
-            parameter.requires_grad_(parameter in adapters)
+            parameter.requires_grad_(parameter in trained)
     rest_frozen_statistics(model)

@@ -73,6 +73,7 @@ class OmniModel(ComponentModel):
 
     Attributes:
         compute_device: device of its computations, if its parameters are on another device.
+        draws: whether the foundation draws random numbers in training, such as those of dropout.
         takes_batches: whether :meth:`forward` takes batches of transformers; not after ``build_parallelize_model``.
         relay: runs its pipeline stages in turn, for evaluation and generation.
         encoder_relay: gets the features of encoders that other ranks have, for evaluation and generation; None: there
@@ -94,6 +95,7 @@ class OmniModel(ComponentModel):
         super().__init__(config, encoders, config.decoders or ())
         ready = components or {}
         self.compute_device: torch.device | None = None
+        self.draws = False
         self.takes_batches = True
         self.relay: StageRelay = ONE_STAGE
         self.encoder_relay: EncoderRelay | None = None
@@ -123,8 +125,7 @@ class OmniModel(ComponentModel):
         """
         with refusing(f"model.foundation: {type(self.foundation).__name__} cannot be run"):
             runner = FoundationRunner(self.foundation, contract_of(self.foundation))
-        if self.draws:
-            seed_blocks(text_blocks(self.foundation))
+        self.find_draws()
         for name in self.teachers:
             try:
                 assert self.get_submodule(name).runner is not None  # checked before the model is sharded
@@ -135,10 +136,11 @@ class OmniModel(ComponentModel):
     def _repr_html_(self) -> str:
         return components_html(self)
 
-    @cached_property
-    def draws(self) -> bool:
-        """Whether the foundation draws random numbers in training, such as those of dropout."""
-        return draws_in_training(self.foundation)
+    def find_draws(self) -> None:
+        """Look again whether the foundation draws random numbers in training, after modules were added to it."""
+        if not self.draws and draws_in_training(self.foundation):
+            self.draws = True
+            seed_blocks(text_blocks(self.foundation))
 
     @cached_property
     def stage_contract(self) -> StageContract:
@@ -193,10 +195,11 @@ class OmniModel(ComponentModel):
             unknown = {f"a positional argument ({value!r})" for value in args} | (kwargs.keys() - _FOR_ONE_PROCESS)
             self._save_spread(Path(save_directory), unknown | ({"push_to_hub"} if kwargs.get("push_to_hub") else set()))
         elif kwargs.get("is_main_process", True):
-            weights, adapters = split_weights(self, self.state_dict())
+            whole = self.state_dict()
+            weights, _ = split_weights(self, whole)
             # First, because a folder with the base's weights would count as a complete model.
             remove_adapters(Path(save_directory))
-            save_adapters(self, Path(save_directory), adapters)
+            save_adapters(self, Path(save_directory), whole)
             super().save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
             set_default_modes(Path(save_directory).glob("*.safetensors"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import all_reduce_in_buckets
-from omnitrain.parallel.pipeline.channel import Direction, StageChannel
+from omnitrain.parallel.pipeline.channel import StageChannel, connect_pairs, directions
 from omnitrain.parallel.pipeline.stages import (
     PipelineStages,
     holders,
@@ -23,6 +23,7 @@ from omnitrain.parallel.pipeline.stages import (
     stages_of,
 )
 from omnitrain.parallel.state import ParallelState
+from omnitrain.peers import GlooGroup, Peers
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
 from omnitrain.plan.schedule.generators import accumulate, generate
@@ -39,6 +40,7 @@ class Pipeline:
         stages: the cut, and the stages of this rank.
         schedule: how a step runs through the stages.
         group: this rank's column of the mesh: one rank of each pipeline rank, with the same samples.
+        column: the same ranks, on the host.
         channel: messages between stages.
         held_by: parameter -> the pipeline ranks that hold it.
         shared: set of pipeline ranks that hold the same parameters -> their group, if this rank is one of them.
@@ -47,6 +49,7 @@ class Pipeline:
     stages: PipelineStages
     schedule: PipelineSchedule
     group: dist.ProcessGroup
+    column: Peers
     channel: StageChannel
     held_by: Mapping[str, tuple[int, ...]]
     shared: Mapping[tuple[int, ...], dist.ProcessGroup]
@@ -89,18 +92,20 @@ def cut_into_stages(
     held_by = holders(model, stages, model.stage_contract.readers, on_all)
     columns = state.groups("pp")
     is_on_cpu = state.device_type == "cpu" or dist.get_backend() == "gloo"
-    directions: list[Direction] = [(kind, is_up) for kind in "FB" for is_up in (True, False)]
-    own_groups = {} if is_on_cpu else {direction: _new_group(columns) for direction in directions}  # for NCCL
+    between = directions(stages.ranks)
+    device = torch.device(state.device_type)
+    pairs = {} if is_on_cpu else connect_pairs(columns, between, device)  # gloo tells messages apart by tags
     partly = sorted({ranks for ranks in held_by.values() if 1 < len(ranks) < state.size("pp")})
     made = {ranks: _new_group(columns[:, list(ranks)]) for ranks in partly}
+    column = GlooGroup(columns.tolist())
     if dist.get_rank() not in state.ranks:
         return None
     ignore_absent_in_device()
     group = state.pp_mesh.get_group()
     shared = {ranks: found for ranks, found in made.items() if found is not None and stages.rank in ranks}
     shared |= {ranks: group for ranks in held_by.values() if len(ranks) == state.size("pp")}
-    channel = StageChannel({direction: own_groups.get(direction) or group for direction in directions}, stages.rank)
-    return Pipeline(stages, schedule, group, channel, held_by, shared)
+    channel = StageChannel(dict.fromkeys(between, group) | pairs, dist.get_process_group_ranks(group), stages.rank)
+    return Pipeline(stages, schedule, group, column, channel, held_by, shared)
 
 
 def schedule_of_plan(
@@ -214,22 +219,32 @@ def units_by_stage(
     return {stage: tuple(names) for stage, names in units.items()}
 
 
-def add_up_over_stages(model: nn.Module, pipeline: Pipeline, active: Sequence[str]) -> None:
+def keep_on_first_stage(model: nn.Module, pipeline: Pipeline) -> None:
+    """Before a backward, let only one stage keep the earlier gradients that :func:`add_up_over_stages` will sum.
+
+    They are the same on all stages that hold the parameter, and would count once for each of them.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and pipeline.held_by[name][0] != pipeline.stages.rank:
+            parameter.grad.zero_()
+
+
+def add_up_over_stages(model: nn.Module, pipeline: Pipeline) -> None:
     """Sum the gradients of parameters that several stages hold, such as tied embeddings.
 
     Call it once per optimizer step, after the gradients are reduced. Each of these ranks then has the whole gradient
-    and makes the same update.
+    and makes the same update. A parameter without a gradient on any of them has none afterwards.
 
     Args:
         model: parallelized.
         pipeline: its pipeline.
-        active: names of the parameters that got a gradient on some stage in this step; the same on all ranks.
     """
-    wanted = set(active)
+    shared = {name: p for name, p in model.named_parameters() if p.requires_grad and len(pipeline.held_by[name]) > 1}
+    is_wanted = pipeline.column.any_of_each([parameter.grad is not None for parameter in shared.values()])
     by_ranks: dict[tuple[int, ...], list[torch.Tensor]] = {ranks: [] for ranks in pipeline.shared}
-    for name, parameter in model.named_parameters():
+    for (name, parameter), wanted in zip(shared.items(), is_wanted, strict=True):
         ranks = pipeline.held_by[name]
-        if ranks in by_ranks and name in wanted and parameter.requires_grad:
+        if wanted and ranks in by_ranks:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             by_ranks[ranks].append(parameter.grad)

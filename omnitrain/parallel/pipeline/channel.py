@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.parallel.sections.carriers.torch_p2p import Transfer, receive_tensors, send_tensors
 
-Direction = tuple[str, bool]  # "F" (hidden states) or "B" (their gradients); whether to a higher rank
+Direction = tuple[str, int, int]  # "F" (hidden states) or "B" (their gradients); pipeline ranks that send and receive
 
 
 class StageChannel:
     """Point-to-point messages between this rank and the other pipeline ranks of its column of the mesh.
 
-    With NCCL, the messages of two ranks in one group run in the order in which they were posted, so each direction and
-    kind has a group of its own. Gloo tells messages apart by tags.
-
     Args:
-        groups: (kind, whether to a higher rank) -> group over the pipeline ranks.
+        groups: direction -> group with both of its ranks.
+        ranks: global rank of each pipeline rank of the column.
         rank: pipeline rank of this process.
     """
 
-    def __init__(self, groups: Mapping[Direction, dist.ProcessGroup], rank: int) -> None:
-        self._groups, self._rank = groups, rank
+    def __init__(self, groups: Mapping[Direction, dist.ProcessGroup], ranks: Sequence[int], rank: int) -> None:
+        self._groups, self._ranks, self._rank = groups, ranks, rank
         self._sent: dict[tuple[str, int], list[Transfer]] = {}
 
     def send(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
@@ -37,7 +38,7 @@ class StageChannel:
             tag: number of the message, equal on both sides, and below 2**20.
         """
         self._free((kind, peer))
-        sent = send_tensors(tensors, self._groups[kind, peer > self._rank], peer, tag)
+        sent = send_tensors(tensors, *self._end(kind, self._rank, peer, peer), tag)
         self._sent.setdefault((kind, peer), []).append(sent)
 
     def receive(self, kind: str, like: Sequence[Tensor], peer: int, tag: int) -> Transfer:
@@ -49,7 +50,12 @@ class StageChannel:
             peer: pipeline rank of the sender.
             tag: see :meth:`send`.
         """
-        return receive_tensors(like, self._groups[kind, peer < self._rank], peer, tag)
+        return receive_tensors(like, *self._end(kind, peer, self._rank, peer), tag)
+
+    def _end(self, kind: str, sender: int, receiver: int, peer: int) -> tuple[dist.ProcessGroup, int]:
+        """The group of a direction, and the rank of ``peer`` in it."""
+        group = self._groups[kind, sender, receiver]
+        return group, dist.get_group_rank(group, self._ranks[peer])
 
     def _free(self, of: tuple[str, int]) -> None:
         """Free the messages of a kind to a peer that have left.
@@ -69,3 +75,41 @@ class StageChannel:
             for transfer in sent:
                 transfer.wait()
         self._sent.clear()
+
+
+def directions(stage_ranks: Sequence[int]) -> list[Direction]:
+    """Return what messages go between the stages of a pipeline, in an order that is the same on all ranks.
+
+    Args:
+        stage_ranks: ``[stages]``, the pipeline rank of each stage.
+    """
+    pairs = sorted({pair for pair in pairwise(stage_ranks) if pair[0] != pair[1]})
+    return [("F", *pair) for pair in pairs] + [("B", later, earlier) for earlier, later in pairs]
+
+
+def connect_pairs(
+    columns: np.ndarray, of: Sequence[Direction], device: torch.device
+) -> dict[Direction, dist.ProcessGroup]:
+    """Make a group for each direction between two ranks of each column, and connect its ranks. All ranks must call it.
+
+    NCCL runs the messages of a group in the order in which they were posted, and connects two ranks at their first one:
+    who posts it waits on the host until the other rank comes. If two ranks begin with different directions, as 1F1B's
+    do, both would wait for ever (``connected`` of :func:`~omnitrain.plan.schedule.simulate.simulate`).
+
+    Args:
+        columns: ``[n, pipeline ranks]``, the global ranks of each column.
+        of: the directions, in the same order on all ranks.
+        device: of the messages.
+
+    Returns:
+        The groups that have this rank.
+    """
+    made = {}
+    for kind, sender, receiver in of:
+        for ranks in columns[:, [sender, receiver]].tolist():
+            group = dist.new_group(ranks, group_desc="pp")
+            if dist.get_rank() in ranks:
+                made[kind, sender, receiver] = group
+    for group in made.values():
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return made

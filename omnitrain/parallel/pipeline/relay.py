@@ -13,7 +13,7 @@ from torch import Tensor
 from omnitrain.models.foundation.stage import BlockSpan
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.parallel.pipeline.apply import Pipeline
-from omnitrain.peers import Peers, told_error
+from omnitrain.peers import told_error
 
 T = TypeVar("T")
 
@@ -26,15 +26,14 @@ class PipelineRelay:
 
     Args:
         pipeline: the pipeline.
-        column: the ranks of :attr:`Pipeline.group`, in a group of the host.
         device: of this rank.
     """
 
     is_cut = True
 
-    def __init__(self, pipeline: Pipeline, column: Peers, device: torch.device) -> None:
+    def __init__(self, pipeline: Pipeline, device: torch.device) -> None:
         self._stages, self._channel = pipeline.stages, pipeline.channel
-        self._column, self._device = column, device
+        self._column, self._device = pipeline.column, device
 
     def run(self, forward: Callable[[StageInput | None], Any]) -> Any:
         """Run the stages of this rank; see :class:`StageRelay`."""

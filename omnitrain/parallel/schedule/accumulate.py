@@ -7,15 +7,17 @@ from collections.abc import Mapping
 import torch
 
 from omnitrain.errors import UserError
+from omnitrain.models.foundation.skipped_modules import SkippedInStep
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.timing import SpanRecorder
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.pipeline.apply import add_up_over_stages
+from omnitrain.parallel.pipeline.apply import add_up_over_stages, keep_on_first_stage
 from omnitrain.parallel.schedule.executor import Executor, ForwardContext, OnOutput, OnPhase
 from omnitrain.parallel.schedule.table import schedule_of
 from omnitrain.parallel.step.media_dispatch import StepBatch
-from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
+from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp, keep_on_first_tp_rank
+from omnitrain.peers import SINGLE_PROCESS, GlooGroup
 from omnitrain.recipe.suggest import hint
 
 
@@ -75,18 +77,19 @@ def accumulate_gradients(
         recorder=recorder,
         upcoming=upcoming,
     )
-    total = executor.run(schedule)
     layout = layout_of(model)
+    if layout is not None:
+        for state, parameters in layout.by_tp_ranks(model):
+            keep_on_first_tp_rank(parameters, state)
+        if layout.pipeline is not None:
+            keep_on_first_stage(model, layout.pipeline)
+    skipped = SkippedInStep(model.runner.skipped_modules)
+    total = executor.run(schedule)
+    if model.runner.skipped_modules:
+        skipped.drop_gradients(SINGLE_PROCESS if layout is None else GlooGroup.of_models())
     if layout is not None:
         for state, parameters in layout.by_tp_ranks(model):
             add_up_over_tp(parameters, state)
         if layout.pipeline is not None:
-            add_up_over_stages(model, layout.pipeline, _active(model, batch))
+            add_up_over_stages(model, layout.pipeline)
     return total
-
-
-def _active(model: OmniModel, batch: StepBatch) -> list[str]:
-    """The parameters of components that run in this step on some rank."""
-    plan = batch.plan
-    components = {c.name for c in plan.topology.components if plan.last_active(c.name) is not None}
-    return [name for component in components for name in model.components[component]]

@@ -45,6 +45,7 @@ COLLECTIVES = ENCODES | {Kind.OPTIMIZER}  # over all pipeline ranks
 
 SEND_OF = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+SEND_OF_RECEIVE = {receive: send for send, receive in RECEIVE_OF.items()}
 
 _KINDS = frozenset(kind.value for kind in Kind)
 _ACTION = re.compile(r"(\d*)([A-Z_]+)(\d*)(?:[<>](\d+))?(?:@([^\s;()]+))?")
@@ -93,6 +94,13 @@ class Action(NamedTuple):
         stage = None if self.stage is None else self.stage + (1 if self.kind is Kind.SEND_F else -1)
         return self._replace(kind=RECEIVE_OF[self.kind], stage=stage, peer=sender)
 
+    def channel(self, rank: int) -> Channel:
+        """Return the channel of this message of list ``rank``; the action is a send or a receive."""
+        assert self.peer is not None
+        if self.kind in SENDS:
+            return Channel(self.kind, self.component, rank, self.peer)
+        return Channel(SEND_OF_RECEIVE[self.kind], self.component, self.peer, rank)
+
     @staticmethod
     def parse(text: str) -> Action:
         """Read an action: ``3B1``, ``0RECV_B2<1``, ``1UNSHARD``, ``(3F2;5B1)OVERLAP_F_B``, ``ENCODE0@vision``.
@@ -113,6 +121,26 @@ class Action(NamedTuple):
 
 def _number(text: str | None) -> int | None:
     return int(text) if text else None
+
+
+class Channel(NamedTuple):
+    """Messages of one kind from one rank to another, which arrive in the order in which they were sent.
+
+    Attributes:
+        kind: ``SEND_F`` or ``SEND_B``.
+        component: component whose results they are.
+        sender: list of the rank that sends.
+        receiver: list of the rank that receives.
+    """
+
+    kind: Kind
+    component: str
+    sender: int
+    receiver: int
+
+    def other(self, rank: int) -> int:
+        """Return the end that is not ``rank``."""
+        return self.receiver if rank == self.sender else self.sender
 
 
 class SectionOfSchedule(NamedTuple):
@@ -187,6 +215,12 @@ class Schedule:
             for index, action in enumerate(row)
             if action.kind in SENDS
         }
+
+    @cached_property
+    def channels(self) -> frozenset[Channel]:
+        """All channels of the lowered schedule."""
+        messages = SENDS | RECEIVES
+        return frozenset(a.channel(rank) for rank, row in enumerate(self.actions) for a in row if a.kind in messages)
 
     @cached_property
     def messages_before(self) -> tuple[tuple[int, ...], ...]:

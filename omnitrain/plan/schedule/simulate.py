@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from omnitrain.errors import ScheduleError
-from omnitrain.plan.schedule.actions import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from omnitrain.plan.schedule.actions import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Channel, Kind, Schedule
 
 Seconds = Any  # float; int or Fraction where a result has to be exact
 Durations = Callable[[Action], Seconds] | Mapping[Kind, Seconds] | Mapping[tuple[Kind, int], Seconds]
@@ -158,7 +158,12 @@ class DeadlockError(ScheduleError):
 
 
 def simulate(
-    schedule: Schedule, durations: Durations, link: Link | None = None, *, slots: int | None = None
+    schedule: Schedule,
+    durations: Durations,
+    link: Link | None = None,
+    *,
+    slots: int | None = None,
+    connected: Collection[Channel] | None = None,
 ) -> Timeline:
     """Run a schedule in time.
 
@@ -175,12 +180,14 @@ def simulate(
         link: what messages cost; None: nothing.
         slots: number of messages of one direction and kind between two ranks that may be sent before their receive is
             posted; a rank waits at the next send. 0: as NCCL does at worst. None: any number.
+        connected: the channels whose ranks are connected before the step. NCCL connects two ranks at the first message
+            of a communicator: who comes first waits there, on the host, until the other one comes. None: all.
 
     Raises:
         DeadlockError: some ranks never come to their end.
         ScheduleError: a duration is missing.
     """
-    return _Run(schedule, _duration(durations), link or Link(), slots).timeline()
+    return _Run(schedule, _duration(durations), link or Link(), slots, connected).timeline()
 
 
 def _duration(durations: Durations) -> Callable[[Action], Seconds]:
@@ -214,9 +221,15 @@ class _Run:
     """The state of a simulation: how far each rank is, and what has become true."""
 
     def __init__(
-        self, schedule: Schedule, duration: Callable[[Action], Seconds], link: Link, slots: int | None
+        self,
+        schedule: Schedule,
+        duration: Callable[[Action], Seconds],
+        link: Link,
+        slots: int | None,
+        connected: Collection[Channel] | None,
     ) -> None:
         self.schedule, self.duration, self.link = schedule, duration, link
+        self.connects_at = {} if connected is None else _first_messages(schedule, connected)
         self.posted_before = {} if slots is None else _receives_before_sends(schedule, slots)
         self.has_messages = any(
             action.kind in SENDS | RECEIVES and action.stage is not None for row in schedule.actions for action in row
@@ -236,7 +249,11 @@ class _Run:
             while (index := len(self.events[rank])) < len(row):
                 if self._is_collective(rank, row[index]):
                     self._become_true((*_fact(row[index]), rank), self.compute_free[rank], waiting, ready)
+                if channel := self.connects_at.get((rank, index)):
+                    self._become_true((*channel, rank), self.compute_free[rank], waiting, ready)
                 needs = list(self._needs(rank, row[index]))
+                if channel is not None:
+                    needs.append((*channel, channel.other(rank)))
                 missing = next((fact for fact in needs if fact not in self.facts), None)
                 if missing is not None:
                     waiting[missing].append(rank)
@@ -352,7 +369,9 @@ class _Run:
                 return (Wait(rank, index, action, _text(fact)),)
             needed_rank, needed_index = places[fact]
             needed = self.schedule.actions[needed_rank][needed_index]
-            waits[rank] = Wait(rank, index, action, str(needed), needed, needed_rank, needed_index)
+            connects = fact[0] in SENDS and len(fact) > len(_fact(needed))
+            text = f"{needed} to connect the two ranks" if connects else str(needed)
+            waits[rank] = Wait(rank, index, action, text, needed, needed_rank, needed_index)
             rank = needed_rank
         chain = tuple(waits.values())
         return chain[list(waits).index(rank) :]
@@ -383,7 +402,18 @@ def _places(schedule: Schedule) -> dict[_Fact, tuple[int, int]]:
                     places.setdefault(_fact(part, Kind.I), (rank, index))
                 if part.kind in COLLECTIVES:
                     places.setdefault((*_fact(part), rank), (rank, index))
+    places |= {(*channel, place[0]): place for place, channel in _first_messages(schedule, ()).items()}
     return places
+
+
+def _first_messages(schedule: Schedule, connected: Collection[Channel]) -> dict[tuple[int, int], Channel]:
+    """Return rank and index of the first message of each channel that is not connected, at both of its ends."""
+    found: dict[tuple[Channel, int], tuple[int, int]] = {}
+    for rank, row in enumerate(schedule.actions):
+        for index, action in enumerate(row):
+            if action.kind in SENDS | RECEIVES and (channel := action.channel(rank)) not in connected:
+                found.setdefault((channel, rank), (rank, index))
+    return {place: channel for (channel, _), place in found.items()}
 
 
 def _receives_before_sends(schedule: Schedule, slots: int) -> dict[tuple[int, Action], _Fact]:

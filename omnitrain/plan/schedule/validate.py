@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
@@ -17,13 +17,13 @@ from omnitrain.plan.schedule.actions import (
     SENDS,
     WEIGHTS,
     Action,
+    Channel,
     Kind,
     Schedule,
 )
 from omnitrain.plan.schedule.simulate import DeadlockError, simulate
 
 _Place = tuple[int, int]  # rank, index in its list
-_Channel = tuple[Kind, str, int | None, int | None]  # kind of the send, component, sender, receiver
 _MAX_SHOWN = 8
 
 
@@ -42,13 +42,19 @@ class Problem:
     actions: tuple[Action, ...]
 
 
-def validate(schedule: Schedule, *, lowered: bool = True, max_live: int | None = None) -> None:
+def validate(
+    schedule: Schedule,
+    *,
+    lowered: bool = True,
+    max_live: int | None = None,
+    connected: Collection[Channel] | None = None,
+) -> None:
     """Raise if a schedule cannot run; arguments as for :func:`problems_in`.
 
     Raises:
         ScheduleError: with all problems found.
     """
-    problems = problems_in(schedule, lowered=lowered, max_live=max_live)
+    problems = problems_in(schedule, lowered=lowered, max_live=max_live, connected=connected)
     if problems:
         lines = [problem.message for problem in problems[:_MAX_SHOWN]]
         if len(problems) > _MAX_SHOWN:
@@ -56,7 +62,13 @@ def validate(schedule: Schedule, *, lowered: bool = True, max_live: int | None =
         raise ScheduleError("this schedule cannot run:\n  " + "\n  ".join(lines))
 
 
-def problems_in(schedule: Schedule, *, lowered: bool = True, max_live: int | None = None) -> tuple[Problem, ...]:
+def problems_in(
+    schedule: Schedule,
+    *,
+    lowered: bool = True,
+    max_live: int | None = None,
+    connected: Collection[Channel] | None = None,
+) -> tuple[Problem, ...]:
     """Return what is wrong with a schedule.
 
     A schedule without a problem: each stage runs each micro-batch once, forward and backward (``B``, or ``I`` and
@@ -72,6 +84,8 @@ def problems_in(schedule: Schedule, *, lowered: bool = True, max_live: int | Non
         lowered: whether it must have sends and receives (:func:`~omnitrain.plan.schedule.lower.lower`). False: it must
             have none.
         max_live: the largest number of (stage, micro-batch) whose activations a rank may keep. None: any number.
+        connected: the channels whose ranks are connected before the step; see
+            :func:`~omnitrain.plan.schedule.simulate.simulate`. None: all.
 
     Returns:
         The problems. Those that would only follow from others are left out.
@@ -83,7 +97,7 @@ def problems_in(schedule: Schedule, *, lowered: bool = True, max_live: int | Non
         *_encoders(schedule),
         *_sections(schedule),
     ]
-    problems = problems or [*_deadlock(schedule)]
+    problems = problems or [*_deadlock(schedule, connected)]
     if not problems and max_live is not None:
         problems = [*_live(schedule, max_live)]
     return tuple(problems)
@@ -162,18 +176,14 @@ def _reason(schedule: Schedule, action: Action) -> str:
 
 def _message_orders(schedule: Schedule) -> Iterator[Problem]:
     """Between two ranks, receives are posted in the order of the sends: messages of one kind cannot overtake."""
-    sends: dict[_Channel, list[Action]] = defaultdict(list)
-    receives: dict[_Channel, list[Action]] = defaultdict(list)
+    sends: dict[Channel, list[Action]] = defaultdict(list)
+    receives: dict[Channel, list[Action]] = defaultdict(list)
     for rank, row in enumerate(schedule.actions):
         for action in row:
-            if action.kind in SENDS:
-                sends[action.kind, action.component, rank, action.peer].append(action)
-            elif action.kind in RECEIVES:
-                kind = Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B
-                receives[kind, action.component, action.peer, rank].append(action)
+            if action.kind in SENDS | RECEIVES:
+                (sends if action.kind in SENDS else receives)[action.channel(rank)].append(action)
     for channel in dict.fromkeys((*sends, *receives)):
         kind, _, sender, receiver = channel
-        assert sender is not None and receiver is not None
         for number, (send, receive) in enumerate(zip_longest(sends[channel], receives[channel])):
             expected = None if send is None else send.receive(sender)
             if receive != expected:
@@ -352,9 +362,10 @@ def _of_window(
     yield peer, there
 
 
-def _deadlock(schedule: Schedule) -> Iterator[Problem]:
+def _deadlock(schedule: Schedule, connected: Collection[Channel] | None) -> Iterator[Problem]:
+    """It ends under the rules of NCCL: a send waits for its receive, and two ranks connect at their first message."""
     try:
-        simulate(schedule, lambda _: 0, slots=0)
+        simulate(schedule, lambda _: 0, slots=0, connected=connected)
     except DeadlockError as error:
         actions = [a for wait in error.waits for a in (wait.action, wait.needed_action) if a is not None]
         yield Problem(error.waits[0].rank, str(error), tuple(dict.fromkeys(actions)))

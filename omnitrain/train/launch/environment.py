@@ -36,11 +36,6 @@ def is_first_process() -> bool:
     return global_rank() == 0 and LAUNCHER not in os.environ
 
 
-def local_rank() -> int:
-    """Return its rank on this machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def local_world_size() -> int:
     """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from subprocess import Popen
 from types import FrameType
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext, start_processes
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR, TrainingError, UserError
 from omnitrain.train.interrupt import TOGETHER_SECONDS, heard
@@ -90,6 +92,7 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
                 envs={rank: _environment(rank, nproc, store.port) | _devices(places) for rank in range(nproc)},
                 logs_specs=DefaultLogsSpecs(folder, dict.fromkeys(others, Std.OUT), dict.fromkeys(others, Std.ERR)),
                 log_line_prefixes={rank: f"[rank {rank}] " for rank in range(nproc)},
+                numa_options=NumaOptions(AffinityMode.NODE, True) if torch.cuda.is_available() else None,
             )
         assert isinstance(context, SubprocessContext)
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}

@@ -10,9 +10,11 @@ import datasets
 from rich.table import Table
 from transformers.utils import logging as hf_logging
 
+from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.hf.tied import OWN_HEAD
 from omnitrain.models.hf.unused_weights import unused_line
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import ComponentRow
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.train.metrics.console import console
@@ -54,6 +56,19 @@ def show_unused(unused: Mapping[str, int] | None) -> None:
     """Print the tensors of the checkpoint that the foundation does not have, if any."""
     if line := unused_line(unused):
         console.print(line, markup=False)
+
+
+def show_added_tokens(model: OmniModel) -> None:
+    """Print the tokens that the foundation's checkpoint does not know, if any, and whether their rows train."""
+    if model.added_tokens:
+        first, last = model.added_tokens[0], model.added_tokens[-1]
+        rows = "alone, beside LoRA" if token_matrices(model) else "with all others"
+        trains = any(p.requires_grad for p in model.foundation.get_input_embeddings().parameters())
+        console.print(
+            f"{len(model.added_tokens)} tokens (ids {first} to {last}) are new to the foundation; their rows of its "
+            f"embeddings {f'train, {rows}' if trains else 'do not train, because these are frozen'}",
+            soft_wrap=True,
+        )
 
 
 def show_own_head(config: OmniConfig) -> None:

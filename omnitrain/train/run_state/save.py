@@ -17,9 +17,12 @@ from omnitrain.checkpoint.pieces import PieceOwners
 from omnitrain.checkpoint.shared_memory import require_sendable
 from omnitrain.checkpoint.store import write_metrics
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.models.adapters.files import FOLDER
+from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import files_of, model_pieces, small_files
 from omnitrain.peers import Peers, all_or_raise, parameters_at_rest, raise_on_all
+from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.report.run_record import ENVIRONMENT_FILE, LAYOUT_FILE
 from omnitrain.train.metrics.console import console
 from omnitrain.train.process_groups import Ranks
@@ -200,6 +203,9 @@ class _Snapshots:
         self._files = files_of(model, peers)
         self._owners = PieceOwners(model.state_dict(keep_vars=True), peers)
         self._processor = self._on_first(processor.save_pretrained)
+        if token_matrices(model):  # peft's AutoPeftModel makes rows for all tokens of a tokenizer beside the adapters
+            save_tokenizer = processor.tokenizer.save_pretrained
+            self._processor |= self._on_first(lambda folder: save_tokenizer(folder / FOLDER / FOUNDATION))
 
     def take(self, state: TrainingState, line: Mapping[str, Any] | None) -> Snapshot:
         """Return a snapshot, whose tensors are those that train, without copies.
@@ -225,7 +231,7 @@ class _Snapshots:
         weights = model_pieces(self._model, self._owners)
         return Snapshot(state.step, self._files, weights, optimizer, {**self._processor, **self._on_first(write)})
 
-    def _on_first(self, write: Any) -> Mapping[str, bytes]:
+    def _on_first(self, write: Any) -> dict[str, bytes]:
         return all_or_raise(self._peers, lambda: small_files(write) if self._peers.rank == 0 else {})
 
 

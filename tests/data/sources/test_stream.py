@@ -8,6 +8,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.loading.slots import LoaderState, SlotState
 from omnitrain.data.sources import stream
 from omnitrain.data.sources.files import ReadError
+from omnitrain.data.sources.row_formats import schema_of
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.data.sources.stream import Stream
 from omnitrain.errors import DataError, UserError
-from omnitrain.recipe import Columns, Data, DataSource, Recipe
+from omnitrain.recipe import Data, DataSource, Recipe
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.train.epochs import in_steps
 from omnitrain.train.trainer import Trainer
@@ -135,7 +137,7 @@ def test_a_stream_that_breaks_costs_a_row_and_goes_on(monkeypatch: pytest.Monkey
             yield {"text": f"{i}"}
 
     monkeypatch.setattr(stream, "_ROWS_AT_A_TIME", 1)
-    found = Stream(IterableDataset.from_generator(rows), Columns())
+    found = Stream(IterableDataset.from_generator(rows), partial(schema_of, DataSource(path="ORG/NAME")))
     assert found[69] == {"text": "69"}
     for position in (70, 71):
         with pytest.raises(ReadError, match=f"row {position} of the stream: .*the line is dead"):
@@ -148,7 +150,7 @@ def test_a_stream_that_always_breaks_in_the_same_place_is_not_read_again_and_aga
         yield from ({"text": f"{i}"} for i in range(96))
         raise OSError("the shard is damaged")
 
-    found = Stream(IterableDataset.from_generator(rows), Columns())
+    found = Stream(IterableDataset.from_generator(rows), partial(schema_of, DataSource(path="ORG/NAME")))
     for position in (96, 97):
         with pytest.raises(ReadError, match=f"row {position} of the stream: .*the shard is damaged"):
             found[position]

@@ -231,8 +231,8 @@ def test_a_turn_without_a_text_is_named_in_its_rejection(value: Any, found: str)
 def test_what_llava_data_lack_in_a_recipe_is_told(tmp_path: Path) -> None:
     lines = tmp_path / "rows.jsonl"
     lines.write_text(json.dumps(turns("<image> what?", image="a.png")) + "\n")
-    with pytest.raises(DataError, match=r"set `columns\.messages: conversations`"):
-        open_sources([DataSource(path=str(lines))])
+    (found,) = open_sources([DataSource(path=str(lines))])
+    assert found.schema.said.startswith("read as `format: llava`") and found[0].media["image"] == ["a.png"]
     with pytest.raises(ValueError, match=r"'a.png' in .*; set `media_folder` of the data source"):
         opened(lines)[0].media_bytes("image", 0)
     with pytest.raises(DataError, match=r"expected a list of rows; a file with one row per line ends in \.jsonl"):

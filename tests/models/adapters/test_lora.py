@@ -62,13 +62,19 @@ def test_new_adapters_leave_the_model_as_it_is_bit_for_bit(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "targets"),
-    [("qwen3_moe", LORA.targets), ("gpt_oss", LORA.targets), ("deepseek_v3", ["experts.*", "mlp.*_proj", "o_proj"])],
+    ("family", "lora"),
+    [
+        ("qwen3_moe", {"targets": LORA.targets}),
+        ("qwen3_moe", {"targets": LORA.targets, "rslora": True}),
+        ("qwen3_moe", {"dropout": 0.5}),  # all linear layers
+        ("gpt_oss", {"targets": LORA.targets}),
+        ("deepseek_v3", {"targets": ["experts.*", "mlp.*_proj", "o_proj"]}),
+    ],
 )
 def test_saved_adapters_load_in_plain_peft_and_give_the_same_logits(
-    family: str, targets: list[str], tmp_path: Path
+    family: str, lora: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = adapted(family, Lora(targets=targets, rank=3))
+    model = adapted(family, Lora(rank=3, **lora)).eval()
     plain = peft.PeftModel.from_pretrained(getattr(factories, family)().eval(), str(saved(model, tmp_path)))
     with torch.no_grad():
         theirs = plain(input_ids=IDS).logits

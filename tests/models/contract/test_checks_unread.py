@@ -11,6 +11,8 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import Contract, SkippedModule
 from omnitrain.models.contract.check import check_contract
 from omnitrain.models.foundation.skipped_modules import call_skipped_modules
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.step.plan import step_planner
 from tests.families import FAMILIES
 from tests.models.contract import broken
 from tests.models.plain import pair_of
@@ -34,7 +36,14 @@ def test_what_only_images_call_is_called_on_nothing_for_a_text_whose_model_is_gi
     assert both.ours.runner.contract.skipped_modules == (SkippedModule("multi_modal_projector", "", takes=((0, 64),)),)
     text = Pack.from_samples([both.probes[0].sample])
     both.ours(text).losses["text"].sum.backward()
-    assert not both.ours.foundation.multi_modal_projector.linear_1.weight.grad.any()
+    weight = both.ours.foundation.multi_modal_projector.linear_1.weight
+    assert not weight.grad.any()
+    both.ours.zero_grad()
+    image = Pack.from_samples([both.probes[3].sample])
+    for packs, is_read in (([text], False), ([text, image], True), ([text], True)):
+        accumulate_gradients(both.ours, step_planner(both.ours)(packs))
+        # Zeros in place of no gradient let AdamW decay a weight, and momentum move it.
+        assert (weight.grad is not None) == is_read
 
 
 def test_what_short_texts_do_not_read_keeps_a_model_on_one_rank() -> None:

@@ -62,7 +62,7 @@ def gradients_on_stages(steps: Drawn) -> list[tuple[float, dict[str, torch.Tenso
     for index, step in enumerate(steps):
         accumulate_gradients(model, step_batch(model, planner, step[rank]))
         if index % 3 == 2:
-            norm = gradient_norm(model.parameters(), layout_of(model).holders(model)).item()
+            norm = gradient_norm(model.parameters()).item()
             whole = whole_over_stages({name: p.grad for name, p in model.named_parameters()}, pipeline)
             found.append((norm, {name: grad for name, grad in whole.items() if grad is not None}))
         model.zero_grad(set_to_none=True)

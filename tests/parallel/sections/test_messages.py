@@ -72,3 +72,45 @@ def test_every_feature_arrives_once_and_in_the_order_of_the_packs(seed: int) -> 
     readers = [rank for rank in topology.readers if topology.first_stage[rank] == rank]
     items = np.flatnonzero(of_section).tolist()
     assert seen == {(r, i) for r in readers for i in items if topology.owner_of(r) == plan.owner[i]}
+
+
+def ends_in_order(posts: dict[int, list[tuple[int, int, int]]]) -> bool:
+    """Whether all parts (sender, receiver, number) arrive if each rank's posts run one after the other, as in NCCL."""
+    while any(posts.values()):
+        heads = [queue[0] for queue in posts.values() if queue]
+        ready = next((head for head in heads if heads.count(head) == 2), None)  # at the head of both of its ends
+        if ready is None:
+            return False
+        for rank in ready[:2]:
+            posts[rank].pop(0)
+    return True
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_parts_arrive_in_one_group_of_all_ranks_since_all_post_them_in_one_order(seed: int) -> None:
+    plan = random_plan(np.random.default_rng(seed))
+    section = plan.topology.component("image_encoder")
+    posts: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    sent, received = defaultdict(int), defaultdict(int)
+    for window in range(0, plan.num_micro_batches, section.window or plan.num_micro_batches):
+        for sender in section.ranks:
+            for share in _shares(plan, "image_encoder", window, sender):
+                posts[sender].append((sender, share.receiver, sent[sender, share.receiver]))
+                sent[sender, share.receiver] += 1
+        for message in messages_of(plan, "image_encoder", window, ROWS):
+            for part in message.parts:
+                end = part.sender, message.receiver
+                posts[message.receiver].append((*end, received[end]))
+                received[end] += 1
+    assert sent == received
+    assert ends_in_order(posts)
+
+
+def test_senders_that_post_in_another_order_than_their_receivers_would_wait_for_ever() -> None:
+    """Two senders, two receivers, one part for each pair."""
+    by_receiver = {2: [(0, 2, 0), (1, 2, 0)], 3: [(0, 3, 0), (1, 3, 0)]}
+    assert ends_in_order(
+        {0: [(0, 2, 0), (0, 3, 0)], 1: [(1, 2, 0), (1, 3, 0)]} | {r: [*q] for r, q in by_receiver.items()}
+    )
+    swapped = {2: [(1, 2, 0), (0, 2, 0)], 3: [(0, 3, 0), (1, 3, 0)]}
+    assert not ends_in_order({0: [(0, 2, 0), (0, 3, 0)], 1: [(1, 3, 0), (1, 2, 0)]} | swapped)

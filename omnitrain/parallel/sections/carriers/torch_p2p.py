@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from omnitrain.errors import LostRankError
 from omnitrain.parallel.sections.message import Message, Part
+from omnitrain.peers import new_gloo_group
 
 _TENSOR_BITS = 8  # of a tag; the others count messages
 _MESSAGE_BITS = 22
+_CTAS = 4  # of a kernel of NCCL that brings messages between sections
 
 
 @dataclass
@@ -90,20 +92,15 @@ def receive_tensors(buffers: Sequence[Tensor], group: dist.ProcessGroup, peer: i
 def _begun(
     operation: Callable[..., Any], tensors: list[Tensor], group: dist.ProcessGroup, peer: int, number: int
 ) -> Transfer:
-    """Between two ranks alone, the tensors of a message are one batch, one kernel of NCCL.
-
-    In a larger group the first batch would need all of its ranks.
-    """
+    """The tensors of a message are one batch, one kernel of NCCL, whose group must be connected."""
     rank = dist.get_global_rank(group, peer)
-    key = "group_dst" if operation is dist.isend else "group_src"
-    tagged = [(tensor, number << _TENSOR_BITS | index) for index, tensor in enumerate(tensors)]
+    batch = [
+        dist.P2POp(operation, tensor, group=group, tag=number << _TENSOR_BITS | index, group_peer=peer)
+        for index, tensor in enumerate(tensors)
+    ]
     with _named(rank):
-        if group.size() == 2 and tensors:
-            batch = [dist.P2POp(operation, tensor, group=group, tag=tag, group_peer=peer) for tensor, tag in tagged]
-            works = dist.batch_isend_irecv(batch)
-        else:
-            works = [operation(tensor, group=group, tag=tag, **{key: peer}) for tensor, tag in tagged]
-    return Transfer(tuple(tensors), rank, list(works))
+        works = dist.batch_isend_irecv(batch) if batch else []
+    return Transfer(tuple(tensors), rank, works)
 
 
 def _left(until: float) -> timedelta:
@@ -139,16 +136,17 @@ class _Gathered:
 class TorchCarrier:
     """:class:`~omnitrain.parallel.sections.carriers.carrier.Carrier` over process groups.
 
-    With NCCL, each pair of ranks and each direction has a group of its own, and both sides post in the order of the
-    edge's messages. A receive of NCCL that is posted ahead occupies some of the GPU until its message comes.
+    Both ends of each message post it in the order of the edge's messages, which is one order for all ranks: so no two
+    ranks wait for each other, though NCCL runs what a rank posts in a group one after the other. A receive that is
+    posted ahead occupies some of the GPU until its message comes, and those after it wait in the group's stream.
 
     Args:
-        groups: global rank of the other end -> a group with it and this rank, used by this edge alone.
+        group: all ranks of the edge, connected, used by this direction of this edge alone; None on other ranks.
         device: of the messages.
     """
 
-    def __init__(self, groups: Mapping[int, dist.ProcessGroup], device: torch.device) -> None:
-        self._groups, self._device = groups, device
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
         self._numbers: Counter[int] = Counter()  # of parts to or from a rank; both ends count alike
 
     def prepare(self, messages: Sequence[Message]) -> None:
@@ -171,7 +169,8 @@ class TorchCarrier:
         """The group, the other end's rank in it, and the number of the next part."""
         number = self._numbers[rank] % (1 << _MESSAGE_BITS)
         self._numbers[rank] += 1
-        return self._groups[rank], dist.get_group_rank(self._groups[rank], rank), number
+        assert self._group is not None
+        return self._group, dist.get_group_rank(self._group, rank), number
 
 
 def torch_carrier(senders: Sequence[int], receivers: Sequence[int], device: torch.device) -> TorchCarrier:
@@ -182,18 +181,19 @@ def torch_carrier(senders: Sequence[int], receivers: Sequence[int], device: torc
         receivers: global ranks of the section that receives.
         device: of the messages: gloo on the host, the default backend on GPUs.
     """
-    rank = dist.get_rank()
-    if device.type == "cpu":
-        members = sorted({*senders, *receivers})
-        group = dist.new_group(members, backend="gloo", group_desc="section_edge")
-        return TorchCarrier(dict.fromkeys(members, group) if rank in members else {}, device)
-    groups = {}
-    for sender in senders:
-        for receiver in receivers:
-            pair = dist.new_group([sender, receiver], group_desc="section_edge")
-            if rank in (sender, receiver):
-                groups[receiver if rank == sender else sender] = pair
-                # NCCL connects two ranks at their first message, and both wait for it on the host. The first gradient
-                # comes late: until then, a section could not send the next features.
-                dist.all_reduce(torch.zeros(1, device=device), group=pair)
-    return TorchCarrier(groups, device)
+    members = sorted({*senders, *receivers})
+    group = new_gloo_group(members, "section_edge") if device.type == "cpu" else _connected(members, device)
+    return TorchCarrier(group if dist.get_rank() in members else None, device)
+
+
+def _connected(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+    """A group of NCCL whose ranks are connected, so that its first message waits for none but the two ranks.
+
+    Its kernels, which may wait long for their messages, occupy few of the GPU's multiprocessors.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _CTAS
+    group = dist.new_group(ranks, backend="nccl", pg_options=options, group_desc="section_edge")
+    if dist.get_rank() in ranks:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return group

@@ -1,0 +1,102 @@
+"""What a process needs before it uses a GPU or makes process groups: variables, open files, a GPU of its own.
+
+omnitrain sets a variable where the user has not set it, and only before torch has started CUDA; later it has no effect.
+Functions import torch, since `omnitrain doctor` also runs where torch does not import.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from omnitrain.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+class Variable(NamedTuple):
+    """An environment variable that a process with a GPU should have.
+
+    Attributes:
+        name: its name.
+        value: what omnitrain sets.
+        why: what it is good for.
+        older: an older name, which torch reads, too.
+    """
+
+    name: str
+    value: str
+    why: str
+    older: str = ""
+
+
+VARIABLES = (
+    Variable(
+        "PYTORCH_ALLOC_CONF",
+        "expandable_segments:True",
+        "packs of different sizes do not leave gaps in the GPU's memory",
+        older="PYTORCH_CUDA_ALLOC_CONF",
+    ),
+    Variable(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "32", "kernels of several streams, such as NCCL's, start beside computation"
+    ),
+    Variable(
+        "TORCH_FR_BUFFER_SIZE",
+        "2000",
+        "torch's flight recorder keeps the last collectives of each rank",
+        older="TORCH_NCCL_TRACE_BUFFER_SIZE",
+    ),
+)
+
+
+def prepare_process() -> None:
+    """Set the variables that are missing, and let this process open as many files as the system allows it."""
+    import torch
+
+    if torch.version.cuda is not None and not torch.cuda.is_initialized():
+        os.environ.update({variable.name: variable.value for variable in missing_variables()})
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS has a lower limit than it tells
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def missing_variables() -> Iterator[Variable]:
+    """Yield the variables that nobody has set."""
+    return (one for one in VARIABLES if one.name not in os.environ and (not one.older or one.older not in os.environ))
+
+
+def gpu_of_rank() -> torch.device:
+    """Return the GPU of this rank: that of its local rank among those that it sees.
+
+    A task of Slurm or Kubernetes may see one GPU alone, whatever its local rank is.
+    """
+    import torch
+
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def require_own_gpu(store: dist.Store, rank: int) -> None:
+    """Check that no other rank has the current GPU: NCCL would wait for ever, or refuse it without a name.
+
+    Args:
+        store: of all ranks.
+        rank: global rank.
+
+    Raises:
+        UserError: another rank has it.
+    """
+    import torch
+
+    gpu = f"{socket.gethostname()}, {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    owner = int(store.compare_set(f"omnitrain/gpu/{gpu}", "", str(rank)))
+    if owner != rank:
+        raise UserError(
+            f"ranks {owner} and {rank} have the same GPU ({gpu}); start at most one rank per GPU (--nproc of omnitrain "
+            "run, --nproc-per-node of torchrun, one task per GPU in Slurm)"
+        )

@@ -1,0 +1,1 @@
+"""Rows as eight formats publish them, and what the formats' own packages train of them."""

@@ -1,0 +1,99 @@
+"""NCCL connects two ranks at their first message, and who comes first waits on the host: which schedules then stop?"""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from omnitrain.errors import ScheduleError
+from omnitrain.plan.schedule import Action, Kind, Schedule, interleaved, lower, one_f_one_b, problems_in, validate
+from omnitrain.plan.schedule.actions import RECEIVES
+from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
+from omnitrain.plan.schedule.generators import KINDS, generate
+from tests.plan.schedule.test_sections import random_schedule
+
+RECEIVE_FOR = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
+
+
+def lowered(kind: str, p: int, v: int | None, m: int, *, overlap: bool, windows: int = 0) -> Schedule | None:
+    """None: the kind has no such schedule."""
+    try:
+        passes = generate(kind, p, m, num_chunks=v, overlap=overlap)
+    except ScheduleError:
+        return None
+    return lower(with_encoders(passes, [EncoderWindows("vision", windows, is_trained=True)] if windows else []))
+
+
+@pytest.mark.parametrize(
+    ("kind", "p", "overlap"),
+    [("1f1b", 2, False), ("1f1b", 4, False), ("1f1b", 8, True), ("interleaved", 2, False), ("interleaved", 8, True)],
+)
+def test_a_schedule_whose_ranks_are_not_connected_stops_in_its_first_step(kind: str, p: int, overlap: bool) -> None:
+    schedule = lowered(kind, p, None, 2 * p, overlap=overlap)
+    assert schedule is not None
+    assert problems_in(schedule, connected=()) != ()
+    assert problems_in(schedule, connected=schedule.channels) == ()
+
+
+def test_the_report_names_the_two_first_messages_that_wait_for_each_other() -> None:
+    why = (
+        "rank 0 waits at action 0, 0RECV_B0<1, for 1SEND_B0>0 to connect the two ranks, .* "
+        "rank 1 waits at action 0, 1RECV_F0<0, for 0SEND_F0>1 to connect the two ranks"
+    )
+    with pytest.raises(ScheduleError, match=why):
+        validate(lower(one_f_one_b(2, 4)), connected=())
+
+
+def test_one_connected_direction_is_not_enough() -> None:
+    schedule = lower(interleaved(2, 2, 4))
+    forward = {channel for channel in schedule.channels if channel.kind is Kind.SEND_F}
+    with pytest.raises(ScheduleError, match="to connect the two ranks"):
+        validate(schedule, connected=schedule.channels - forward)
+    assert problems_in(schedule, connected=forward) == ()
+
+
+def with_late_receives(schedule: Schedule) -> Schedule:
+    """Each receive directly before the forward or backward that needs it."""
+    rows = []
+    for row in schedule.actions:
+        receives = {(a.kind, a.stage, a.micro_batch): a for a in row if a.kind in RECEIVES}
+        late: list[Action] = []
+        for action in row:
+            if action.kind not in RECEIVES:
+                wanted = [(RECEIVE_FOR[p.kind], p.stage, p.micro_batch) for p in action.passes if p.kind is not Kind.W]
+                late += [receives[key] for key in wanted if key in receives] + [action]
+        rows.append(late)
+    return schedule.with_actions(rows)
+
+
+@pytest.mark.parametrize("schedule", [interleaved(2, 2, 4), interleaved(4, 2, 8), one_f_one_b(4, 8)])
+def test_connected_ranks_still_stop_where_a_receive_is_posted_after_a_send_that_waits_for_it(
+    schedule: Schedule,
+) -> None:
+    complete = lower(schedule)
+    with pytest.raises(ScheduleError, match=r"the schedule stops: rank .* waits at action .*SEND_"):
+        validate(with_late_receives(complete), connected=complete.channels)
+    assert problems_in(complete, connected=complete.channels) == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_schedule_ends_once_all_its_ranks_are_connected(kind: str) -> None:
+    tried = 0
+    for p, v, overlap, windows in product((2, 3, 4, 8, 16), (None, 3, 8), (False, True), (0, 2)):
+        schedule = lowered(kind, p, v, p + 3, overlap=overlap, windows=windows)
+        if schedule is not None and p * (v or 2) <= 32:
+            tried += 1
+            assert problems_in(schedule, connected=schedule.channels) == (), (p, v, overlap, windows)
+    assert tried >= 10
+
+
+def test_two_hundred_random_schedules_with_sections_end_once_their_ranks_are_connected() -> None:
+    rng, found, stopped = random.Random(7), 0, 0
+    while found < 200:
+        if (schedule := random_schedule(rng)) is not None:
+            found += 1
+            assert problems_in(schedule, connected=schedule.channels) == (), schedule.to_csv()
+            stopped += problems_in(schedule, connected=()) != ()
+    assert stopped > 50
