@@ -198,7 +198,10 @@ def in_low_precision(family: str, pool: RankPool) -> dict[str, Ranked] | None:
         got = run(low_step_on_rank, family, layout, samples, expected.routing, world=2)[0]
         compared[layout] = Ranked(got) if isinstance(got, str) else Ranked("", _wrong(rounding, got))
     if both.ours.runner.contract.attention == "omnitrain":
-        compared["transformers"] = Ranked("", _wrong(rounding, low_plain_step(both, expected.routing)))
+        try:
+            compared["transformers"] = Ranked("", _wrong(rounding, low_plain_step(both, expected.routing)))
+        except RuntimeError as error:  # transformers' bf16 model fails, where ours computes
+            compared["transformers"] = Ranked(_in_one_line(error))
     return compared
 
 
