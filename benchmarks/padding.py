@@ -86,7 +86,13 @@ class ReadySamples:
     """Replaces a processor: its "rows" are samples already."""
 
     def sample(
-        self, row: Sample, index: int = 0, max_tokens: int | None = None, *, without_tail: bool = False
+        self,
+        row: Sample,
+        index: int = 0,
+        max_tokens: int | None = None,
+        *,
+        without_tail: bool = False,
+        may_ask: bool = False,
     ) -> Sample:
         """Return ``row`` with its index in the data order."""
         return dataclasses.replace(row.without_tail() if without_tail else row, index=index)
