@@ -82,7 +82,7 @@ def gpu_of_rank() -> torch.device:
 
 
 def require_own_gpu(store: dist.Store, rank: int) -> None:
-    """Check that no other rank has the current GPU: NCCL would wait for ever, or refuse it without a name.
+    """Check that no other rank has the current GPU: NCCL would wait for ever, or not name the two ranks.
 
     Args:
         store: of all ranks.

@@ -53,14 +53,14 @@ def join_process_group(backend: str) -> None:
         host, port, world_size, is_host, timeout=default_pg_timeout, wait_for_workers=False, multi_tenant=True
     )
     store = dist.PrefixStore(f"omnitrain/{os.environ.get(_ATTEMPT, '0')}", shared)
+    if "nccl" in backend:
+        require_own_gpu(store, rank)  # before it joins, so that the others name a rank that ends here
     keys = [f"joined/{other}" for other in range(world_size)]
     store.set(keys[rank], "")
     if rank == 0:
         _wait_for(
             lambda: [] if store.check(keys) else [r for r in range(world_size) if not store.check([keys[r]])], waits
         )
-    if "nccl" in backend:
-        require_own_gpu(store, rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
