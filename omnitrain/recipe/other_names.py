@@ -33,7 +33,7 @@ class Here(NamedTuple):
 
 _SAMPLES = "samples of a step, over all ranks; or `train.micro_batches` packs of `data.pack_tokens` tokens"
 _LENGTH = "the length of a pack; longer samples: `data.overlong`"
-_GLOBS = "a list of globs; unset: all linear layers"
+_GLOBS = "`all-linear` (the default), or a list of globs"
 _LIST = "a list of data sets, each with a `path`"
 _PROCESSOR = "a folder or Hub id; unset: the chat template saved with the foundation"
 _STEPS = "a number of steps"
