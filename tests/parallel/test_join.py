@@ -88,3 +88,13 @@ def test_ranks_that_torchrun_starts_again_wait_for_each_other_again(ranks: RankP
         of_agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": attempt}
         first, second = ranks.run(joined, store.port, 0.7, 0.2, of_agent, timeout_s=30, world=2)
         assert first[0] == 2 and "for rank 1. RANK" in first[1] and second == (2, "")
+
+
+def test_a_rank_whose_gpu_another_rank_has_ends_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(store: dist.Store, rank: int) -> None:
+        raise UserError(f"ranks 1 and {rank} have the same GPU")
+
+    monkeypatch.setattr(join, "require_own_gpu", taken)
+    monkeypatch.setattr(join, "default_pg_timeout", timedelta(seconds=0.2))
+    with patch.dict(os.environ, environment(0, 2, free_port())), pytest.raises(UserError, match="ranks 1 and 0"):
+        join.join_process_group("cpu:gloo,cuda:nccl")
