@@ -1,7 +1,7 @@
 """What a process needs before it uses a GPU or makes process groups: variables, open files, a GPU of its own.
 
-omnitrain sets a variable where the user has not set it, and only before torch has started CUDA; later it has no effect.
-Functions import torch, since `omnitrain doctor` also runs where torch does not import.
+omnitrain sets the variables that the user has not set, and only before torch has started CUDA: later, they have no
+effect. Functions import torch, since `omnitrain doctor` also runs where torch does not import.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def gpu_of_rank() -> torch.device:
 
 
 def require_own_gpu(store: dist.Store, rank: int) -> None:
-    """Check that no other rank has the current GPU: NCCL would wait for ever, or refuse it without a name.
+    """Check that no other rank has the current GPU: NCCL would wait for ever, or not name the two ranks.
 
     Args:
         store: of all ranks.
@@ -94,7 +94,7 @@ def require_own_gpu(store: dist.Store, rank: int) -> None:
     import torch
 
     gpu = f"{socket.gethostname()}, {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    owner = int(store.compare_set(f"omnitrain/gpu/{gpu}", "", str(rank)))
+    owner = int(store.compare_set(f"gpu/{gpu}", "", str(rank)))
     if owner != rank:
         raise UserError(
             f"ranks {owner} and {rank} have the same GPU ({gpu}); start at most one rank per GPU (--nproc of omnitrain "

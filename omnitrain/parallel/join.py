@@ -18,6 +18,7 @@ from omnitrain.parallel.environment import require_own_gpu
 SILENT_SECONDS = 10.0  # ranks that a launcher starts together come within it
 _NAMED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # the launcher has the store, instead of rank 0
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # that store has the keys of earlier attempts, too
 _VARIABLES = (*_NAMED, "LOCAL_RANK", "LOCAL_WORLD_SIZE", _AGENT)
 _POLL_SECONDS = 0.1
 _PROBE_SECONDS = 5.0
@@ -48,17 +49,18 @@ def join_process_group(backend: str) -> None:
     is_host = rank == 0 and os.environ.get(_AGENT) != str(True)
     if not is_host:  # torch's client writes a traceback for each time limit that ends
         _wait_for(lambda: [] if _listens(host, port) else [0], waits)
-    store = dist.TCPStore(
+    shared = dist.TCPStore(
         host, port, world_size, is_host, timeout=default_pg_timeout, wait_for_workers=False, multi_tenant=True
     )
-    keys = [f"omnitrain/joined/{other}" for other in range(world_size)]
+    store = dist.PrefixStore(f"omnitrain/{os.environ.get(_ATTEMPT, '0')}", shared)
+    if "nccl" in backend:
+        require_own_gpu(store, rank)  # before it joins, so that the others name a rank that ends here
+    keys = [f"joined/{other}" for other in range(world_size)]
     store.set(keys[rank], "")
     if rank == 0:
         _wait_for(
             lambda: [] if store.check(keys) else [r for r in range(world_size) if not store.check([keys[r]])], waits
         )
-    if "nccl" in backend:
-        require_own_gpu(store, rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 

@@ -35,7 +35,7 @@ def use_device(settings: Train) -> torch.device:
     if device.type == "cpu":
         return device
     if local_world_size() > 1:
-        machines_for(device, local_world_size())
+        machines_for(device, local_world_size())  # refuses `cuda:N`
         device = gpu_of_rank()
     if device.index is not None:  # triton kernels, process groups and meshes use the current device
         torch.cuda.set_device(device)

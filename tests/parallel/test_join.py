@@ -7,6 +7,7 @@ import io
 import os
 import socket
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -59,14 +60,14 @@ def test_variables_without_an_address_are_refused_and_one_rank_needs_none(monkey
     dist.destroy_process_group()
 
 
-def joined(port: int, late_s: float, silent_s: float) -> tuple[float, str]:
-    """The sum over both ranks, and what this one printed; the second comes late."""
+def joined(port: int, late_s: float, silent_s: float, launcher: Mapping[str, str] = {}) -> tuple[float, str]:
+    """The sum over both ranks, and what this one printed; the second comes late. ``launcher``: its variables."""
     rank, added = dist.get_rank(), torch.ones(())
     dist.barrier()  # a rank that leaves would end the connections that the other still opens
     leave_process_groups()
     time.sleep(late_s * rank)
     with (
-        patch.dict(os.environ, environment(rank, 2, port)),
+        patch.dict(os.environ, {**environment(rank, 2, port), **launcher}),
         patch.object(join, "SILENT_SECONDS", 10.0 if rank else silent_s),
         contextlib.redirect_stderr(io.StringIO()) as printed,
     ):
@@ -79,3 +80,21 @@ def test_ranks_that_come_find_each_other_and_only_late_ones_are_named(ranks: Ran
     assert ranks.run(joined, free_port(), 0.0, 10.0, timeout_s=30, world=2) == [(2, "")] * 2
     (added, told), second = ranks.run(joined, free_port(), 0.7, 0.2, timeout_s=30, world=2)
     assert added == 2 and second == (2, "") and "rank 0 of 2 waits at 127.0.0.1:" in told and "for rank 1. RANK" in told
+
+
+def test_ranks_that_torchrun_starts_again_wait_for_each_other_again(ranks: RankPool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # that of torchrun, which goes on
+    for attempt in "01":
+        of_agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": attempt}
+        first, second = ranks.run(joined, store.port, 0.7, 0.2, of_agent, timeout_s=30, world=2)
+        assert first[0] == 2 and "for rank 1. RANK" in first[1] and second == (2, "")
+
+
+def test_a_rank_whose_gpu_another_rank_has_ends_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(store: dist.Store, rank: int) -> None:
+        raise UserError(f"ranks 1 and {rank} have the same GPU")
+
+    monkeypatch.setattr(join, "require_own_gpu", taken)
+    monkeypatch.setattr(join, "default_pg_timeout", timedelta(seconds=0.2))
+    with patch.dict(os.environ, environment(0, 2, free_port())), pytest.raises(UserError, match="ranks 1 and 0"):
+        join.join_process_group("cpu:gloo,cuda:nccl")

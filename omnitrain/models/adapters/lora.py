@@ -219,7 +219,10 @@ def add_lora(model: ComponentModel, adapters: Mapping[str, Adapters]) -> None:
     if not new:
         return
     if taken := sorted(new.keys() & present.keys()):
-        raise UserError(f"{taken[0]} already has LoRA adapters with other targets, rank or alpha; build a new model")
+        raise UserError(
+            f"{taken[0]} already has other LoRA adapters ({present[taken[0]].summary}) than the new ones "
+            f"({new[taken[0]].summary}); build a new model"
+        )
     peft()
     # Read the components first: the model finds those of its foundation by runs without adapters.
     frozen = {name: model.components[name] for name in new}

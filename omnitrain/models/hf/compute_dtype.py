@@ -38,7 +38,7 @@ def compute_in(
     Args:
         model: not sharded yet.
         dtypes: parameter -> the dtype in which the model computes with it; None: its own.
-        around: the same for modules whose parameters have several dtypes, and those outside of such without parameters.
+        around: the same for modules whose parameters have several dtypes, and for modules in them without parameters.
         stays_fp32: whether transformers keeps the tensor of this name in fp32.
     """
     if {*dtypes.values(), around} <= {None, torch.float32}:

@@ -23,8 +23,8 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         native: the modalities that the foundation reads by itself.
         arguments: arguments of the HF model's forward for this sample alone: ``input_ids`` ``[1, T]`` or ``[T]``,
             ``labels`` of that shape (-100: ignored; not shifted), and its media. All media of one modality become one
-            item. If only the model's own forward reads some of the media, it gets all arguments. What no argument of
-            the model is and no media is ignored.
+            item. If only the model's own forward reads some of the media, it gets all arguments. Names that are
+            neither the model's arguments nor media have no effect.
         index: index of the sample; also its id.
 
     Raises:

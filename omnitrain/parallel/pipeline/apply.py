@@ -240,6 +240,8 @@ def add_up_over_stages(model: nn.Module, pipeline: Pipeline) -> None:
         pipeline: its pipeline.
     """
     shared = {name: p for name, p in model.named_parameters() if p.requires_grad and len(pipeline.held_by[name]) > 1}
+    if not shared:
+        return
     is_wanted = pipeline.column.any_of_each([parameter.grad is not None for parameter in shared.values()])
     by_ranks: dict[tuple[int, ...], list[torch.Tensor]] = {ranks: [] for ranks in pipeline.shared}
     for (name, parameter), wanted in zip(shared.items(), is_wanted, strict=True):

@@ -199,8 +199,12 @@ def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Ite
         low = plan.precision.param not in (None, "float32")  # in storage, too
         for name in sorted(fp32):
             module = name.rpartition(".")[0]
-            # In a module with others below it, it computes with them; its fp32 master weights are a shard of theirs.
-            together = [o for o in trained if o.startswith(f"{module}.") and (low or o.rpartition(".")[0] == module)]
+            # With fp32 weights, it may compute in the dtype of the modules inside its own; weights in bf16 cannot mix.
+            together = [
+                other
+                for other in trained
+                if other.startswith(f"{module}.") and (low or other.rpartition(".")[0] == module)
+            ]
             if not fp32.issuperset(together):
                 yield (
                     f"components.{component}.precision: {name} must stay float32, but other parameters of its module "

@@ -258,8 +258,8 @@ def advice(costs: Costs, facts: Facts) -> list[str]:
         )
     if facts.fill < 0.85:
         found.append(
-            f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better, unless each "
-            "of the train.micro_batches packs has few rows in an epoch, which it ends before the next one"
+            f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better, unless an "
+            "epoch has few rows for each of the train.micro_batches packs, since no pack has rows of two epochs"
         )
     return found
 

@@ -62,11 +62,11 @@ def show_added_tokens(model: OmniModel) -> None:
     """Print the tokens that the foundation's checkpoint does not know, if any, and whether their rows train."""
     if model.added_tokens:
         first, last = model.added_tokens[0], model.added_tokens[-1]
-        rows = "alone, beside LoRA" if token_matrices(model) else "with all others"
+        rows = "alone" if token_matrices(model) else "with all others"
         trains = any(p.requires_grad for p in model.foundation.get_input_embeddings().parameters())
         console.print(
             f"{len(model.added_tokens)} tokens (ids {first} to {last}) are new to the foundation; their rows of its "
-            f"embeddings {f'train, {rows}' if trains else 'do not train, because these are frozen'}",
+            f"embeddings {f'train {rows}' if trains else 'do not train, because these are frozen'}",
             soft_wrap=True,
         )
 

@@ -23,9 +23,8 @@ from omnitrain.train.run_state.snapshot import Snapshot, write_snapshot
 
 _PATIENCE = timedelta(days=7)  # the writers of other ranks connect after their own rank has copied its part
 _END_SECONDS = 5.0
-_NICE = (
-    10  # where it shares a core with a rank, it gets a tenth; idle cores, and those of ranks that wait, it gets whole
-)
+# Where the writer shares a core with a rank that computes, it gets a tenth of that core; it gets all of an idle one.
+_NICE = 10
 
 
 class CheckpointWriter:

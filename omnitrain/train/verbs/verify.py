@@ -103,8 +103,7 @@ def verify_recipe(
         recipe: recipe with the model, data and seed.
         layouts: layouts such as ``dp4``, see :func:`verify`. ``plan`` is the recipe's plan, in fp32 and without
             compilation, because both change rounding; ``plan.bf16`` and ``plan.bf16_param`` are the same in bf16. If
-            empty: ``plan`` if the recipe has one, ``dp2``, ``dp4`` and
-            ``hsdp2x2``.
+            empty: ``plan`` if the recipe has one, ``dp2``, ``dp4`` and ``hsdp2x2``.
         nproc: ranks on this machine.
         num_samples: samples of the global batch.
         pool: ranks to run on; None: start new ones.

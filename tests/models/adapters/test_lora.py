@@ -234,7 +234,7 @@ def test_ranks_and_alphas_below_one_and_no_targets_are_refused(values: dict[str,
 def test_other_adapters_than_there_are_are_refused() -> None:
     model = adapted()
     add_lora(model, adapters_of(model))
-    with pytest.raises(UserError, match="foundation already has LoRA adapters"):
+    with pytest.raises(UserError, match="foundation already has other LoRA adapters"):
         add_lora(model, {"foundation": find_adapters(model, "foundation", Lora(targets=["o_proj"]))})
 
 
