@@ -105,9 +105,10 @@ def connect_pairs(
         The groups that have this rank.
     """
     made = {}
+    backend = "nccl" if device.type == "cuda" else "gloo"  # that of the run would also have sockets of the host
     for kind, sender, receiver in of:
         for ranks in columns[:, [sender, receiver]].tolist():
-            group = dist.new_group(ranks, group_desc="pp")
+            group = dist.new_group(ranks, backend=backend, group_desc="pp")
             if dist.get_rank() in ranks:
                 made[kind, sender, receiver] = group
     for group in made.values():
