@@ -191,13 +191,12 @@ class DataSource(Strict):
     )
 
     def idle(self) -> Iterator[Idle]:
-        """Yield roles of data without messages, and columns that the way in which rows are read does not use."""
+        """Yield roles of documents, and columns that the way in which rows are read does not use."""
         if self.format is not None:
             return  # its columns are known when the data are read
         yield from (Idle(f"columns.{key}", why) for key, why in self.columns.unused())
-        for key in ("text", "response"):
-            if getattr(self.columns, key) is not None:
-                yield Idle("roles", f"but `columns.{key}` is set, so no messages are read; remove it")
+        if self.columns.text is not None:
+            yield Idle("roles", "but `columns.text` is set, so no messages are read; remove it")
 
 
 CHAT_TEXTS = (

@@ -36,6 +36,7 @@ _LENGTH = "the length of a pack; longer samples: `data.overlong`"
 _LIST = "a list of data sets, each with a `path`"
 _PROCESSOR = "a folder or Hub id; unset: the chat template saved with the foundation"
 _STEPS = "a number of steps"
+_TARGETS = "`all-linear` or a list of globs"
 _BALANCE = "with `train.experts.loss`"
 _REMOVE = "remove it:"
 _PACKED = f"{_REMOVE} samples are always packed, without padding"
@@ -121,7 +122,7 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
     "TRL, axolotl": {
         "attn_implementation": Here("model.ops.attention"),
         "lora_r": Here("parallel.default.lora.rank"),
-        "lora_target_modules": Here("parallel.default.lora.targets", "a list of globs"),
+        "lora_target_modules": Here("parallel.default.lora.targets", _TARGETS),
         "load_in_4bit": Here("", _QUANTIZED),
         "load_in_8bit": Here("", _QUANTIZED),
         "activation_offloading": Here("parallel.default.activation_offload"),
@@ -160,7 +161,7 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
     "LLaMA-Factory": {
         "stage": Here("", f"{_REMOVE} `omnitrain run` trains on answers, or on documents (`columns.text`)"),
         "finetuning_type": Here("parallel.default.lora", "for `lora`; unset, all weights train"),
-        "lora_target": Here("parallel.default.lora.targets", "a list of globs"),
+        "lora_target": Here("parallel.default.lora.targets", _TARGETS),
         "eval_dataset": Here("data.heldout", _LIST),
         "dataset_dir": Here("data.train.0.path"),
         "formatting": Here("data.train.0.format", "`llama_factory`"),
@@ -199,7 +200,7 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
     "ms-swift": {
         "tuner_type": Here("parallel.default.lora", "for `lora`; unset, all weights train"),
         "train_type": Here("parallel.default.lora", "for `lora`; unset, all weights train"),
-        "target_modules": Here("parallel.default.lora.targets", "a list of globs"),
+        "target_modules": Here("parallel.default.lora.targets", _TARGETS),
         "columns": Here("data.train.0.columns"),
         "adapters": Here("model.checkpoint", "the folder of a run with adapters"),
         "rlhf_type": Here("", _NO_PREFERENCES),
@@ -230,7 +231,7 @@ OF_TRAINERS: dict[str, dict[str, Here]] = {
         "base_model": Here("model.foundation"),
         "adapter": Here("parallel.default.lora", "for `lora`; unset, all weights train"),
         "rl": Here("", _NO_PREFERENCES),
-        "lora_target_linear": Here("parallel.default.lora.targets", "a list of globs"),
+        "lora_target_linear": Here("parallel.default.lora.targets", _TARGETS),
         "lora_modules_to_save": Here("parallel.default.lora.targets", "only adapters train in that component"),
         "datasets": Here("data.train", _LIST),
         "test_datasets": Here("data.heldout", _LIST),

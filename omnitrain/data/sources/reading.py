@@ -7,17 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from omnitrain.recipe.data import VISUAL_KEYS
+
 # Key of a part or a file -> what it says, and of which modalities. Beside our own, the names of Qwen's utilities.
 _KEYS = {
     "start": ("start", ("audio", "video")),
     "stop": ("stop", ("audio", "video")),
     "video_start": ("start", ("video",)),
     "video_end": ("stop", ("video",)),
-    "fps": ("fps", ("video",)),
     "nframes": ("num_frames", ("video",)),
-    "max_frames": ("max_frames", ("video",)),
-    "min_pixels": ("min_pixels", ("image", "video")),
-    "max_pixels": ("max_pixels", ("image", "video")),
+    **{key: (key, modalities) for key, modalities in VISUAL_KEYS.items()},
 }
 READING_KEYS = frozenset(_KEYS)
 

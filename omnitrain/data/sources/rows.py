@@ -32,6 +32,7 @@ from omnitrain.recipe.suggest import nearest
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
 MODALITIES = ("image", "audio", "video")
+_OTHER_ROWS = ", or `columns.prompt` and `columns.response`, or `columns.text` for documents"
 
 
 @dataclass(frozen=True)
@@ -376,10 +377,11 @@ def _missing_columns(found: Sequence[str], source: DataSource, columns: Columns,
     problems = []
     for key in sorted(wanted):
         given = getattr(columns, key)
+        others = _OTHER_ROWS if key == "messages" else ""
         for name in (given,) if isinstance(given, str) else given:
             if name not in found:
                 close = nearest(name, found)
-                hint = f"; set `columns.{key}: {close}`?" if close else f"; set `columns.{key}` to one of them"
+                hint = f"; set `columns.{key}: {close}`?" if close else f"; set `columns.{key}` to one of them{others}"
                 problems.append(f"column {name!r} (columns.{key}) is missing, found {found}{hint}")
     names = columns.names()
     return problems + [

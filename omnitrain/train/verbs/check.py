@@ -315,7 +315,9 @@ def _check_rows(
             which = f"row {sample.index + 1}, the first that is not skipped," if sample.index else "the first row"
             console.print(f"{kind} {name}: {which} has {length} tokens, {trained} of them trained")
             if lowered := sum(piece.num_lowered for piece in sample.pieces):
-                console.print(f"{kind} {name}: `max_frames` lowers the rate of {lowered} video of this row")
+                console.print(
+                    f"{kind} {name}: `max_frames` lowers the rate of {lowered} video{'s' * (lowered > 1)} of this row"
+                )
     return problems
 
 

@@ -15,8 +15,8 @@ from omnitrain.data.loading.loader import require_usable
 from omnitrain.data.sources.rows import Row, RowSource, open_sources
 from omnitrain.data.sources.turns import MARKERS, as_messages, canonical
 from omnitrain.errors import DataError, UserError
-from omnitrain.recipe import Columns, DataSource
-from tests.tiny import png, tiny_model, tiny_processor
+from omnitrain.recipe import Columns, DataSource, Recipe
+from tests.tiny import png, tiny_model, tiny_processor, tiny_recipe
 
 
 def turns(question: str, **columns: Any) -> dict[str, Any]:
@@ -148,6 +148,14 @@ def test_a_role_that_nobody_knows_is_an_error_before_training_unless_the_recipe_
     require_usable([read(narrator="user")], processor)
     for roles in ({"narrator": "user", "gpt": "assistant"}, {"narrator": "narrator", "gpt": "user"}):
         assert [message["role"] for message in read(**roles)[80].messages] == list(roles.values())
+
+
+def test_roles_are_those_of_messages_in_prompt_and_response_too(tmp_path: Path) -> None:
+    path = as_lines(tmp_path, [{"q": [{"role": "narrator", "content": "a"}], "a": [{"role": "clerk", "content": "b"}]}])
+    node = f"{{path: {path}, columns: {{prompt: q, response: a}}, roles: {{narrator: user, clerk: assistant}}}}"
+    recipe = Recipe.load(tiny_recipe(tmp_path, text_only=True), [f"data.train=[{node}]"])
+    (source,) = open_sources(recipe.data.train)
+    assert [message["role"] for message in source[0].messages] == ["user", "assistant"]
 
 
 def test_a_role_that_does_not_exist_is_refused_in_a_recipe() -> None:
