@@ -71,7 +71,6 @@ def test_text_around_and_between_markers_stays_as_it_is() -> None:
 def test_what_is_no_turn_is_left_to_those_who_say_so() -> None:
     odd = ["hello", {"role": "user"}, {"content": "a"}, None]
     assert as_messages(odd, marked=MARKERS) == odd
-    assert as_messages("hello", marked=MARKERS) == "hello"
 
 
 @pytest.mark.parametrize(
