@@ -18,6 +18,7 @@ _KEYS = {
     "nframes": ("num_frames", ("video",)),
     **{key: (key, modalities) for key, modalities in VISUAL_KEYS.items()},
 }
+_EITHER = {"fps": "num_frames", "num_frames": "fps"}  # both say how many frames
 READING_KEYS = frozenset(_KEYS)
 
 
@@ -75,18 +76,21 @@ def part_and_reading(value: Any, modality: str, place: str) -> tuple[float, floa
     Raises:
         ValueError: a key has a wrong value, is of another modality, or two keys say the same.
     """
-    said: dict[str, Any] = {}
-    for key, number in reading_keys(value).items() if isinstance(value, dict) else ():
+    given = reading_keys(value) if isinstance(value, dict) else {}
+    keys: dict[str, str] = {}  # what is said -> the key that says it
+    for key in given:
         name, modalities = _KEYS[key]
         if modality not in modalities:
             raise ValueError(f"{place} has {key!r}, which only {' or '.join(modalities)} may have; remove it")
-        if name in said or {name, *said} >= {"fps", "num_frames"}:
-            raise ValueError(f"{place} has {key!r} and another key that says the same; keep one")
-        said[name] = number
+        if other := keys.get(name) or keys.get(_EITHER.get(name, "")):
+            raise ValueError(f"{place} has {other!r} and {key!r}, which say the same; keep one")
+        keys[name] = key
+    said = {name: given[key] for name, key in keys.items()}
     start, stop = _part(said.pop("start", None), said.pop("stop", None), place)
     for name, number in said.items():
         if not _is_number(number) or not 0 < number < math.inf or (name != "fps" and number != int(number)):
-            raise ValueError(f"{place} has {name} {number!r}; expected a number above 0")
+            whole = "" if name == "fps" else "whole "
+            raise ValueError(f"{place} has {keys[name]} {number!r}; expected a {whole}number above 0")
     return start, stop, Reading(**{name: number if name == "fps" else int(number) for name, number in said.items()})
 
 
