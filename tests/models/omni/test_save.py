@@ -104,7 +104,7 @@ def saved_as(folder: Path, plan: ot.ParallelPlan) -> None:
     save_whole(model, folder / "many", GlooGroup(), A_BLOCK_EACH)
 
 
-TOWER_ON_TWO_OF_FOUR = Case("internvl", "group", "", "", "tp4", "all", "").layout
+TOWER_ON_TWO_OF_FOUR = Case("internvl", "group", "", "", "tp4", "all", "", "").layout
 
 
 @pytest.mark.parametrize(
