@@ -216,7 +216,7 @@ class RowSource(Sequence[Row]):
             source=_text(record.pop(columns.source, None), self.name),
             messages=[],
             media={m: self._located(files) for m, files in media.items()},
-            tools=record.pop(columns.tools, None),
+            tools=columns.tools and record.pop(columns.tools, None),
             extra=record,
             reader=self._reader,
             reading=self._reading,
@@ -293,7 +293,7 @@ class RowSource(Sequence[Row]):
         for position, record in self._table.examples(len(self)):
             if self.schema.makes_messages:
                 row = self._row(position, record)
-                record = {self.columns.messages: row.messages, self.columns.tools: row.tools}
+                record = {self.columns.messages: row.messages, self.columns.tools or "": row.tools}
             yield from ((kind, position) for kind in kinds_of(record, self.schema))
 
     @property
@@ -372,7 +372,7 @@ def _idle(source: DataSource, files: Sequence[str], kinds: Mapping[tuple[Any, An
 def _missing_columns(found: Sequence[str], source: DataSource, columns: Columns, *, needs_messages: bool) -> list[str]:
     """Return problems if the message column, or a column whose name the recipe sets, is missing."""
     defaults, found = Columns(), list(found)
-    named = {field for field in Columns.model_fields if getattr(source.columns, field) != getattr(defaults, field)}
+    named = {name for name, given in source.columns if given is not None and given != getattr(defaults, name)}
     wanted = {"messages", *named} if needs_messages else named
     problems = []
     for key in sorted(wanted):

@@ -116,7 +116,7 @@ def _earlier(pairs: Any, name: str) -> list[Any]:
 
 def _after_system(record: dict[str, Any], columns: Columns, messages: list[Any]) -> list[Any]:
     """Return messages that begin with the text of the system column, if it has one."""
-    text = record.pop(columns.system, None)
+    text = columns.system and record.pop(columns.system, None)
     if text is None or text == "":
         return messages
     system = {"role": "system", "content": required(text, columns.system)}

@@ -163,6 +163,16 @@ def test_a_role_that_does_not_exist_is_refused_in_a_recipe() -> None:
 
 
 @pytest.mark.parametrize("write", [as_lines, as_parquet])
+def test_null_reads_no_column_of_tools_or_system_texts(tmp_path: Path, write: Any) -> None:
+    path, columns = write(tmp_path, [turns("a", system="linux", tools="hammer")]), {"messages": "conversations"}
+    (source,) = open_sources([DataSource(path=str(path), columns=columns | {"tools": None, "system": None})])
+    row = source[0]
+    assert [message["role"] for message in row.messages] == ["user", "assistant"] and row.tools is None
+    assert row.extra.items() >= {"system": "linux", "tools": "hammer"}.items()
+    assert {role for role, _ in source.kinds} == {"human", "gpt"}
+
+
+@pytest.mark.parametrize("write", [as_lines, as_parquet])
 def test_a_column_system_is_the_system_message(tmp_path: Path, write: Any) -> None:
     own = {"conversations": [{"from": "system", "value": "be short"}, *turns("a")["conversations"]]}
     records = [turns("a", system="be short"), turns("a", system=""), turns("a", system=None)]
