@@ -311,5 +311,5 @@ def test_a_part_whose_frames_begin_together_is_its_first_frame() -> None:
     frames[0].save(stream, "PNG", save_all=True, append_images=frames[1:], duration=[0, 100, 100])
     clip = decode_clip(MediaFile(stream, 0.0, 0.05), 9)
     assert (clip.times, clip.found, len(clip.frames)) == ((0.0,), 2, 1)
-    with pytest.raises(ValueError, match="no frame of the video begins from 5 s on; the last one begins at 0.1 s"):
+    with pytest.raises(ValueError, match=r"no frame of the video begins from 5 s on; the last one begins at 0\.1 s"):
         decode_clip(MediaFile(stream, 5.0), 9)
