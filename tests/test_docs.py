@@ -110,6 +110,12 @@ def test_a_word_that_users_search_for_leads_to_a_section_that_says_it(word: str,
     assert word.lower() in " ".join(section_of(ROOT / "docs" / page, anchor).lower().split())
 
 
+def test_the_index_leads_to_every_page() -> None:
+    text = (ROOT / "docs" / "index.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert {page for page in pages if f"({page}" not in text} == set()
+
+
 def test_the_words_of_other_libraries_are_in_the_index() -> None:
     assert set(WORDS) <= {word for word, _ in index_of_words()} and "docs/index.md" in (ROOT / "README.md").read_text()
 

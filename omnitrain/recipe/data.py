@@ -54,9 +54,10 @@ class Columns(Strict):
     images: str = Field("images", description="Images of the row, in the order of its image parts.")
     audios: str = Field("audios", description="Audio clips of the row, in the order of its audio parts.")
     videos: str = Field("videos", description="Videos of the row, in the order of its video parts.")
-    tools: str = Field(
+    tools: str | None = Field(
         "tools",
-        description="Tools that the assistant may call: a list of JSON schemas (OpenAI), or the list as JSON text.",
+        description="Tools that the assistant may call: a list of JSON schemas (OpenAI), or the list as JSON text. "
+        "`null`: no column has any.",
     )
 
     text: str | None = Field(
@@ -75,8 +76,9 @@ class Columns(Strict):
     history: str | None = Field(
         None, description="With `response`: earlier questions and answers, as in `[[question, answer], ...]`."
     )
-    system: str = Field(
-        "system", description="Text of a system message before the others. No such column, null or empty: none."
+    system: str | None = Field(
+        "system",
+        description="Text of a system message before the others; rows may have none. `null`: no column has any.",
     )
 
     def unused(self) -> Iterator[Idle]:
@@ -191,13 +193,12 @@ class DataSource(Strict):
     )
 
     def idle(self) -> Iterator[Idle]:
-        """Yield roles of data without messages, and columns that the way in which rows are read does not use."""
+        """Yield roles of documents, and columns that the way in which rows are read does not use."""
         if self.format is not None:
             return  # its columns are known when the data are read
         yield from (Idle(f"columns.{key}", why) for key, why in self.columns.unused())
-        for key in ("text", "response"):
-            if getattr(self.columns, key) is not None:
-                yield Idle("roles", f"but `columns.{key}` is set, so no messages are read; remove it")
+        if self.columns.text is not None:
+            yield Idle("roles", "but `columns.text` is set, so no messages are read; remove it")
 
 
 CHAT_TEXTS = (

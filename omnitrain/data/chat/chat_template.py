@@ -95,7 +95,7 @@ class ChatTemplate:
         if tools and not self._takes_tools:
             raise UserError(
                 "the chat template does not write `tools`; set data.processor to a processor whose template does, or "
-                "set `columns.tools` to a column that does not exist"
+                "set `columns.tools` to null"
             )
         shaped = [self._shaped(message) for message in messages]
         return self._apply(self._source(tools), shaped, tools, add_generation_prompt)

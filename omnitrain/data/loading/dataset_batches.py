@@ -111,7 +111,7 @@ def _row_of(record: Any, index: int) -> Row:
         messages=[],
         media=media,
         extra=record,
-        tools=record.pop(columns.tools, None),
+        tools=columns.tools and record.pop(columns.tools, None),
     )
     try:
         messages, media = Schema(columns).conversation(record, media)

@@ -81,7 +81,7 @@ class ChatRenderer:
         if tools_of(row.tools):
             raise UserError(
                 "the row has `tools`, which a data.chat format cannot write; set data.processor to a processor whose "
-                "chat template writes them, or set `columns.tools` to a column that does not exist"
+                "chat template writes them, or set `columns.tools` to null"
             )
         pieces = _render(messages, self.chat)
         if for_generation:

@@ -151,7 +151,7 @@ class OmniProcessor:
             messages = [canonical(message) for message in messages]
             parts = media_parts(messages)
         except (TypeError, KeyError, AttributeError, UnicodeEncodeError) as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = f"no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
             reason = (
                 f"malformed messages ({problem}): expected a list of role and content, as text or as parts with type"
             )

@@ -45,7 +45,8 @@ def _recognised(source: RowSource) -> str:
 
 def _note(source: RowSource, known: frozenset[str], scored: bool) -> str:
     positions = sorted({*range(min(LOOKED_AT, len(source))), *source.first_of_each_kind()})
-    rows = [source.outline(position) for position in positions]
+    outlines = [source.outline(position) for position in positions]
+    rows = [row for row in outlines if not row.problem]  # of a row that is skipped, nothing is read
     found: dict[str, list[str]] = {}
     for row in rows:
         for key in sorted(set(_unread(row, known))):

@@ -159,10 +159,13 @@ def _choose(times: Sequence[float], choose: Choose, start: float, stop: float) -
     begun = np.array(times)
     within = np.flatnonzero((begun >= start) & (begun <= stop))
     if not len(within):
-        raise ValueError(f"the video has no frames from {start:g} s to {stop:g} s; it has {times[-1]:g} s")
+        until = f"to {stop:g} s" if stop < np.inf else "on"
+        raise ValueError(
+            f"no frame of the video begins from {start:g} s {until}; the last one begins at {times[-1]:g} s"
+        )
     part = begun[within]
-    if len(part) == 1:
-        return _Chosen([int(within[0])], (float(part[0]),), 1, None)
+    if part[-1] <= part[0]:
+        return _Chosen([int(within[0])], (float(part[0]),), len(part), None)
     rate = (len(part) - 1) / float(part[-1] - part[0])
     kept = _nearest(part, part[0] + choose(len(part), rate) / rate)
     return _Chosen(within[kept].tolist(), tuple(part[kept].tolist()), len(part), len(part) / rate)

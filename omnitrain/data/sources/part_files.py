@@ -51,20 +51,18 @@ def is_file(value: Any) -> bool:
     return value.size > 0 if isinstance(value, np.ndarray) else bool(value)
 
 
-def take_files(messages: Any, media: Mapping[str, Sequence[Any]]) -> tuple[Any, dict[str, list[Any]]]:
+def take_files(messages: Sequence[Any], media: Mapping[str, Sequence[Any]]) -> tuple[list[Any], dict[str, list[Any]]]:
     """Return messages whose media parts have no files, and the files of the row in the order of its parts.
 
     A part without a file shows the next file of the row's column, as if the others were not there.
 
     Args:
-        messages: ``[{"role": ..., "content": str | [part, ...]}, ...]``. Anything else is returned unchanged.
+        messages: ``[{"role": ..., "content": str | [part, ...]}, ...]``. Anything else in it is returned unchanged.
         media: modality -> files in the row's columns.
 
     Raises:
         ValueError: a part has no file that can be read; the text names the part.
     """
-    if not isinstance(messages, list):
-        return messages, {modality: list(files) for modality, files in media.items()}
     shown: dict[str, list[_GivenFile]] = {modality: [] for modality in media}
     plain = [_without_files(message, f"message {n}", shown) for n, message in enumerate(messages, 1)]
     return plain, {modality: _merged(shown[modality], files) for modality, files in media.items()}

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from omnitrain.recipe.data import VISUAL_KEYS
+
 # Key of a part or a file -> what it says, and of which modalities. Beside our own, the names of Qwen's utilities.
 _KEYS = {
     "start": ("start", ("audio", "video")),
     "stop": ("stop", ("audio", "video")),
     "video_start": ("start", ("video",)),
     "video_end": ("stop", ("video",)),
-    "fps": ("fps", ("video",)),
     "nframes": ("num_frames", ("video",)),
-    "max_frames": ("max_frames", ("video",)),
-    "min_pixels": ("min_pixels", ("image", "video")),
-    "max_pixels": ("max_pixels", ("image", "video")),
+    **{key: (key, modalities) for key, modalities in VISUAL_KEYS.items()},
 }
+_EITHER = {"fps": "num_frames", "num_frames": "fps"}  # both say how many frames
 READING_KEYS = frozenset(_KEYS)
 
 
@@ -76,18 +76,21 @@ def part_and_reading(value: Any, modality: str, place: str) -> tuple[float, floa
     Raises:
         ValueError: a key has a wrong value, is of another modality, or two keys say the same.
     """
-    said: dict[str, Any] = {}
-    for key, number in reading_keys(value).items() if isinstance(value, dict) else ():
+    given = reading_keys(value) if isinstance(value, dict) else {}
+    keys: dict[str, str] = {}  # what is said -> the key that says it
+    for key in given:
         name, modalities = _KEYS[key]
         if modality not in modalities:
             raise ValueError(f"{place} has {key!r}, which only {' or '.join(modalities)} may have; remove it")
-        if name in said or {name, *said} >= {"fps", "num_frames"}:
-            raise ValueError(f"{place} has {key!r} and another key that says the same; keep one")
-        said[name] = number
+        if other := keys.get(name) or keys.get(_EITHER.get(name, "")):
+            raise ValueError(f"{place} has {other!r} and {key!r}, which say the same; keep one")
+        keys[name] = key
+    said = {name: given[key] for name, key in keys.items()}
     start, stop = _part(said.pop("start", None), said.pop("stop", None), place)
     for name, number in said.items():
         if not _is_number(number) or not 0 < number < math.inf or (name != "fps" and number != int(number)):
-            raise ValueError(f"{place} has {name} {number!r}; expected a number above 0")
+            whole = "" if name == "fps" else "whole "
+            raise ValueError(f"{place} has {keys[name]} {number!r}; expected a {whole}number above 0")
     return start, stop, Reading(**{name: number if name == "fps" else int(number) for name, number in said.items()})
 
 

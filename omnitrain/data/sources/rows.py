@@ -32,6 +32,7 @@ from omnitrain.recipe.suggest import nearest
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
 MODALITIES = ("image", "audio", "video")
+_OTHER_ROWS = ", or `columns.prompt` and `columns.response`, or `columns.text` for documents"
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class RowSource(Sequence[Row]):
             source=_text(record.pop(columns.source, None), self.name),
             messages=[],
             media={m: self._located(files) for m, files in media.items()},
-            tools=record.pop(columns.tools, None),
+            tools=columns.tools and record.pop(columns.tools, None),
             extra=record,
             reader=self._reader,
             reading=self._reading,
@@ -292,7 +293,7 @@ class RowSource(Sequence[Row]):
         for position, record in self._table.examples(len(self)):
             if self.schema.makes_messages:
                 row = self._row(position, record)
-                record = {self.columns.messages: row.messages, self.columns.tools: row.tools}
+                record = {self.columns.messages: row.messages, self.columns.tools or "": row.tools}
             yield from ((kind, position) for kind in kinds_of(record, self.schema))
 
     @property
@@ -371,15 +372,16 @@ def _idle(source: DataSource, files: Sequence[str], kinds: Mapping[tuple[Any, An
 def _missing_columns(found: Sequence[str], source: DataSource, columns: Columns, *, needs_messages: bool) -> list[str]:
     """Return problems if the message column, or a column whose name the recipe sets, is missing."""
     defaults, found = Columns(), list(found)
-    named = {field for field in Columns.model_fields if getattr(source.columns, field) != getattr(defaults, field)}
+    named = {name for name, given in source.columns if given is not None and given != getattr(defaults, name)}
     wanted = {"messages", *named} if needs_messages else named
     problems = []
     for key in sorted(wanted):
         given = getattr(columns, key)
+        others = _OTHER_ROWS if key == "messages" else ""
         for name in (given,) if isinstance(given, str) else given:
             if name not in found:
                 close = nearest(name, found)
-                hint = f"; set `columns.{key}: {close}`?" if close else f"; set `columns.{key}` to one of them"
+                hint = f"; set `columns.{key}: {close}`?" if close else f"; set `columns.{key}` to one of them{others}"
                 problems.append(f"column {name!r} (columns.{key}) is missing, found {found}{hint}")
     names = columns.names()
     return problems + [

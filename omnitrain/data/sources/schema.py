@@ -38,7 +38,7 @@ class Schema:
 
     def conversation(
         self, record: dict[str, Any], media: Mapping[str, Sequence[Any]]
-    ) -> tuple[Any, dict[str, list[Any]]]:
+    ) -> tuple[list[Any], dict[str, list[Any]]]:
         """Take the messages out of a record, and return them without files, and the row's files.
 
         Args:
@@ -58,9 +58,11 @@ class Schema:
         messages = _after_system(record, columns, messages)
         return take_files(_with_shown(messages, media) if self.shows_first else messages, media)
 
-    def _messages(self, turns: Any, media: Mapping[str, Sequence[Any]]) -> Any:
+    def _messages(self, turns: Any, media: Mapping[str, Sequence[Any]]) -> list[Any]:
+        if not isinstance(turns, list):
+            raise ValueError(f"the messages of the row are {str(turns)[:80]!r}, expected a list of role and content")
         if self.images_mark_videos and any(map(is_file, media["video"])) and not any(map(is_file, media["image"])):
-            turns = [_with_video_markers(turn) for turn in turns] if isinstance(turns, list) else turns
+            turns = [_with_video_markers(turn) for turn in turns]
         return as_messages(turns, marked=self.marked, roles=self.roles)
 
 
@@ -112,10 +114,10 @@ def _earlier(pairs: Any, name: str) -> list[Any]:
     ]
 
 
-def _after_system(record: dict[str, Any], columns: Columns, messages: Any) -> Any:
+def _after_system(record: dict[str, Any], columns: Columns, messages: list[Any]) -> list[Any]:
     """Return messages that begin with the text of the system column, if it has one."""
-    text = record.pop(columns.system, None)
-    if text is None or text == "" or not isinstance(messages, list):
+    text = columns.system and record.pop(columns.system, None)
+    if text is None or text == "":
         return messages
     system = {"role": "system", "content": required(text, columns.system)}
     if not messages or not isinstance(messages[0], dict) or messages[0].get("role") != "system":
@@ -132,10 +134,8 @@ def _with_video_markers(turn: Any) -> Any:
     return turn | {key: text.replace(MARKERS["image"], MARKERS["video"]) for key, text in texts.items()}
 
 
-def _with_shown(messages: Any, media: Mapping[str, Sequence[Any]]) -> Any:
+def _with_shown(messages: list[Any], media: Mapping[str, Sequence[Any]]) -> list[Any]:
     """Return messages with the media of each modality that none of them shows, before the user's first text."""
-    if not isinstance(messages, list):
-        return messages
     lists = (message.get("content") for message in messages if isinstance(message, dict))
     parts = [part for content in lists if isinstance(content, list) for part in content if isinstance(part, dict)]
     shown = {modality_of_type(part.get("type")) for part in parts}

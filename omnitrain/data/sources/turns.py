@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -36,8 +36,10 @@ def how_to_show(modality: str) -> str:
     )
 
 
-def as_messages(turns: Any, *, marked: Collection[str] = (), roles: Mapping[str, str] = NO_ROLES) -> Any:
-    """Read turns as messages; see :func:`canonical`. Anything but a list of turns is returned unchanged.
+def as_messages(
+    turns: Iterable[Any], *, marked: Collection[str] = (), roles: Mapping[str, str] = NO_ROLES
+) -> list[Any]:
+    """Read turns as messages; see :func:`canonical`.
 
     A turn that is a call of a tool belongs to the message of the assistant before it, if there is one.
 
@@ -50,8 +52,6 @@ def as_messages(turns: Any, *, marked: Collection[str] = (), roles: Mapping[str,
         ValueError: see :func:`canonical`.
         UserError: a role that is neither known nor in ``roles``.
     """
-    if not isinstance(turns, list):
-        return turns
     messages: list[Any] = []
     for turn in turns:
         message = _message(turn, marked, roles)

@@ -231,7 +231,9 @@ def test_rows_that_cannot_be_used_end_the_loop_in_words(workers: int) -> None:
         list(loader)
     damaged = [tiny_row("text", number).__dict__ | {"messages": None} for number in range(8)]
     loader = loader_of(damaged, processor=processor, num_workers=workers)
-    with pytest.raises(DataError, match=r"all of 8 rows were rejected; the last, .*malformed messages"):
+    with pytest.raises(
+        DataError, match=r"all of 8 rows were rejected; the last, .*messages of the row are .None., expected"
+    ):
         list(loader)
     for rows, problem in ((["a"], "row 0 is a str; with a processor"), ([{"text": "a"}], "no 'messages'; found")):
         with pytest.raises(UserError, match=problem):

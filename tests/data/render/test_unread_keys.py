@@ -123,6 +123,12 @@ def test_twenty_columns_are_one_line(tmp_path: Path, renderer: Renderer) -> None
     assert note.endswith("columns 'c0', 'c1', 'c2', 'c3', 'c4', 'c5', 'c6', 'c7', 'c8', 'c9', 'c10', 'c11' and 8 more")
 
 
+def test_a_row_that_is_skipped_does_not_make_a_column_unread(tmp_path: Path, renderer: Renderer) -> None:
+    rows = [{"prompt": "a", "completion": "b", "system": "c"}, {"prompt": None, "completion": "b", "system": "c"}]
+    recognised = "data 'chats': read as `format: trl`, because its rows have `completion` and `prompt`"
+    assert unread_notes([opened(tmp_path, rows)], renderer, recipe_of(None)) == [recognised]
+
+
 def test_check_preview_stats_and_the_run_name_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tiny_recipe(tmp_path, text_only=True, steps=1)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "speed": 2}]

@@ -267,10 +267,10 @@ def test_a_part_that_is_none_is_an_error(start: Any, stop: Any) -> None:
     [
         ({"start": 1.0}, "image", "image 1 has 'start', which only audio or video may have"),
         ({"fps": 1.0}, "audio", "audio 1 has 'fps', which only video may have"),
-        ({"fps": 1.0, "nframes": 4}, "video", "video 1 has 'nframes' and another key that says the same"),
-        ({"start": 1, "video_start": 1}, "video", "video 1 has 'video_start' and another key that says the same"),
-        ({"max_pixels": 0}, "image", "image 1 has max_pixels 0; expected a number above 0"),
-        ({"nframes": 2.5}, "video", "video 1 has num_frames 2.5; expected a number above 0"),
+        ({"fps": 1.0, "nframes": 4}, "video", "video 1 has '(nframes|fps)' and '(fps|nframes)', which say the same"),
+        ({"start": 1, "video_start": 1}, "video", "video 1 has 'start' and 'video_start', which say the same"),
+        ({"max_pixels": 0}, "image", "image 1 has max_pixels 0; expected a whole number above 0"),
+        ({"nframes": 2.5}, "video", "video 1 has nframes 2.5; expected a whole number above 0"),
     ],
 )
 def test_keys_that_a_medium_cannot_have_are_named(file: dict[str, Any], modality: str, message: str) -> None:
@@ -303,3 +303,13 @@ def test_half_an_hour_of_video_is_decoded_at_as_many_frames_as_half_a_minute(mon
     monkeypatch.undo()
     every = [frame.convert("RGB").tobytes() for frame in ImageSequence.Iterator(Image.open(files[1800].begun()))]
     assert [frame.tobytes() for frame in clip.frames] == [every[index] for index in (0, 300, 599, 899)]
+
+
+def test_a_part_whose_frames_begin_together_is_its_first_frame() -> None:
+    frames = [Image.new("L", (8, 8), shade) for shade in (0, 80, 160)]
+    stream = io.BytesIO()
+    frames[0].save(stream, "PNG", save_all=True, append_images=frames[1:], duration=[0, 100, 100])
+    clip = decode_clip(MediaFile(stream, 0.0, 0.05), 9)
+    assert (clip.times, clip.found, len(clip.frames)) == ((0.0,), 2, 1)
+    with pytest.raises(ValueError, match=r"no frame of the video begins from 5 s on; the last one begins at 0\.1 s"):
+        decode_clip(MediaFile(stream, 5.0), 9)

@@ -15,8 +15,8 @@ from omnitrain.data.loading.loader import require_usable
 from omnitrain.data.sources.rows import Row, RowSource, open_sources
 from omnitrain.data.sources.turns import MARKERS, as_messages, canonical
 from omnitrain.errors import DataError, UserError
-from omnitrain.recipe import Columns, DataSource
-from tests.tiny import png, tiny_model, tiny_processor
+from omnitrain.recipe import Columns, DataSource, Recipe
+from tests.tiny import png, tiny_model, tiny_processor, tiny_recipe
 
 
 def turns(question: str, **columns: Any) -> dict[str, Any]:
@@ -71,7 +71,6 @@ def test_text_around_and_between_markers_stays_as_it_is() -> None:
 def test_what_is_no_turn_is_left_to_those_who_say_so() -> None:
     odd = ["hello", {"role": "user"}, {"content": "a"}, None]
     assert as_messages(odd, marked=MARKERS) == odd
-    assert as_messages("hello", marked=MARKERS) == "hello"
 
 
 @pytest.mark.parametrize(
@@ -150,9 +149,27 @@ def test_a_role_that_nobody_knows_is_an_error_before_training_unless_the_recipe_
         assert [message["role"] for message in read(**roles)[80].messages] == list(roles.values())
 
 
+def test_roles_are_those_of_messages_in_prompt_and_response_too(tmp_path: Path) -> None:
+    path = as_lines(tmp_path, [{"q": [{"role": "narrator", "content": "a"}], "a": [{"role": "clerk", "content": "b"}]}])
+    node = f"{{path: {path}, columns: {{prompt: q, response: a}}, roles: {{narrator: user, clerk: assistant}}}}"
+    recipe = Recipe.load(tiny_recipe(tmp_path, text_only=True), [f"data.train=[{node}]"])
+    (source,) = open_sources(recipe.data.train)
+    assert [message["role"] for message in source[0].messages] == ["user", "assistant"]
+
+
 def test_a_role_that_does_not_exist_is_refused_in_a_recipe() -> None:
     with pytest.raises(ValueError, match=r"found \['asistant'\], expected system, developer, user, assistant, tool"):
         DataSource(path="rows.jsonl", roles={"narrator": "asistant"})
+
+
+@pytest.mark.parametrize("write", [as_lines, as_parquet])
+def test_null_reads_no_column_of_tools_or_system_texts(tmp_path: Path, write: Any) -> None:
+    path, columns = write(tmp_path, [turns("a", system="linux", tools="hammer")]), {"messages": "conversations"}
+    (source,) = open_sources([DataSource(path=str(path), columns=columns | {"tools": None, "system": None})])
+    row = source[0]
+    assert [message["role"] for message in row.messages] == ["user", "assistant"] and row.tools is None
+    assert row.extra.items() >= {"system": "linux", "tools": "hammer"}.items()
+    assert {role for role, _ in source.kinds} == {"human", "gpt"}
 
 
 @pytest.mark.parametrize("write", [as_lines, as_parquet])
