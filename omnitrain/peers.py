@@ -227,12 +227,15 @@ def new_gloo_group(ranks: Sequence[int], name: str, timeout: timedelta | None = 
         name: its description.
         timeout: of its collectives; None: that of torch.
     """
-    world = dist.distributed_c10d._get_default_group()
-    bound, world.bound_device_id = world.bound_device_id, None
+    world = dist.group.WORLD
+    bound = None if world is None else world.bound_device_id
+    if world is not None and bound is not None:
+        world.bound_device_id = None
     try:
         return dist.new_group(list(ranks), backend="gloo", timeout=timeout, group_desc=name)
     finally:
-        world.bound_device_id = bound
+        if world is not None and bound is not None:
+            world.bound_device_id = bound
 
 
 def swap_bytes(group: Any, parcels: Sequence[bytes]) -> list[bytes]:

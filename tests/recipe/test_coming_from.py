@@ -38,7 +38,7 @@ def paths_of(node: Any, path: str = "") -> set[str]:
 
 
 def test_the_example_has_each_key_of_the_other_file(tmp_path: Path) -> None:
-    theirs, ours = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    theirs, ours = re.findall(r"^```(?:text|yaml)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     (tmp_path / "recipe.yaml").write_text(ours)
     assert Recipe.load(tmp_path / "recipe.yaml").parallel.of("foundation").lora is not None
     given = yaml.safe_load(theirs).keys() - {"output_dir"}

@@ -13,7 +13,7 @@ NAMES = {"image_encoder": ("foundation.image", "foundation.video")}
 
 def size(index: int, length: int, **elements: int) -> Measure:
     media = {f"foundation.{modality}": number for modality, number in elements.items()}
-    return Measure("text", length, 0, {}, {}, media, index=index)
+    return Measure("text", length, 0, {}, {}, elements=media, index=index)
 
 
 def fill(sizes: list[Measure], budget: PackBudget) -> float:
