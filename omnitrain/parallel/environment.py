@@ -44,7 +44,9 @@ VARIABLES = (
         older="PYTORCH_CUDA_ALLOC_CONF",
     ),
     Variable(
-        "CUDA_DEVICE_MAX_CONNECTIONS", "32", "kernels of several streams, such as NCCL's, start beside computation"
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "32",
+        "kernels of several streams, such as those of NCCL, run at the same time as computation",
     ),
     Variable(
         "TORCH_FR_BUFFER_SIZE",

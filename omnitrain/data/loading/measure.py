@@ -24,7 +24,7 @@ from omnitrain.data.sources.rows import RowSource
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
 
-_MIXED_EPOCHS = 2  # the order of which epochs meet in packs
+_MIXED_EPOCHS = 2  # version of the order whose packs mix epochs
 TEXT, PREDICTED = "text", " predicted"
 
 

@@ -15,7 +15,7 @@ _TO_THE_END = (0, 0xFFFFFFFF)  # what a writer that cannot go back leaves in a R
 
 
 def require_uncut(stream: BinaryIO) -> None:
-    """Check that a video file has all bytes of which its container speaks. Other containers pass.
+    """Check that a video file has all bytes that its container promises. Other containers pass.
 
     Raises:
         ValueError: it was cut.

@@ -153,7 +153,7 @@ def _animation(file: MediaFile) -> ImageFile.ImageFile | None:
         image = Image.open(file.begun())
     except Exception:  # damaged files raise whatever a decoder stumbles over
         return None
-    return None if image.format == "MPEG" else image  # of which Pillow reads only the size
+    return None if image.format == "MPEG" else image  # Pillow reads only the size of an MPEG file
 
 
 def decode_medium(modality: str, file: MediaFile, choose: Choose) -> Image.Image | Waveform | Clip:
