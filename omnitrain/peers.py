@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import TrainingError, UserError
+from omnitrain.torch_private import process_groups
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
@@ -150,7 +151,7 @@ class GlooGroup:
         ranks, a new one for every save would take longer than what they have to say to each other.
         """
         peers = cls.__new__(cls)
-        made = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc == _OF_MODELS]
+        made = [group for group in process_groups() if group.group_desc == _OF_MODELS]
         peers.group = made[0] if made else new_gloo_group(range(dist.get_world_size()), _OF_MODELS, _PATIENCE)
         peers.rank, peers.size = dist.get_rank(), dist.get_world_size()
         return peers

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+
+from omnitrain.torch_private import copy_each, flatten_dense_tensors, unflatten_dense_tensors
 
 T = TypeVar("T")
 
@@ -102,9 +103,9 @@ def all_reduce_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup) -
         by_kind.setdefault((local.dtype, local.device), []).append(local)
     for of_kind in by_kind.values():
         for bucket in _buckets(of_kind):
-            flat = _flatten_dense_tensors(bucket)
+            flat = flatten_dense_tensors(bucket)
             dist.all_reduce(flat, group=group)
-            torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
+            copy_each(bucket, list(unflatten_dense_tensors(flat, bucket)))
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
