@@ -75,6 +75,7 @@ ATTRIBUTES: dict[str, list[tuple[Any, str]]] = {
 # Private names of others, which are theirs to keep: Python's, datasets', and jinja's.
 _OF_OTHERS = {"_replace", "_asdict", "_fields", "_exit", "_getframe", "_current_frames"}
 _OF_OTHERS |= {"_indices", "_fingerprint", "_write"}
+_OWN = {"self", "cls", "super"}
 
 
 def _is_private(name: str) -> bool:
@@ -83,7 +84,8 @@ def _is_private(name: str) -> bool:
 
 @functools.cache
 def _nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
+    kinds = (ast.Attribute, ast.ClassDef, ast.Constant, ast.Import, ast.ImportFrom)
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
 
 
 @functools.cache
@@ -105,6 +107,12 @@ def _dotted(node: ast.AST) -> list[str]:
     return [node.id] if isinstance(node, ast.Name) else [""]
 
 
+def _owner(node: ast.AST) -> str:
+    """A name, ``super`` of ``super()``, or ``.`` for any other expression."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return node.id if isinstance(node, ast.Name) else "."
+
+
 def _paths(path: Path) -> set[str]:
     """The private names that a file reaches from its imports, and all names of private modules."""
     imported = _imported(path)
@@ -119,30 +127,28 @@ def _attributes(path: Path) -> Iterator[tuple[int, str, str]]:
     imported = _imported(path)
     for node in _nodes(path):
         if isinstance(node, ast.Attribute) and _is_private(node.attr) and _dotted(node)[0] not in imported:
-            yield node.lineno, ast.unparse(node.value), node.attr
+            yield node.lineno, _owner(node.value), node.attr
         elif isinstance(node, ast.ClassDef) and node.bases:
-            yield from ((node.lineno, "", name) for name in _defined([node]) if _is_private(name))
+            yield from ((node.lineno, "", name) for name in _in_body(node) if _is_private(name))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_private(node.value):
             yield node.lineno, "", node.value
 
 
-def _defined(nodes: list[Any]) -> set[str]:
-    """Names that classes define, in their bodies or as ``self.name = ...``."""
-    names = set()
-    for node in nodes:
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.FunctionDef):
-                names.add(inner.name)
-            elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
-                names |= {inner.attr} if ast.unparse(inner.value) in ("self", "cls") else set()
-        for inner in node.body:
-            targets = inner.targets if isinstance(inner, ast.Assign) else [getattr(inner, "target", None)]
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+@functools.cache
+def _defined(path: Path) -> set[str]:
+    """Names that the classes of a file define, in their bodies or as ``self.name = ...``."""
+    nodes = _nodes(path)
+    stored = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    names = {node.attr for node in stored if _owner(node.value) in _OWN}
+    return names.union(*(_in_body(node) for node in nodes if isinstance(node, ast.ClassDef)))
+
+
+def _in_body(node: ast.ClassDef) -> set[str]:
+    names = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    for inner in node.body:
+        targets = inner.targets if isinstance(inner, ast.Assign) else [getattr(inner, "target", None)]
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
     return names
-
-
-def _classes(path: Path) -> list[ast.ClassDef]:
-    return [node for node in _nodes(path) if isinstance(node, ast.ClassDef)]
 
 
 def _get(path: str) -> Any:
@@ -206,16 +212,43 @@ def test_the_table_has_every_attribute_of_the_file(library: str) -> None:
 
 
 def test_no_other_file_uses_a_private_name() -> None:
-    """Of what it imports, or of an object of which omnitrain does not define the name itself."""
     files = [path for path in sorted(PACKAGE.rglob("*.py")) if path not in FILES.values()]
-    ours = set().union(*(_defined(_classes(path)) for path in files))
-    theirs = _known("torch") | _known("transformers")
-    found = []
-    for path in files:
-        found += [(path.name, name) for name in _paths(path)]
-        here = _defined(_classes(path))
-        for line, owner, name in _attributes(path):
-            is_own = name in (ours if owner in ("self", "cls", "super()") else here)
-            if name in theirs - here or (owner and not is_own and name not in _OF_OTHERS):
-                found.append((f"{path.name}:{line}", name))
-    assert found == []
+    ours = set().union(*(_defined(path) for path in files))
+    assert [use for path in files for use in _used_by(path, ours)] == []
+
+
+def _used_by(path: Path, ours: set[str]) -> Iterator[str]:
+    """Private names that a file imports, or uses of an object although omnitrain (``ours``) does not define them."""
+    yield from (f"{path.name}: {name}" for name in _paths(path))
+    here, theirs = _defined(path), _known("torch") | _known("transformers")
+    for line, owner, name in _attributes(path):
+        is_own = name in (ours if owner in _OWN else here)
+        is_foreign = owner and not is_own and name not in _OF_OTHERS
+        if is_foreign or (name in theirs and not (owner and name in here)):
+            yield f"{path.name}:{line}: {name}"
+
+
+def test_a_private_name_is_found_wherever_it_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(
+        """
+import torch
+from torch.nn.modules import batchnorm
+from torch.utils._pytree import tree_map
+class Mine(torch.optim.AdamW):
+    _supports_sdpa = True
+    def mine(self, module):
+        self._mine = module._forward_hooks_with_kwargs
+        self._mine, getattr(module, "_buffers"), torch._C.x, batchnorm._NormBase, self._foreign
+"""
+    )
+    assert sorted(name.rpartition(" ")[2] for name in _used_by(file, {"_mine"})) == [
+        "_buffers",
+        "_foreign",
+        "_forward_hooks_with_kwargs",
+        "_supports_sdpa",
+        "torch._C",
+        "torch._C.x",
+        "torch.nn.modules.batchnorm._NormBase",
+        "torch.utils._pytree.tree_map",
+    ]
