@@ -262,10 +262,30 @@ def call_after_backward(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return group._register_post_backward_hook(args, kwargs)
 
 
+def add_up_gradients(group: Any) -> None:
+    """Add the gradients of a backward to those that a unit's group holds, in the dtype in which it reduces them.
+
+    Until torch 2.14 a group holds them apart from ``parameter.grad``; since torch 2.15 they are there.
+    """
+    if hasattr(group, "_set_unsharded_grad_dtypes"):
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
+        return
+    for parameter in group.fsdp_params:
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+
+
 def end_backward(root: FSDPModule) -> None:
-    """Wait for all reductions of all units, as at the end of a backward."""
+    """Wait for all reductions of all units, as at the end of a backward; torch 2.15 wants to know who reduces."""
     state: Any = root._get_fsdp_state()
+    state._state_ctx.manual_backward_finalization_active = False  # what the hook before the backward would set
     state._root_post_backward_final_callback()
+
+
+def reset_after_error(root: Any) -> None:
+    """Let FSDP's root forget a step that an error interrupted; torch 2.11 and 2.12 cannot, and need not."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
 
 
 def input_of_reduce_scatter(caller: Any) -> torch.Tensor | None:

@@ -40,7 +40,9 @@ _OF_MODELS = """_supports_sdpa _keep_in_fp32_modules_strict _can_set_attn_implem
 _OF_GROUPS = """_register_post_backward_hook
     fsdp_params pre_forward post_forward post_backward post_forward_mesh_info"""
 _OF_PARAMETERS = """_sharded_param_data all_gather_inputs init_all_gather_outputs param_dtype
-    accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed"""
+"""
+_ADD_UP = """accumulate_unsharded_grad_if_needed|_set_unsharded_grad_dtypes
+    to_accumulated_grad_if_needed|_set_unsharded_grad_dtypes"""
 # Attributes of objects: library -> (owner, its attributes). Names between bars are spellings, of which one is enough.
 ATTRIBUTES: dict[str, list[tuple[Any, str]]] = {
     "torch": [
@@ -56,6 +58,8 @@ ATTRIBUTES: dict[str, list[tuple[Any, str]]] = {
         (_fsdp_state.FSDPState, "_lazy_init _register_pre_backward_hook _root_post_backward_final_callback"),
         (_fsdp_state.FSDPState(), "_fsdp_param_groups|_fsdp_param_group"),
         (_fsdp_param_group.FSDPParamGroup, _OF_GROUPS),
+        ((_fsdp_param_group.FSDPParamGroup, _fsdp_param.FSDPParam), _ADD_UP),
+        (_fsdp_state, "_state_ctx"),
         (_fsdp_param.FSDPParam, _OF_PARAMETERS),
         (_fsdp_collectives.DefaultReduceScatter, "allocate"),
         (_fsdp_collectives.foreach_reduce, "reduce_scatter_input"),
@@ -164,7 +168,9 @@ def _get(path: str) -> Any:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether an object has the attribute, or its source sets it later."""
+    """Whether an object (of several: any) has the attribute, or its source sets it later."""
+    if isinstance(owner, tuple):
+        return any(_has(one, name) for one in owner)
     if hasattr(owner, name):
         return True
     try:

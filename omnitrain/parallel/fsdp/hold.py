@@ -7,8 +7,8 @@ that another micro-batch still needs. Held units keep their weights, and add up 
 A unit has one state for its forward and its backward, which a forward and a backward of two micro-batches at the same
 time would confuse. So the hooks of held units only cast, and add up gradients when autograd has left the unit.
 
-torch (2.13) has public functions to gather, free and cast; :meth:`HeldUnits.reduce` does what
-``torch.distributed.pipelining`` does for its own stages.
+torch has public functions to gather and free; :meth:`HeldUnits.reduce` does what ``torch.distributed.pipelining`` does
+for its own stages.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.torch_private import (
+    add_up_gradients,
     call_after_backward,
     end_backward,
     is_backward,
     parameter_groups,
     replace_hook_before_backward,
+    reset_after_error,
 )
 
 
@@ -59,7 +61,7 @@ class HeldUnits:
             self._root.set_is_last_backward(False)
             yield
         except BaseException:
-            self._root.reset_iter_state()
+            reset_after_error(self._root)
             raise
         finally:
             for unit in self._units.values():
@@ -94,12 +96,10 @@ class HeldUnits:
                 group.post_backward()
 
     def add_up(self) -> None:
-        """Add the gradients of a backward (in ``parameter.grad``) to those that units hold, in the dtype of both."""
+        """Add the gradients of a backward to those that units hold, in the dtype in which they are reduced."""
         for unit in self._units.values():
             for group in parameter_groups(unit):
-                for parameter in group.fsdp_params:
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+                add_up_gradients(group)
 
     def finish(self) -> None:
         """Wait for all reductions, at the end of a step."""

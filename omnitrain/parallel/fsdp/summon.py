@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.units import blocks_of
-from omnitrain.torch_private import parameter_groups
+from omnitrain.torch_private import parameter_groups, reset_after_error
 
 
 @contextmanager
@@ -38,8 +38,7 @@ def gathered(model: OmniModel) -> Iterator[None]:
             unit.unshard()
         yield
     except BaseException:
-        if hasattr(model, "reset_iter_state"):  # since torch 2.13: cleans up after an interrupted forward
-            model.reset_iter_state()
+        reset_after_error(model)
         raise
     finally:
         for group, info in zip(groups, before, strict=True):
