@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from omnitrain.exports import on_first_use
-from omnitrain.packages import warn_outside_window
+from omnitrain.packages import warn_of_untested_versions
 
 if TYPE_CHECKING:
     from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
@@ -189,7 +189,7 @@ __all__ = [
 ]
 
 
-warn_outside_window()
+warn_of_untested_versions()
 _on_first_use = on_first_use(__name__, _HOMES)
 _RENAMED = {"AppliedComponent": "ComponentLayout", "AppliedLayout": "ModelLayout"}
 

@@ -21,27 +21,26 @@ _INDEX = "https://download.pytorch.org/whl"
 _LABEL_WITH_INDEX = re.compile(r"cpu|cu\d+|rocm[\d.]+|xpu")  # of a torch version, after the plus sign
 
 
-def warn_outside_window() -> None:
+def warn_of_untested_versions() -> None:
     """Warn of a torch or transformers that omnitrain was not tested with, once in all processes of a run."""
-    outside = [] if _WARNED in os.environ or os.environ.get("RANK", "0") != "0" else _outside_window()
-    for package, found, lowest, highest in outside:
-        os.environ[_WARNED] = "1"
-        warnings.warn(
-            f"omnitrain was tested with {package} {lowest} to {highest}, and uses private names of it; found {package} "
-            f"{found}. If something fails that should not, run: pip install '{package}=={highest}.*'",
-            stacklevel=3,
-        )
+    if _WARNED in os.environ or os.environ.get("RANK", "0") != "0":
+        return
+    for package in WINDOW:
+        version = installed_version(package)
+        if version is not None and (problem := untested(package, version)):
+            os.environ[_WARNED] = "1"
+            warnings.warn(problem, stacklevel=3)
 
 
-def _outside_window() -> list[tuple[str, str, str, str]]:
-    """Return the packages in another version: name, version, the lowest and the highest minor version."""
-    found = ((package, installed_version(package), *minors) for package, minors in WINDOW.items())
-    return [
-        (package, version, lowest, highest)
-        for package, version, lowest, highest in found
-        if version is not None
-        and not Version(lowest).release <= Version(version).release[:2] <= Version(highest).release
-    ]
+def untested(package: str, version: str) -> str | None:
+    """Return what to say of an installed version of torch or transformers; None: it is in :data:`WINDOW`."""
+    lowest, highest = WINDOW[package]
+    if Version(lowest).release <= Version(version).release[:2] <= Version(highest).release:
+        return None
+    return (
+        f"omnitrain was tested with {package} {lowest} to {highest}, and uses private names of it; found {version}. "
+        f"If something fails that should not, run: pip install '{package}=={highest}.*'"
+    )
 
 
 def install_command(extra: str) -> str:

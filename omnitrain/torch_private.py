@@ -62,6 +62,10 @@ norm_of_each = torch._foreach_norm
 flatten_dense_tensors = torch_utils._flatten_dense_tensors
 unflatten_dense_tensors = torch_utils._unflatten_dense_tensors
 
+# Public, but since torch 2.13 under these names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # Attention that also returns the log-sum-exp, and its backward from that; the gradient of a softmax from its result.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

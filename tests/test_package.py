@@ -74,7 +74,7 @@ def _warnings(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], times: int
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(times):
-            packages.warn_outside_window()
+            packages.warn_of_untested_versions()
     return [str(one.message) for one in caught]
 
 
@@ -93,6 +93,6 @@ def test_a_version_outside_the_window_is_a_warning_once_and_on_the_first_rank(
     for version in outside:
         monkeypatch.setattr(packages, "os", SimpleNamespace(environ={}))
         (message,) = _warnings(monkeypatch, {package: version}, times=2)
-        assert f"found {package} {version}." in message
+        assert f"omnitrain was tested with {package} " in message and f"found {version}." in message
         monkeypatch.setattr(packages, "os", SimpleNamespace(environ={"RANK": "1"}))
         assert _warnings(monkeypatch, {package: version}) == []

@@ -1,7 +1,8 @@
 """``make test-versions``: a short suite with the lowest and with the highest versions that omnitrain is tested with.
 
-Each pair of torch and transformers has an environment of its own in ``.versions``, with a wheel of omnitrain: about 6
-GB, as PyPI has torch's builds for GPUs, which run on a CPU, too. Tests run on the checkout; ``omnitrain check`` and ``omnitrain run`` are those of the wheel.
+Each pair of torch and transformers has an environment of its own in ``.versions``, with a wheel of omnitrain. One takes
+about 6 GB, as PyPI has torch's builds for GPUs, which run on a CPU, too. Tests run on the checkout; ``omnitrain check``
+and ``omnitrain run`` are those of the wheel.
 """
 
 from __future__ import annotations

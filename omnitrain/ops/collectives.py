@@ -16,15 +16,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from omnitrain.torch_private import copy_each, flatten_dense_tensors, unflatten_dense_tensors
+from omnitrain.torch_private import (
+    all_gather_single,
+    copy_each,
+    flatten_dense_tensors,
+    reduce_scatter_single,
+    unflatten_dense_tensors,
+)
 
 T = TypeVar("T")
 
 _BUCKET_BYTES = 2**26  # per collective
-
-# torch 2.13 renames them.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def add_up(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -85,7 +87,7 @@ def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather ``[...]`` of each rank to ``[ranks, ...]``, without autograd."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
-    _all_gather(parts.view(-1), tensor.reshape(-1), group=group)
+    all_gather_single(parts.view(-1), tensor.reshape(-1), group=group)
     return parts
 
 
@@ -152,7 +154,7 @@ def _gathered_columns(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _summed_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = whole.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
     own = torch.empty_like(parts[0])
-    _reduce_scatter(own.view(-1), parts.view(-1), group=group)
+    reduce_scatter_single(own.view(-1), parts.view(-1), group=group)
     return own
 
 
