@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 import importlib
 import importlib.metadata
 import inspect
@@ -39,8 +40,7 @@ _OF_MODELS = """_supports_sdpa _keep_in_fp32_modules_strict _can_set_attn_implem
     _tied_weights_keys"""
 _OF_GROUPS = """_register_post_backward_hook
     fsdp_params pre_forward post_forward post_backward post_forward_mesh_info"""
-_OF_PARAMETERS = """_sharded_param_data all_gather_inputs init_all_gather_outputs param_dtype
-"""
+_OF_PARAMETERS = "_sharded_param_data all_gather_inputs init_all_gather_outputs param_dtype"
 _ADD_UP = """accumulate_unsharded_grad_if_needed|_set_unsharded_grad_dtypes
     to_accumulated_grad_if_needed|_set_unsharded_grad_dtypes"""
 # Attributes of objects: library -> (owner, its attributes). Names between bars are spellings, of which one is enough.
@@ -217,6 +217,15 @@ def test_the_table_has_every_attribute_of_the_file(library: str) -> None:
     assert used - {"_c10d_functional"} == _known(library)
 
 
+@pytest.fixture
+def _no_collections() -> Iterator[None]:
+    """Parsing makes a million objects, and each collection looks through those of all tests before."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collections")
 def test_no_other_file_uses_a_private_name() -> None:
     files = [path for path in sorted(PACKAGE.rglob("*.py")) if path not in FILES.values()]
     ours = set().union(*(_defined(path) for path in files))
