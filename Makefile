@@ -54,7 +54,9 @@ test-families: install
 test-layouts: install
 	@$(BIN)/python -m pytest -q -m slow tests/parallel/random_layouts/test_random_layouts.py
 
-# A short suite with the lowest and the highest torch and transformers (omnitrain.packages.WINDOW), each in .versions.
+# A short suite with the lowest and the highest torch and transformers (omnitrain.packages.WINDOW), each in .versions: 6 GB
+# to install, so CI does not run it. Who changes pyproject.toml, constraints.txt, torch_private.py or
+# transformers_private.py does, and says in the commit or in the issue's note what passed, when, and at which commit.
 test-versions: install
 	@$(BIN)/python -m tests.versions
 

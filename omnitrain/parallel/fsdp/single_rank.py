@@ -1,4 +1,4 @@
-"""Avoid the copies that torch (2.11 to 2.13) makes in FSDP units on a mesh of one rank.
+"""Avoid the copies that torch makes in FSDP units on a mesh of one rank.
 
 torch casts the parameters, then copies them into the all-gather output; it packs the gradients into one buffer, then
 copies it into the reduce-scatter output. Here the cast writes directly into the output, and both buffers are the same.
