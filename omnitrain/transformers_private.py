@@ -6,6 +6,7 @@ A name without a remark is the same in transformers 5.23 and 5.24. :data:`omnitr
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,11 @@ def experts_of(config: Any) -> str | None:
 def set_experts_of(config: Any, implementation: str) -> None:
     """Change :func:`experts_of` of a config and not of those in it."""
     config._experts_implementation_internal = implementation
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the argument of a model's forward for its cache: ``cache`` in most models of transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def apply_gate(experts: Any, rows: Any) -> Any:
