@@ -37,7 +37,7 @@ from omnitrain.parallel.fsdp.load import (
 from omnitrain.parallel.fsdp.shard import Sharding, device_of, shard
 from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, stays_fp32, unit_names
 from omnitrain.parallel.fsdp.weight_loader import WeightLoader, Where, where_weights_are
-from omnitrain.parallel.layout import ComponentLayout, ModelLayout, call_axes, is_separate, remember_layout
+from omnitrain.parallel.layout import ComponentLayout, ModelLayout, remember_layout
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
@@ -45,13 +45,14 @@ from omnitrain.parallel.meshes import data_mesh
 from omnitrain.parallel.pipeline.apply import cut_into_stages
 from omnitrain.parallel.pipeline.relay import PipelineRelay
 from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
+from omnitrain.parallel.placement import calling_axes, calling_state, place_components
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.sections.connect import connect_sections
 from omnitrain.parallel.sections.serve import feature_relay
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
-from omnitrain.parallel.state import ParallelState, get_parallel_state, states_with_own_tp
+from omnitrain.parallel.state import ParallelState, get_parallel_state, states_of_components, with_own_groups
 from omnitrain.parallel.tensor.adapters import styles_with_adapters
 from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
@@ -142,7 +143,7 @@ class _Prepared:
         adapters: component -> LoRA adapters that its plan adds.
         stored: component -> LoRA adapters in the checkpoint.
         where: for each rank, where its weights are.
-        own_states: component whose tensor parallel degree is not that of its section -> its state.
+        states: component -> the ranks that share its matrices.
     """
 
     model: OmniModel
@@ -154,7 +155,7 @@ class _Prepared:
     adapters: Mapping[str, Adapters]
     stored: Mapping[str, Adapters]
     where: Sequence[Where]
-    own_states: Mapping[str, ParallelState]
+    states: Mapping[str, ParallelState]
 
 
 def _prepare(
@@ -173,15 +174,10 @@ def _prepare(
     plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
     where = where_weights_are(omni)
     require_one_source(omni, weights_path, is_bare=any(where[rank] == "meta" for rank in _sources(state)))
-    section_of = {name: plan.section_of(name) for name in tensors.degrees}
-    own_tp = {
-        (section, name): tensors.degrees[name]
-        for name, section in section_of.items()
-        if tensors.degrees[name] != state.of_section(section).size("tp")
-    }
-    own = states_with_own_tp(state, own_tp)
-    tokens = first_ranks(partial(_tried_on_tiny_model, omni, plans, tensors, state, own), state.of_section(MAIN).ranks)
-    return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, own)
+    states = with_own_groups(state, states_of_components(state, plan, plans))
+    try_out = partial(_tried_on_tiny_model, omni, plans, tensors, state, states)
+    tokens = first_ranks(try_out, state.of_section(MAIN).ranks)
+    return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, states)
 
 
 def _tried_on_tiny_model(
@@ -189,21 +185,20 @@ def _tried_on_tiny_model(
     plans: Mapping[str, ComponentPlan],
     tensors: TensorPlan,
     state: ParallelState,
-    own_states: Mapping[str, ParallelState],
+    states: Mapping[str, ParallelState],
 ) -> TokenSharding | None:
     """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
-    of_main = {name: own for name, own in own_states.items() if own.section == MAIN}
-    for at, styles in _styles_by_state(tensors, tensors.degrees, state, of_main):
+    for at, styles in _styles_by_state(tensors, {name: at for name, at in states.items() if at.section == MAIN}):
         require_same_math(model.foundation, styles, at)
     return _token_sharding(model, plans[FOUNDATION], tensors, state)
 
 
 def _styles_by_state(
-    tensors: TensorPlan, components: Collection[str], state: ParallelState, own_states: Mapping[str, ParallelState]
+    tensors: TensorPlan, states: Mapping[str, ParallelState]
 ) -> Iterator[tuple[ParallelState, dict[str, str]]]:
-    """Yield each state whose ``tp`` ranks share matrices, and the styles: the section's, and those of components."""
-    for at in dict.fromkeys((state, *own_states.values())):
-        yield at, tensors.of_components([name for name in components if own_states.get(name, state) is at])
+    """Yield each state whose ``tp`` ranks share matrices, and the styles of its components."""
+    for at in dict.fromkeys(states.values()):
+        yield at, tensors.of_components([name for name, own in states.items() if own is at])
 
 
 def _sources(state: ParallelState) -> list[int]:
@@ -231,9 +226,8 @@ def _load(prepared: _Prepared, model: PreTrainedModel, weights_path: str | None,
 
 def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     """Apply each feature, in this order."""
-    omni, state, tokens = prepared.model, prepared.state, prepared.tokens
-    section_of = {name: prepared.plan.section_of(name) for name in prepared.plans}
-    plans = {name: plan for name, plan in prepared.plans.items() if section_of[name] == state.section}  # on this rank
+    omni, state, states, tokens = prepared.model, prepared.state, prepared.states, prepared.tokens
+    plans = {name: plan for name, plan in prepared.plans.items() if states[name].section == state.section}
     root = FOUNDATION if FOUNDATION in plans else next(iter(plans))
     device = device_of(state.fsdp_mesh)
 
@@ -248,19 +242,19 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
     _set_compute_dtypes(omni, prepared.plans)
 
+    topology = place_components(omni, prepared.plans, states)
     omni.call_elements = {
-        media: plan.call_elements
-        for name, plan in prepared.plans.items()
-        for media in omni.media_names.get(name, ())
-        if plan.call_elements is not None
+        media: placement.call_elements
+        for placement in topology.components
+        for media in placement.media
+        if placement.call_elements is not None
     }
 
     # Sections and pipeline: which parameters this rank has
     if elsewhere:
         ignore_absent_in_device()
-    main = state.of_section(MAIN)
-    on_all = {name for name, plan in prepared.plans.items() if is_separate(plan) and section_of[name] == MAIN}
-    pipeline = cut_into_stages(omni, prepared.plans[FOUNDATION], main, on_all)
+    on_all = {placement.name for placement in topology.components if placement.edge == "exchange"}
+    pipeline = cut_into_stages(omni, prepared.plans[FOUNDATION], state.of_section(MAIN), on_all)
     absent = elsewhere if pipeline is None else pipeline.absent | elsewhere
     if loader is not None:
         loader.absent = absent
@@ -268,16 +262,17 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
         drop_parameters(omni, absent)
 
     # Tensor parallelism, with Megatron's sequence parallelism
-    own_states = {name: own for name, own in prepared.own_states.items() if name in plans}
+    own_states = {name: states[name] for name in plans}
     ends = () if tokens is None else tokens.ends_in(prepared.tensors.of_components(plans))
-    for at, styles in _styles_by_state(prepared.tensors, plans, state, own_states):
+    for at, styles in _styles_by_state(prepared.tensors, own_states):
         shard_matrices(omni, styles_with_adapters(styles, omni.renamed), at.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
         last, spans = [omni.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
         apply_sequence_parallel(omni.foundation, last, state.tp_mesh.get_group(), spans)
 
     # Experts, async Ulysses, towers that ranks share
-    experts = _spread_experts(omni, plans, prepared.plan, state, own_states)
+    calling = {name: calling_state(plan, states[name], state) for name, plan in plans.items()}
+    experts = _spread_experts(omni, plans, prepared.plan, state, calling)
     is_async = FOUNDATION in plans and plans[FOUNDATION].async_ulysses
     async_ulysses = apply_async_ulysses(omni, state.size("sp")) if is_async else None
     towers = _share_towers(omni, plans, state)
@@ -287,7 +282,7 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     activations = _apply_recompute_and_offload(omni, plans, units, state)
     is_compiled = FOUNDATION in plans and plans[FOUNDATION].compile
     compiled = compile_blocks(omni.foundation, device) if is_compiled else None
-    sharding = _shardings(prepared.plans | plans, prepared.plan, state, prepared.own_states, full_shard)
+    sharding = _shardings(prepared.plans | plans, state, states, full_shard)
     shard(omni, units, sharding, None if loader is None else loader.fill, absent, root)
     train_rows(omni)
     if loader is not None:
@@ -299,21 +294,18 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     sections = prepared.plan.sections
     if sections:
         components = _with_units_of_all(components, plans)
-    edges = connect_sections(omni, sections, state, device) if sections else {}
-    remember_layout(
-        omni,
-        ModelLayout(
-            state,
-            components,
-            pipeline,
-            section_of,
-            sections.get(state.section),
-            edges,
-            sections,
-            prepared.own_states,
-            omni.reads,
-        ),
+    layout = ModelLayout(
+        state,
+        states,
+        components,
+        topology,
+        pipeline,
+        exchanges={p.name: calling[p.name].group(p.exchange) for p in topology.components if p.name in plans},
+        section=sections.get(state.section),
+        edges=connect_sections(omni, sections, state, device) if sections else {},
+        sections=sections,
     )
+    remember_layout(omni, layout)
     if pipeline is not None:
         omni.relay = PipelineRelay(pipeline, device)
     omni.encoder_relay = feature_relay(omni, sections, state, device) if sections else None
@@ -384,9 +376,12 @@ def _spread_experts(
     plans: dict[str, ComponentPlan],
     plan: ParallelPlan,
     state: ParallelState,
-    own_states: Mapping[str, ParallelState],
+    calling: Mapping[str, ParallelState],
 ) -> dict[str, tuple[str, ...]]:
-    """Apply expert parallelism; return component -> names of its sharded experts. Updates the plans' dispatcher."""
+    """Apply expert parallelism; return component -> names of its sharded experts. Updates the plans' dispatcher.
+
+    ``calling``: component -> the state on whose axes ranks call it together.
+    """
     spread = {}
     for name, layers in expert_layers(model).items():
         if name not in plans:
@@ -398,9 +393,8 @@ def _spread_experts(
             used = spread_experts(model, chosen, state.ep_mesh, plans[name])
             plans[name] = plans[name].model_copy(update={"expert_dispatcher": used})
             spread[name] = tuple(layer.name for layer in chosen)
-        if "tp" in call_axes(plans[name]):
-            calling = state if plans[name].place == "local" else own_states.get(name, state)
-            use_tp_dispatch(model, layers, calling.tp_mesh)
+        if "tp" in calling_axes(plans[name]):
+            use_tp_dispatch(model, layers, calling[name].tp_mesh)
     return spread
 
 
@@ -437,26 +431,24 @@ def _apply_recompute_and_offload(
 
 def _shardings(
     plans: Mapping[str, ComponentPlan],
-    of_user: ParallelPlan,
     state: ParallelState,
-    own_states: Mapping[str, ParallelState],
+    states: Mapping[str, ParallelState],
     full_shard: bool,
 ) -> dict[str, Sharding]:
     """Component of this rank's section -> its sharding. Components of a section with the same degrees share a mesh."""
     meshes: dict[tuple[str, int, int, int], DeviceMesh | None] = {
         (at.section, at.size("tp"), at.shape.dp_replicate, at.size("fsdp")): at.fsdp_mesh
-        for at in (state, *own_states.values())
+        for at in states.values()
         if at.section == state.section
     }
     shardings = {}
     for name, plan in plans.items():
-        section = own_states.get(name, state.of_section(of_user.section_of(name)))
-        tp = section.size("tp")
-        key = (section.section, tp, *_copies(plan))
-        if key not in meshes and _copies(plan) != (section.shape.dp_replicate, section.size("fsdp")):
-            shape = MeshShape(section.size("pp"), *_copies(plan), tp=tp)
-            meshes[key] = data_mesh(shape, section.device_type, section.first_rank)  # all ranks make its groups
-        if section.section == state.section and (mesh := meshes[key]) is not None:
+        at, copies = states[name], _copies(plan)
+        key = (at.section, at.size("tp"), *copies)
+        if key not in meshes and copies != (at.shape.dp_replicate, at.size("fsdp")):
+            shape = MeshShape(at.size("pp"), *copies, tp=at.size("tp"))
+            meshes[key] = data_mesh(shape, at.device_type, at.first_rank)  # all ranks make its groups
+        if at.section == state.section and (mesh := meshes[key]) is not None:
             shardings[name] = _sharding(plan, mesh, state, full_shard)
     return shardings
 

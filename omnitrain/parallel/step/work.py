@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch.distributed as dist
 
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import ModelLayout, call_axes, is_separate, layout_of
+from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.sequence.apply import RankSlice, slice_of
 from omnitrain.parallel.step.feature_exchange import Exchange
 from omnitrain.parallel.step.feature_routing import positions_of, routes_to_slices
 from omnitrain.parallel.step.media_dispatch import StepBatch
-from omnitrain.plan import PlannedComponent
 
 
 def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchWork:
@@ -24,7 +22,7 @@ def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchW
     sequence_slice = (
         None if layout is None else slice_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
     )
-    inside = [name for name in model.media_names if layout is None or not is_separate(layout.components[name].plan)]
+    inside = [c.name for c in batch.plan.topology.components if c.media and c.edge == "forward"]
     return _work(model, batch, micro_batch, inside, sequence_slice)
 
 
@@ -46,9 +44,7 @@ def _work(
     model: OmniModel, batch: StepBatch, micro_batch: int, names: Sequence[str], sequence_slice: RankSlice | None
 ) -> MicroBatchWork:
     plan, layout = batch.plan, layout_of(model)
-    topology = plan.topology
-    ranks = np.array(layout.planned_ranks if layout is not None else range(topology.world_size))
-    rank = int(np.searchsorted(ranks, dist.get_rank() if dist.is_initialized() else 0))
+    topology, rank = plan.topology, dist.get_rank() if dist.is_initialized() else 0
     calls, heads, exchanges, cut = {}, set(), {}, set()
     towers = {} if layout is None else {name: found.tower for name, found in layout.components.items()}
     together = {name: tower.sharing for name, tower in towers.items() if tower is not None}
@@ -59,22 +55,22 @@ def _work(
         elif call_site.kind == "head" and number:
             heads.add(call_site.name)
     for component in (topology.component(name) for name in names):
-        moves = topology.moves(component.name) and not topology.is_apart(component.name)
+        moves = topology.moves(component.name) and component.edge != "message"
         if moves and plan.is_active(component.name, micro_batch):
-            acts_as = topology.acts_as(rank, component.name)
-            made = [item for call in plan.calls_of(acts_as, component.name, micro_batch) for item in call.items]
+            caller = topology.caller_of(rank, component.name)
+            made = [item for call in plan.calls_of(caller, component.name, micro_batch) for item in call.items]
             routes = plan.routes(component.name, micro_batch)
             is_whole = component.place == "world" or component.head is not None or component.name in together
             if sequence_slice is not None and not is_whole:
                 cut.add(component.name)
                 positions = positions_of(batch.packs[micro_batch], component)
-                group = topology.data_groups[topology.group_of[acts_as]]
+                group = topology.data_groups[topology.group_of[caller]]
                 routes, made = routes_to_slices(routes, group, positions, sequence_slice.split, made)
-            to_stage = rank - acts_as
-            producer, consumer = ranks[routes.producer + to_stage], ranks[routes.consumer + to_stage]
+            to_stage = rank - caller
+            routes = replace(routes, producer=routes.producer + to_stage, consumer=routes.consumer + to_stage)
             exchanges[component.name] = Exchange(
-                replace(routes, producer=producer, consumer=consumer),
-                _group_of(layout, component),
+                routes,
+                None if layout is None else layout.exchanges[component.name],
                 made=made,
                 is_differentiable=component.is_trained,
             )
@@ -92,18 +88,3 @@ def _work(
         cut=cut,
         together=together,
     )
-
-
-def _group_of(layout: ModelLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:
-    """Return the ranks that exchange the component's features; of ranks that make a call together, one."""
-    if layout is None:
-        return None
-    plan = layout.components[component.name].plan
-    state, together = layout.calling_state_of(component.name), call_axes(plan)
-    if is_separate(plan) and component.place == "world":
-        return state.pp_loss_group if "tp" in together else state.section_group
-    if "sequence" in together:
-        return state.tp_group
-    if "tp" in together:
-        return state.loss_group if component.place == "world" else state.sequence_group
-    return state.stage_group if component.place == "world" else state.data_group

@@ -10,12 +10,13 @@ from rich.table import Table
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import is_separate, section_text
+from omnitrain.parallel.layout import section_text
 from omnitrain.parallel.pipeline.apply import complete_schedule
 from omnitrain.parallel.pipeline.stages import PipelineStages, holders, path_of_blocks, stages_of
+from omnitrain.parallel.placement import place_components
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.resolve.sections import full_windows
-from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.state import ParallelState, states_of_components
 from omnitrain.plan.schedule import Action, Kind, Schedule, Timeline, as_json, gantt, grid, simulate, validate
 from omnitrain.plan.schedule.draw import row_names
 from omnitrain.plan.schedule.generators import accumulate
@@ -126,7 +127,8 @@ def show_schedule(
     settings = plans[FOUNDATION].schedule or PipelineSchedule()
     advice, number = check_micro_batches(recipe, state), micro_batches_of_rank(recipe, state)
     apart = {name for section in sections.values() for name in section.components}
-    separate = [name for name, plan in plans.items() if is_separate(plan) and name not in apart]
+    topology = place_components(model, plans, states_of_components(state, recipe.parallel, plans))
+    separate = [placement.name for placement in topology.components if placement.edge == "exchange"]
     main = complete_schedule(settings, state.size("pp"), number) if has_pipeline else accumulate(number)
     rows = _stage_rows(model, stages_of(model, settings, state), separate, apart) if has_pipeline else []
     is_in_seconds = forward is not None or backward is not None
