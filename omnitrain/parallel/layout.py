@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +113,11 @@ class ModelLayout:
         """Whether this rank's section has the component."""
         return self.states[component].section == self.state.section
 
+    @property
+    def sharing(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+        """Component -> a context in which the ranks of a sequence group make its calls together."""
+        return {name: found.tower.sharing for name, found in self.components.items() if found.tower is not None}
+
     def by_tp_ranks(self, model: OmniModel) -> Iterator[tuple[ParallelState, Iterable[nn.Parameter]]]:
         """Yield this rank's parameters, by the state whose ``tp`` ranks share the matrices of their component."""
         here = [name for name in self.components if self.holds(name)]
@@ -120,9 +126,9 @@ class ModelLayout:
 
     def encoders(self, plan: StepPlan) -> tuple[EncoderWindows, ...]:
         """Return the windows of a step, for each component that is encoded by actions of ``main``."""
-        placements = {placement.name: placement for placement in plan.topology.components}
-        exchanged = [c for name in self.components if (c := placements.get(name)) and c.edge == "exchange"]
-        return tuple(EncoderWindows(c.name, c.window or plan.num_micro_batches, c.is_trained) for c in exchanged)
+        exchanged = set(plan.topology.names("exchange"))
+        placements = [plan.topology.component(name) for name in self.components if name in exchanged]
+        return tuple(EncoderWindows(c.name, c.window or plan.num_micro_batches, c.is_trained) for c in placements)
 
     def table(self, model: OmniModel) -> LayoutTable:
         """Return a printable table with one row per component."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -42,13 +43,14 @@ from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
 from omnitrain.parallel.meshes import data_mesh
-from omnitrain.parallel.pipeline.apply import cut_into_stages
+from omnitrain.parallel.pipeline.apply import Pipeline, cut_into_stages
 from omnitrain.parallel.pipeline.relay import PipelineRelay
 from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
 from omnitrain.parallel.placement import calling_axes, calling_state, place_components
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.sections.connect import connect_sections
+from omnitrain.parallel.sections.edges import FeatureEdge
 from omnitrain.parallel.sections.serve import feature_relay
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
@@ -60,6 +62,7 @@ from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel
 from omnitrain.peers import is_spread
 from omnitrain.plan.mesh import MeshShape
+from omnitrain.plan.placement import Topology
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 
 
@@ -226,11 +229,9 @@ def _load(prepared: _Prepared, model: PreTrainedModel, weights_path: str | None,
 
 def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     """Apply each feature, in this order."""
-    omni, state, states, tokens = prepared.model, prepared.state, prepared.states, prepared.tokens
+    omni, state, states = prepared.model, prepared.state, prepared.states
     plans = {name: plan for name, plan in prepared.plans.items() if states[name].section == state.section}
-    root = FOUNDATION if FOUNDATION in plans else next(iter(plans))
     device = device_of(state.fsdp_mesh)
-
     keep_conversions(omni)
 
     # What trains, and in which precision
@@ -242,74 +243,94 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
     _set_compute_dtypes(omni, prepared.plans)
 
-    topology = place_components(omni, prepared.plans, states)
-    omni.call_elements = {
-        media: placement.call_elements
-        for placement in topology.components
-        for media in placement.media
-        if placement.call_elements is not None
-    }
-
     # Sections and pipeline: which parameters this rank has
-    if elsewhere:
-        ignore_absent_in_device()
-    on_all = {placement.name for placement in topology.components if placement.edge == "exchange"}
+    topology = place_components(omni, prepared.plans, states)
+    omni.call_elements = topology.call_elements
+    on_all = topology.names("exchange")
     pipeline = cut_into_stages(omni, prepared.plans[FOUNDATION], state.of_section(MAIN), on_all)
     absent = elsewhere if pipeline is None else pipeline.absent | elsewhere
-    if loader is not None:
-        loader.absent = absent
-    else:
-        drop_parameters(omni, absent)
+    _leave_out(omni, absent, loader)
 
-    # Tensor parallelism, with Megatron's sequence parallelism
-    own_states = {name: states[name] for name in plans}
-    ends = () if tokens is None else tokens.ends_in(prepared.tensors.of_components(plans))
-    for at, styles in _styles_by_state(prepared.tensors, own_states):
-        shard_matrices(omni, styles_with_adapters(styles, omni.renamed), at.tp_mesh, ends)
-    if tokens is not None and not tokens.problem:
-        last, spans = [omni.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
-        apply_sequence_parallel(omni.foundation, last, state.tp_mesh.get_group(), spans)
-
-    # Experts, async Ulysses, towers that ranks share
+    # Tensor parallelism, experts, async Ulysses, towers that ranks share
+    _shard_matrices(prepared, plans, pipeline)
     calling = {name: calling_state(plan, states[name], state) for name, plan in plans.items()}
     experts = _spread_experts(omni, plans, prepared.plan, state, calling)
-    is_async = FOUNDATION in plans and plans[FOUNDATION].async_ulysses
-    async_ulysses = apply_async_ulysses(omni, state.size("sp")) if is_async else None
+    foundation = plans.get(FOUNDATION, ComponentPlan())
+    async_ulysses = apply_async_ulysses(omni, state.size("sp")) if foundation.async_ulysses else None
     towers = _share_towers(omni, plans, state)
 
     # Each FSDP unit: recompute and offload, compile, shard
     units = find_units(omni, experts)
     activations = _apply_recompute_and_offload(omni, plans, units, state)
-    is_compiled = FOUNDATION in plans and plans[FOUNDATION].compile
-    compiled = compile_blocks(omni.foundation, device) if is_compiled else None
+    compiled = compile_blocks(omni.foundation, device) if foundation.compile else None
     sharding = _shardings(prepared.plans | plans, state, states, full_shard)
+    root = FOUNDATION if FOUNDATION in plans else next(iter(plans))
     shard(omni, units, sharding, None if loader is None else loader.fill, absent, root)
     train_rows(omni)
     if loader is not None:
         loader.finish()
 
     # What was applied
-    of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}
+    of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": prepared.tokens}
     components = _layouts(omni, prepared.plans | plans, units, activations, towers, of_foundation)
-    sections = prepared.plan.sections
+    exchanges = {name: calling[name].group(axes) for name, axes in topology.exchanges.items() if name in plans}
+    _remember(prepared, components, topology, pipeline, exchanges, device)
+
+
+def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader | None) -> None:
+    """Make the parameters that only other ranks have empty."""
+    if loader is not None:
+        loader.absent = absent
+    else:
+        drop_parameters(model, absent)
+    if absent:
+        ignore_absent_in_device()
+
+
+def _shard_matrices(prepared: _Prepared, plans: Mapping[str, ComponentPlan], pipeline: Pipeline | None) -> None:
+    """Apply tensor parallelism to the components of this rank, and Megatron's sequence parallelism."""
+    model, tokens, styles = prepared.model, prepared.tokens, prepared.tensors
+    ends = () if tokens is None else tokens.ends_in(styles.of_components(plans))
+    for at, of_state in _styles_by_state(styles, {name: prepared.states[name] for name in plans}):
+        shard_matrices(model, styles_with_adapters(of_state, model.renamed), at.tp_mesh, ends)
+    if tokens is not None and not tokens.problem:
+        last, spans = [model.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
+        apply_sequence_parallel(model.foundation, last, prepared.state.tp_mesh.get_group(), spans)
+
+
+def _remember(
+    prepared: _Prepared,
+    components: dict[str, ComponentLayout],
+    topology: Topology,
+    pipeline: Pipeline | None,
+    exchanges: Mapping[str, dist.ProcessGroup],
+    device: torch.device,
+) -> None:
+    """Connect the sections, and store on the model what was applied."""
+    model, state, sections = prepared.model, prepared.state, prepared.plan.sections
+    edges: dict[str, FeatureEdge] = {}
     if sections:
-        components = _with_units_of_all(components, plans)
-    layout = ModelLayout(
-        state,
-        states,
-        components,
-        topology,
-        pipeline,
-        exchanges={p.name: calling[p.name].group(p.exchange) for p in topology.components if p.name in plans},
-        section=sections.get(state.section),
-        edges=connect_sections(omni, sections, state, device) if sections else {},
-        sections=sections,
-    )
-    remember_layout(omni, layout)
+        here = [name for name, at in prepared.states.items() if at.section == state.section]
+        components = _with_units_of_all(components, here)
+        edges = connect_sections(model, sections, state, device)
+        model.encoder_relay = feature_relay(model, sections, state, device)
     if pipeline is not None:
-        omni.relay = PipelineRelay(pipeline, device)
-    omni.encoder_relay = feature_relay(omni, sections, state, device) if sections else None
-    omni.takes_batches = False
+        model.relay = PipelineRelay(pipeline, device)
+    model.takes_batches = False
+    remember_layout(
+        model,
+        ModelLayout(
+            state,
+            prepared.states,
+            components,
+            topology,
+            pipeline,
+            exchanges,
+            section=sections.get(state.section),
+            edges=edges,
+            sections=sections,
+        ),
+    )
 
 
 def _require_types(**arguments: tuple[object, Any, str]) -> None:

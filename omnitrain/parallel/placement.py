@@ -124,6 +124,8 @@ def _shares_matrices(plan: ComponentPlan) -> bool:
 def _exchange_of(edge: EdgeKind, place: Place, axes: tuple[str, ...]) -> str:
     """The axis of :attr:`Placement.exchange`: an action runs on all stages, a forward on one."""
     is_world = place == "world"
+    if edge == "message":
+        return ""
     if edge == "exchange" and is_world:
         return "pp_loss" if "tp" in axes else "all"
     if "sequence" in axes:

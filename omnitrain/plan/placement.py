@@ -67,6 +67,25 @@ class Placement:
         """Number of ranks that share one copy of the parameters."""
         return len(self.ranks) // self.num_replicas
 
+    def facts(self, reader: str) -> dict[str, str]:
+        """Return what a table shows of it.
+
+        Args:
+            reader: the component that reads its features; empty: nobody does.
+        """
+        together = len(self.call_groups[0]) if self.call_groups else 1
+        windows = {None: "the step", 1: "1 micro-batch"}.get(self.window, f"{self.window} micro-batches")
+        roads = {"forward": f"in the forwards{' (all-to-all)' * (self.place != 'local')}", "exchange": "all-to-all"}
+        return {
+            "component": self.name,
+            "section": self.section,
+            "ranks": _ranges(self.ranks),
+            "ranks of a call": str(together),
+            "encodes the items of": windows if self.media else "",
+            "features go to": reader,
+            "by": roads.get(self.edge, "messages") if reader else "",
+        }
+
 
 @dataclass(frozen=True)
 class CallSite:
@@ -191,6 +210,26 @@ class Topology:
         """Return the component that reads the features of another one; None: the foundation does."""
         return next((reader.name for reader in self.components if reader.reads == component), None)
 
+    def names(self, edge: EdgeKind) -> list[str]:
+        """Return the components whose features go this way."""
+        return [component.name for component in self.components if component.edge == edge]
+
+    @property
+    def call_elements(self) -> dict[str, int]:
+        """Medium -> the most input elements of a call, where there is a limit."""
+        limits = {name: component.call_elements for component in self.components for name in component.media}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    @property
+    def exchanges(self) -> dict[str, str]:
+        """Component -> the axis whose ranks exchange its features."""
+        return {component.name: component.exchange for component in self.components if component.exchange}
+
+    def facts(self) -> list[dict[str, str]]:
+        """Return a row for each component: where and when it runs, and who reads its features."""
+        reads_packs = next((c.name for c in self.components if c.reads_packs), "")
+        return [c.facts(self.reader_of(c.name) or (reads_packs if c.media else "")) for c in self.components]
+
     def call_sites_of(self, component: str) -> tuple[int, ...]:
         """Return the indices of the component's call sites, in the order in which a micro-batch calls them."""
         return tuple(index for index, call_site in enumerate(self.call_sites) if call_site.component == component)
@@ -248,3 +287,14 @@ class Topology:
         for component in self.components:
             if component.head is not None and component.head not in self.losses:
                 yield f"{component.name}: its loss {component.head!r} is not in {list(self.losses)}"
+
+
+def _ranges(ranks: Iterable[int]) -> str:
+    """Ranks in words: ``0 to 3, 6``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

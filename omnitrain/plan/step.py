@@ -149,6 +149,12 @@ class StepPlan:
         active = np.flatnonzero(self.calls[:, list(self.topology.call_sites_of(component))].any(axis=1))
         return int(active[-1]) if len(active) else None
 
+    def calls_and_heads(self, micro_batch: int) -> tuple[dict[str, int], set[str]]:
+        """Return media -> the calls of each rank in a micro-batch, and the losses whose heads run in it."""
+        numbers = list(zip(self.topology.call_sites, self.calls[micro_batch].tolist(), strict=True))
+        calls = {site.name: number for site, number in numbers if site.kind == "encode"}
+        return calls, {site.name for site, number in numbers if site.kind == "head" and number}
+
     def calls_of(self, rank: int, component: str, micro_batch: int) -> tuple[Call, ...]:
         """Return the calls that a rank makes to the component in a micro-batch, in order."""
         if rank not in self.topology.component(component).ranks:
