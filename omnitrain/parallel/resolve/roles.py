@@ -15,12 +15,14 @@ class Refusal(NamedTuple):
     """Fields that components of a role may not set.
 
     Attributes:
+        whose: these components in words.
         roles: a component that has all of these roles may not set the fields.
         fields: fields of :class:`~omnitrain.recipe.parallel.ComponentPlan`.
         reason: why, and what to do; it follows "found VALUE, but".
         values: the values that are refused; empty: all that have an effect.
     """
 
+    whose: str
     roles: tuple[Role, ...]
     fields: tuple[str, ...]
     reason: str
@@ -32,49 +34,65 @@ _OF_WINDOWS = ("window", "features_on", "feature_bytes")
 # For each field, the first refusal that applies is told.
 REFUSALS = (
     Refusal(
+        "the foundation",
         ("foundation",),
         (*_OF_WINDOWS, "call_elements"),
         "the foundation encodes no media; set it on an encoder, or remove it",
     ),
     Refusal(
+        "the foundation",
         ("foundation",),
         ("place",),
         "the foundation runs packs: use `local` (a rank runs those that it drew) or `world` (divided by cost)",
         ("group",),
     ),
     Refusal(
+        "a component of a section",
         ("section",),
         ("pp", "cp"),
         "components of sections have only dp_replicate, dp_shard, tp, ulysses and ep; remove it",
     ),
     Refusal(
+        "a component of a section",
         ("section",),
         ("place", "window", "feature_bytes"),
         "the ranks of a section encode for all others; remove it",
     ),
     Refusal(
-        ("teacher",), ("tp", "ulysses"), "a teacher is only sharded (dp_shard, ep) or copied (dp_replicate); remove it"
+        "a teacher",
+        ("teacher",),
+        ("tp", "ulysses"),
+        "a teacher is only sharded (dp_shard, ep) or copied (dp_replicate); remove it",
     ),
-    Refusal(("projector",), ("ulysses",), "a projector has no attention; remove it"),
+    Refusal("a projector", ("projector",), ("ulysses",), "a projector has no attention; remove it"),
     Refusal(
+        "a projector in `main`",
         ("projector", "main"),
         (*_OF_WINDOWS, "quadratic_cost", "call_elements"),
         "a projector in `main` runs in the forwards; remove it",
     ),
     Refusal(
+        "a projector in `main`",
         ("projector", "main"),
         ("place",),
         "a projector runs where its features are used; remove it",
         ("world",),
     ),
-    Refusal(("decoder",), (*_OF_WINDOWS, "call_elements"), "it is for encoders; remove it"),
-    Refusal(("not the foundation",), ("pp", "schedule"), "only the foundation is cut into stages; remove it"),
+    Refusal("a decoder", ("decoder",), (*_OF_WINDOWS, "call_elements"), "it is for encoders; remove it"),
     Refusal(
+        "all but the foundation",
         ("not the foundation",),
-        ("cp",),
-        "only the foundation supports ring attention; remove it (`place: group` divides whole items among these ranks)",
+        ("pp", "schedule"),
+        "only the foundation is cut into stages; remove it",
     ),
     Refusal(
+        "all but the foundation",
+        ("not the foundation",),
+        ("cp",),
+        "only the foundation supports ring attention; remove it (`place: group` divides items among the ranks)",
+    ),
+    Refusal(
+        "all but the foundation",
         ("not the foundation",),
         ("async_ulysses", "sequence_parallel", "compile"),
         f"only the foundation supports it; set it on {FOUNDATION}",
