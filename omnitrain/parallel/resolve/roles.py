@@ -50,7 +50,7 @@ REFUSALS = (
         "a component of a section",
         ("section",),
         ("pp", "cp"),
-        "components of sections have only dp_replicate, dp_shard, tp, ulysses and ep; remove it",
+        "components of a section have only dp_replicate, dp_shard, tp, ulysses and ep; remove it",
     ),
     Refusal(
         "a component of a section",
@@ -94,8 +94,14 @@ REFUSALS = (
     Refusal(
         "all but the foundation",
         ("not the foundation",),
-        ("async_ulysses", "sequence_parallel", "compile"),
+        ("async_ulysses", "sequence_parallel"),
         f"only the foundation supports it; set it on {FOUNDATION}",
+    ),
+    Refusal(
+        "all but the foundation",
+        ("not the foundation",),
+        ("compile",),
+        f"only the foundation can be compiled; set it on {FOUNDATION}",
     ),
 )
 
