@@ -49,7 +49,7 @@ from omnitrain.parallel.step.media_dispatch import dispatch_media
 from omnitrain.parallel.step.plan import StepPlanner, facts_of
 from omnitrain.parallel.step.rendezvous import DataProcessGroup, Rendezvous
 from omnitrain.peers import GlooGroup
-from omnitrain.plan import PlannedComponent, RankFacts, Topology, decode_tables, encode_table, padded, plan_step
+from omnitrain.plan import Placement, RankFacts, Topology, decode_tables, encode_table, padded, plan_step
 from omnitrain.plan.step import Rates
 from omnitrain.plan.wavefront.step import SectionLimits, StepOrder
 from omnitrain.recipe import Data, Recipe
@@ -129,9 +129,9 @@ def topology_of(world: int, encoders: int = 0) -> Topology:
     """Images are encoded on any rank, or on ``encoders`` ranks of their own."""
     readers, everyone = tuple(range(world)), tuple(range(world + encoders))
     ranks = everyone[world:] if encoders else readers
-    encoder = PlannedComponent(ENCODER, ranks, (ENCODER,), place="world")
+    encoder = Placement(ENCODER, ranks, (ENCODER,), place="world")
     return Topology(
-        len(everyone), (encoder, PlannedComponent("foundation", readers, reads_packs=True)), ("text",), readers=readers
+        len(everyone), (encoder, Placement("foundation", readers, reads_packs=True)), ("text",), readers=readers
     )
 
 

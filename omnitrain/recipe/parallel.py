@@ -518,14 +518,6 @@ class ParallelPlan(Strict):
                 yield f"{path}.freeze: found false, but the component is frozen elsewhere; remove one of the two"
             elif name in frozen and plan.optimizer_offload and plan.lora is None:
                 yield f"{path}.optimizer_offload: found true, but a frozen component has no optimizer state"
-        foundation = self.components.get(FOUNDATION, ComponentPlan())
-        for field in ("window", "call_elements", "features_on", "feature_bytes"):
-            if getattr(foundation, field) is not None:
-                path = f"components.{FOUNDATION}.{field}"
-                yield f"{path}: the foundation encodes no media; set it on an encoder, or remove it"
-        if foundation.place == "group":
-            path = f"components.{FOUNDATION}.place"
-            yield f"{path}: found group; expected `local` (a rank runs the packs that it drew) or `world` (by cost)"
 
     def _degree_problems(self, degrees: Mapping[str, int]) -> Iterator[str]:
         """Compare the foundation's degrees with the state; other components may have different ones."""
