@@ -1,8 +1,8 @@
 """The process groups of a rank: those of many ranks, by torch's fake backend, and the sockets of a few real ones.
 
 A rank's groups and their calls depend on its coordinates alone, so one process makes those of some ranks in turn, of
-each pipeline stage and each section. Groups of meshes, of pairs of stages and of edges between sections count as those of
-NCCL, though a machine without GPUs makes them with gloo.
+each pipeline stage and each section. Groups of meshes, of pairs of stages and of edges between sections count as those
+of NCCL, though a machine without GPUs makes them with gloo.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def new_group(
     uses_nccl = "nccl" in (backend or dist.get_backend_config())
     options = _nccl_options(high_priority, max_ctas, timeout) if uses_nccl else None
     with _unbound():
-        group = dist.new_group(list(ranks), timeout, backend, options, group_desc=name)
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=name)
     return group if dist.get_rank() in ranks else None
 
 

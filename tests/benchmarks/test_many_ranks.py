@@ -61,5 +61,13 @@ def test_ranks_make_few_process_groups_and_communicators(figures: dict[str, floa
     assert [len(above) for above in one_more] == [1] * len(now)
 
 
+def test_the_page_about_launching_has_the_process_groups_of_the_last_run() -> None:
+    found = json.loads((BENCHMARKS / "results" / "many_ranks.json").read_text())["figures"]
+    page = (BENCHMARKS.parent / "docs" / "launch.md").read_text()
+    names = ("calls", "groups", "communicators", "sockets")
+    rows = [f"| {found[f'process_{n}_512']:,.0f} | {found[f'process_{n}_with_sections_512']:,.0f} |" for n in names]
+    assert [row for row in rows if row not in page] == []
+
+
 def test_a_save_makes_no_process_group(figures: dict[str, float]) -> None:
     assert figures["groups_of_all_ranks_per_save"] == 0

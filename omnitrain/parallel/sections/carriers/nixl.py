@@ -298,6 +298,7 @@ class GrowingNixlCarrier:
         """Make the slots larger if a message does not fit. All ranks of the edge call it with the same messages."""
         largest = max((_offsets(message)[-1] for message in messages), default=0)
         if largest > self._slot_bytes:
+            assert self._group is not None
             self._slot_bytes = 2 * largest
             self._carrier = _connected(self._senders, self._receivers, self._slots, self._slot_bytes, self._group)
 

@@ -156,8 +156,9 @@ class TorchCarrier:
     """:class:`~omnitrain.parallel.sections.carriers.carrier.Carrier` over process groups.
 
     Both ends of each message post it in the order of the edge's messages, which is one order for all ranks: so no two
-    ranks wait for each other, though NCCL runs what a rank posts in a group one after the other. A receive that is
-    posted ahead occupies some of the GPU until its message comes, and those after it wait in the group's stream.
+    ranks wait for each other, though NCCL runs what a rank posts in a group one after the other. So only the first
+    of the receives that are posted ahead occupies multiprocessors until its message comes, a few of them; the others
+    wait in the group's stream.
 
     Args:
         group: all ranks of the edge, connected, used by this direction of this edge alone; None on other ranks.
