@@ -8,7 +8,6 @@ of NCCL, though a machine without GPUs makes them with gloo.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -128,15 +127,15 @@ def real(world: int) -> dict[str, float]:
     """Return how many sockets a rank has once it has joined a run of ``world`` ranks, the most of all; 0: none."""
     if not world:
         return {}
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as the launcher has it
     found = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_sockets_of, (world, port, found), world)
+    mp.spawn(_sockets_of, (world, store.port, found), world)
     return {f"process_real_sockets_{world}": float(max(found.get() for _ in range(world)))}
 
 
 def _sockets_of(rank: int, world: int, port: int, found: Any) -> None:
     where = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    where |= {"TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({name: str(value) for name, value in where.items()})
     ranks = join_ranks(ParallelPlan(), CPU)
     GlooGroup()  # of a model that is spread
