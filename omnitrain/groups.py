@@ -93,13 +93,13 @@ def _nccl_options(high_priority: bool, max_ctas: int | None, timeout: timedelta 
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    world = dist.group.WORLD
-    bound = None if world is None else world.bound_device_id
-    if world is None or bound is None:
-        yield
-        return
-    world.bound_device_id = None
+    """Bind no GPU to the default group meanwhile."""
+    world: Any = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is not None:
+        world.bound_device_id = None
     try:
         yield
     finally:
-        world.bound_device_id = bound
+        if bound is not None:
+            world.bound_device_id = bound
