@@ -34,7 +34,6 @@ from omnitrain.models.discovery.text_run import (
 )
 from omnitrain.recipe.parallel import FOUNDATION
 
-
 _DISCOVERED: dict[tuple[type, str], Discovery] = {}
 
 
