@@ -26,6 +26,7 @@ from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_row, tiny_to
 from tests.tiny_processors import llava
 
 SMALL = ["train.steps=2", "train.cpu_threads=1", "data.workers=0", "data.pack_tokens=200", "data.packing_buffer=4"]
+SMALL += ["train.report=false"]  # its page is tested in tests/report
 STAGES = ("vision_language_1_align", "vision_language_2_pretrain", "vision_language_3_sft")
 
 
