@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-from functools import cache
 
 from omnitrain.errors import UserError
 
@@ -60,9 +59,8 @@ def torch_version() -> str:
     return importlib.metadata.version("torch")
 
 
-@cache
 def installed_version(distribution: str) -> str | None:
-    """Return the installed version of a distribution; None: it is not installed. A process asks for each once."""
+    """Return the installed version of a distribution; None: it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
