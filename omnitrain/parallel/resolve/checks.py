@@ -102,7 +102,8 @@ def _window_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState)
         if section == MAIN and (merged.window or 1) == 1 and not (state.size("pp") > 1 and merged.place == "world"):
             continue
         inside = {p for unit in find_units(model)[name].all for p in model.get_submodule(unit).parameters()}
-        outside = [path for path, p in model.components[name].items() if p not in inside | ignored_params(model)]
+        inside |= ignored_params(model)
+        outside = [path for path, p in model.components[name].items() if p not in inside]
         if outside:
             field = "window" if merged.window is not None else "place"
             found = f"{plan.path_of(name, field)}.{field}: found {getattr(merged, field)}"
