@@ -199,6 +199,17 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout of collectives of a group; None: its backends have none of their own."""
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+    return next((backend.options._timeout for backend in backends if backend.options is not None), None)
+
+
+def set_timeout_of_options(options: Any, timeout: timedelta) -> None:
+    """Change the timeout of collectives of a group that will be made with these options."""
+    options._timeout = timeout
+
+
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Change the timeout of collectives of a group."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
