@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 TORCH := torch==2.13.0
 LOW_BIT := tests/optim/test_low_bit.py tests/parallel/random_layouts/test_low_bit_layouts.py
 
-.PHONY: install quickstart test test-slow test-low-bit test-families test-layouts coverage lint bench
+.PHONY: install quickstart test test-slow test-low-bit test-families test-layouts test-versions coverage lint bench
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -32,7 +32,7 @@ quickstart: install
 	@$(BIN)/omnitrain run recipes/quickstart.yaml --nproc $(NPROC)
 
 # One thread: figures that repeat, and tests that do not fight over cores.
-test test-slow test-low-bit test-families test-layouts coverage bench: export OMP_NUM_THREADS := 1
+test test-slow test-low-bit test-families test-layouts test-versions coverage bench: export OMP_NUM_THREADS := 1
 
 test: install
 	@$(BIN)/python -m tests.side_by_side
@@ -53,6 +53,12 @@ test-families: install
 # 150 random layouts against plain transformers; a failed row is run alone by python -m tests.parallel.random_layouts "ROW".
 test-layouts: install
 	@$(BIN)/python -m pytest -q -m slow tests/parallel/random_layouts/test_random_layouts.py
+
+# A short suite with the lowest and the highest torch and transformers (omnitrain.packages.WINDOW), each in .versions: 6 GB
+# to install, so CI does not run it. Who changes pyproject.toml, constraints.txt, torch_private.py or
+# transformers_private.py does, and says in the commit or in the issue's note what passed, when, and at which commit.
+test-versions: install
+	@$(BIN)/python -m tests.versions
 
 coverage: install
 	@$(BIN)/python -m pytest -q --cov --cov-report=term

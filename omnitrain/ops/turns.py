@@ -14,6 +14,8 @@ from threading import Lock, Thread, get_ident
 
 import torch
 
+from omnitrain.torch_private import current_graph_task_id
+
 _FORWARD, _BACKWARD = 0, 1
 
 
@@ -51,7 +53,7 @@ class _Turns:
 
     def give(self) -> None:
         """Give the turn away and wait for the next one; do nothing if the other thread has ended."""
-        party = _BACKWARD if torch._C._current_graph_task_id() != -1 else _FORWARD
+        party = _BACKWARD if current_graph_task_id() != -1 else _FORWARD
         if 1 - party in self._unfinished:
             with self._own_generators():
                 self._turn[1 - party].release()

@@ -13,9 +13,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from omnitrain.errors import UserError
 from omnitrain.parallel.environment import gpu_of_rank, prepare_process
@@ -24,6 +21,7 @@ from omnitrain.parallel.meshes import device_meshes
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers
 from omnitrain.plan.mesh import MeshShape, fit_mesh
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
+from omnitrain.torch_private import forget_meshes
 
 DpMode = Literal["fsdp2", "hsdp", "replicate"]
 
@@ -576,10 +574,7 @@ def leave_process_groups() -> None:
     aborts the process, so leave the groups before.
     """
     forget_parallel_state()
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
-    _gen_transform_infos.cache_clear()
-    MeshTopoInfo.build_from_mesh.cache_clear()
+    forget_meshes()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

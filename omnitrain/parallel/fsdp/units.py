@@ -13,6 +13,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import blocks_in
 from omnitrain.recipe.globs import any_layer
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.transformers_private import fp32_modules_of
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -81,7 +82,7 @@ def blocks_of(model: OmniModel) -> dict[str, tuple[str, ...]]:
 
 def stays_fp32(model: PreTrainedModel) -> Callable[[str], bool]:
     """Return a function of a parameter's name: whether transformers keeps it in fp32 at any precision."""
-    names = sorted(model._keep_in_fp32_modules_strict or ())
+    names = sorted(fp32_modules_of(model))
     pattern = re.compile("|".join(rf"(^|\.)({name})($|\.)" for name in names) or r"(?!)")
     return lambda path: pattern.search(path) is not None
 
@@ -123,7 +124,7 @@ class _Parameters:
     def _find(self, module: nn.Module) -> dict[nn.Parameter, None]:
         """Note the parameters of a module, and return those of it and of the modules in it that are not ignored."""
         if module not in self._managed:
-            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            own = list(module.parameters(recurse=False))
             for parameter in own:
                 self._holders.setdefault(parameter, set()).add(module)
             self._managed[module] = dict.fromkeys(parameter for parameter in own if parameter in self._owner)
