@@ -134,9 +134,16 @@ class _Operations(TorchDispatchMode):
 
 
 def _place() -> str:
-    frames = ((frame.f_globals["__name__"], frame.f_code.co_name) for frame, _ in traceback.walk_stack(None))
-    inside = (f"{module} {function}" for module, function in frames if module.partition(".")[0] in PACKAGES)
-    return next(inside, "elsewhere")
+    return place().partition(":")[0]
+
+
+def place() -> str:
+    """``MODULE FUNCTION:LINE``, the innermost of omnitrain or transformers that is running; or `elsewhere`."""
+    for frame, line in traceback.walk_stack(None):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] in PACKAGES:
+            return f"{module} {frame.f_code.co_name}:{line}"
+    return "elsewhere"
 
 
 def _is_backward() -> bool:
