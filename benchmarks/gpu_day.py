@@ -20,6 +20,7 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -184,10 +185,8 @@ def run_phase(phase: Phase, own: Path, made: Path, environment: Mapping[str, str
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """End what the phase has left: its data processes, too."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -253,9 +252,8 @@ def main(report: Callable[[str], None] = print) -> None:
     """Run the phases that were asked for; exit code 1 if one of them did not end well."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--only", help=f"some of {','.join(phase.name for phase in PHASES)}; default: all")
-    options.add_argument(
-        "--tiny", action="store_true", help="tiny sizes, which run on a CPU, too, two phases at a time"
-    )
+    tiny = "tiny sizes, which run on a CPU, too; two phases at a time"
+    options.add_argument("--tiny", action="store_true", help=tiny)
     options.add_argument("--output", type=Path, default=Path("gpu_day"), help="folder of the result and the traces")
     given = options.parse_args()
     day = run_day(chosen(given.only, given.tiny), given.output.resolve(), tiny=given.tiny, at_once=1 + given.tiny)

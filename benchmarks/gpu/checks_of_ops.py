@@ -91,7 +91,7 @@ DTYPES = {"flash": (BF16,), "varlen": (BF16,), "sdpa": (BF16, FP32), "flex": (BF
 
 def _attention(feature: str, attend: Callable[[Call], Tensor], inputs: Tensors) -> Tensors:
     mask, fields = FEATURES[feature]
-    fields = {name: inputs[name] if name in inputs else value for name, value in fields.items()}
+    fields = {name: inputs.get(name, value) for name, value in fields.items()}
     states = {name: inputs[name] for name in ("query", "key", "value")}
     return {"output": attend(Call(**states, mask=MASKS[mask](), **fields))}
 

@@ -1,8 +1,8 @@
-"""A computation on the device against the same one in fp32 on the CPU; what rounding explains is measured on the CPU."""
+"""A computation on the device against the same one in fp32 on the CPU, where what rounding explains is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ Compute = Callable[[Tensors], Step]
 """Name -> tensor; returns a sum, and name -> output or gradient."""
 
 
-def excess(
-    inputs: Mapping[str, Tensor], cpu: Compute, there: Compute, device: torch.device, dtype: torch.dtype
-) -> float:
+def excess(inputs: Tensors, cpu: Compute, there: Compute, device: torch.device, dtype: torch.dtype) -> float:
     """Return the largest deviation as a multiple of what rounding explains; above 1, it is an error.
 
     Args:

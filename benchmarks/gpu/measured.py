@@ -146,9 +146,8 @@ class Sides:
         first = next(iter(losses.values()), 1.0)
         errors = {side: abs(loss / first - 1) for side, loss in losses.items()}
         yield "loss error", max(errors.values(), default=0.0)
-        self.failed += [
-            f"{side}: loss {losses[side]:.6g}" for side, error in errors.items() if not error < LOSS_TOLERANCE
-        ]
+        wrong = [side for side, error in errors.items() if not error < LOSS_TOLERANCE]
+        self.failed += [f"{side}: loss {losses[side]:.6g}" for side in wrong]
         if self.failed:
             raise SystemExit(f"failed: {', '.join(self.failed)}")
 

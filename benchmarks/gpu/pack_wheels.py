@@ -1,7 +1,7 @@
 """Download the wheels that ``make gpu`` needs and a machine without a network, which has torch alone, usually lacks.
 
-Run it where there is a network, for the Python of that machine, and copy the folder into the checkout there: phases find
-it. Versions are those of ``constraints.txt``. ``--also NAME`` adds a package that is missing, too.
+Run it where there is a network, for the Python of that machine, and copy the folder into the checkout there, where
+phases find it. Versions are those of ``constraints.txt``. ``--also NAME`` adds a package that is missing, too.
 """
 
 from __future__ import annotations

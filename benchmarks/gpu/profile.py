@@ -1,6 +1,6 @@
 """What a step of a dense model is made of on the device: its kernels, the gaps between them, and its memory.
 
-Beside the result lie a trace (for ui.perfetto.dev) and, of a GPU, a snapshot of the memory (for pytorch.org/memory_viz).
+Beside the result lie a trace (for ui.perfetto.dev) and, of a GPU, snapshots of its memory (for pytorch.org/memory_viz).
 """
 
 from __future__ import annotations

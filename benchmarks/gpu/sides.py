@@ -97,7 +97,8 @@ def run_omnitrain(
     with laid_out(config, load.device, foundation, ops, alter=alter) as step:
         counted = [operations(config, step.model.foundation, batch) for batch in batches]
         packs = packs_of(step, batches)
-        measured = Measured(first_loss=[step.run([pack]) for pack in packs[:WARM_UP]][0])
+        losses = [step.run([pack]) for pack in packs[:WARM_UP]]
+        measured = Measured(first_loss=losses[0])
         for first in range(WARM_UP, len(packs), load.steps):
             part = slice(first, first + load.steps)
             synchronize(load.device)

@@ -9,23 +9,21 @@ import weakref
 import zipfile
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import gpu_day
 import pytest
 import torch
+from gpu import batches, experts, loopback, measured, pack_wheels, profile, sides, sizes
+from gpu_day import FAILED, KILLED, LATE, OK, PHASES, RESULT, Day, Phase, run_day
 from pydantic import TypeAdapter
 
 from omnitrain.recipe import Ops
 from omnitrain.recipe.parallel import ComponentPlan
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import gpu_day
-from gpu import batches, experts, loopback, measured, pack_wheels, profile, sides, sizes
-from gpu_day import FAILED, KILLED, LATE, OK, PHASES, RESULT, Day, Phase, run_day
-
 CPU = torch.device("cpu")
 FAKES = {
     "first": "yield 'one', 1.0\n    (folder / 'trace.json').write_text('x' * 100)",
@@ -100,7 +98,7 @@ def test_packed_wheels_are_unpacked_once_and_found(tmp_path: Path) -> None:
 
 def test_wheels_are_those_of_the_other_machine_and_of_our_versions() -> None:
     words = pack_wheels.command("3.12", ["manylinux_2_28_x86_64"], pack_wheels.NAMES, Path("wheels"))
-    options = dict(zip(words[3:], words[4:], strict=False))
+    options = dict(pairwise(words))
     assert (options["--python-version"], options["--platform"]) == ("3.12", "manylinux_2_28_x86_64")
     assert "--no-deps" in words and options["--only-binary"] == ":all:"
     pins = {line.partition("==")[0].replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()}
@@ -152,7 +150,7 @@ def test_a_side_that_fails_is_named_and_takes_no_other_with_it() -> None:
     assert figures["one tokens/s"] == "failed: too much" and str(figures["two tokens/s"]).startswith("refused: ")
     assert (figures["three tokens/s"], figures["three TFLOP/s"]) == (3.0, 1.0)
     assert dict(found.ratios("HF")) == {"three / HF": 1.5, "HF b / HF": 0.5}
-    with pytest.raises(SystemExit, match="failed: one, HF b: loss 6$"):
+    with pytest.raises(SystemExit, match=r"failed: one, HF b: loss 6$"):
         list(found.finish())
 
 
