@@ -53,12 +53,12 @@ class Phase:
 
 
 PHASES = (
-    Phase("gpu.machine", 30),
-    Phase("gpu.right", 110),
-    Phase("gpu.races", 40),
+    Phase("gpu.machine", 25),
+    Phase("gpu.right", 130),
+    Phase("gpu.races", 35),
     Phase("gpu.waits", 30),
-    Phase("gpu.dense", 100),
-    Phase("gpu.experts", 90),
+    Phase("gpu.dense", 95),
+    Phase("gpu.experts", 85),
     Phase("gpu.media", 40),
     Phase("gpu.profile", 40),
 )

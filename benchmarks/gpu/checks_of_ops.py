@@ -128,8 +128,8 @@ def attention(backend: Backend, feature: str, width: int, dtype: torch.dtype) ->
 
 
 def attention_checks() -> Iterator[Check]:
-    """Each backend with each feature that it declares; flex last, since it compiles each."""
-    for backend in sorted(BACKENDS, key=lambda backend: backend is FLEX):
+    """Each backend with each feature that it declares."""
+    for backend in BACKENDS:
         for feature in FEATURES:
             needs: list[frozenset[str]] = []
             _attention(feature, lambda call, n=needs: n.append(call.needs) or call.query, attention_inputs(feature, 8))
@@ -338,10 +338,9 @@ def optimizer(kind: str, *, offloaded: bool) -> Check:
 
 
 def checks() -> list[Check]:
-    """Return all of them; what compiles comes last."""
-    attending = list(attention_checks())
+    """Return all of them."""
     return [
-        *(check for check in attending if " flex " not in check.name),
+        *attention_checks(),
         *(ring(mask, width) for mask in RING_MASKS for width in (64, 128)),
         *(experts(routes, size, dtype) for routes in ROUTES for size in EXPERT_SIZES for dtype in (BF16, FP32)),
         Check("experts over a late link", late_rows),
@@ -349,5 +348,4 @@ def checks() -> list[Check]:
         *map(loss, CROSS_ENTROPY),
         *fused_checks(),
         *(optimizer(kind, offloaded=where) for kind in ("adamw", "muon") for where in (False, True)),
-        *(check for check in attending if " flex " in check.name),
     ]

@@ -169,10 +169,9 @@ def checks() -> list[Check]:
     computes: tuple[Compute, Compute] = ("float32", "bfloat16")
     return [
         *(tiny_step(name, compute) for name in PLAIN for compute in computes),
-        *(tiny_step(name, "bfloat16") for name in variants if name != "text compile"),
+        *(tiny_step(name, "bfloat16") for name in variants),
         *(tiny_step(name, "float32", update) for name in ("text", "text optimizer offload")),
         quickstart_steps("fp32", torch.float32),
         quickstart_steps("bf16", torch.bfloat16),
         Check("save in the background, resume", resumed),
-        tiny_step("text compile", "bfloat16"),
     ]

@@ -14,12 +14,14 @@ from gpu import checks_of_ops, checks_of_steps
 from gpu.checks_of_ops import Check
 from gpu.measured import NEEDS_CUDA, Figures, free_memory, this_device
 
+COMPILED = (" flex ", "compile")  # in names of checks
 torch.backends.cudnn.allow_tf32 = False  # of convolutions; that of products is off by default
 
 
 def checks() -> list[Check]:
-    """Return all checks; those of whole steps first, and what compiles last."""
-    return [*checks_of_steps.checks(), *checks_of_ops.checks()]
+    """Return all checks; those of whole steps first, and what compiles last, since it takes long."""
+    found = [*checks_of_steps.checks(), *checks_of_ops.checks()]
+    return sorted(found, key=lambda check: any(word in check.name for word in COMPILED))
 
 
 def run(tiny: bool, folder: Path) -> Figures:

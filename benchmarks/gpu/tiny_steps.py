@@ -84,7 +84,7 @@ STEPS = {
     "text optimizer offload": TinyStep("text", {"optimizer_offload": True}),
     "text parameter offload": TinyStep("text", {"parameter_offload": True}),
     "text liger": TinyStep("text", {}, LIGER),
-    "text compile": TinyStep("text", {"compile": True}),
     "experts exchange": TinyStep("experts", chunks=3),
     "experts recompute parts": TinyStep("experts", {"recompute": "parts"}, chunks=2),
+    "text compile": TinyStep("text", {"compile": True}),  # the slowest, so the last
 }

@@ -20,6 +20,7 @@ from gpu import batches, experts, loopback, measured, pack_wheels, profile, side
 from gpu_day import FAILED, KILLED, LATE, OK, PHASES, RESULT, Day, Phase, run_day
 from pydantic import TypeAdapter
 
+from omnitrain.errors import UserError
 from omnitrain.recipe import Ops
 from omnitrain.recipe.parallel import ComponentPlan
 
@@ -45,8 +46,8 @@ def day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Day, Path]:
         (tmp_path / f"{name}.py").write_text(fake(name, body))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(gpu_day, "MOST_BYTES", 1000)
-    phases = [Phase(name, 1.5 if name == "hangs" else 60.0) for name in FAKES]
-    return run_day(phases, tmp_path / "day", tiny=True), tmp_path / "day"
+    phases = [Phase(name, 2.5 if name == "hangs" else 60.0) for name in FAKES]
+    return run_day(phases, tmp_path / "day", tiny=True, at_once=len(phases)), tmp_path / "day"
 
 
 def read(folder: Path) -> Day:
@@ -76,6 +77,11 @@ def test_a_phase_that_hangs_dies_or_fails_loses_only_what_it_had_not_found(day: 
     assert (made.files, made.left_out) == ({"trace.json": 100}, {"huge": 2000})
     assert sorted(file.name for file in folder.iterdir()) == [RESULT, "trace.json"]
     assert all(word in gpu_day.table(made) for word in ("needs cuda", "hangs", LATE, KILLED, "wrong: this"))
+
+
+def test_the_page_of_a_gpu_has_each_phase_with_its_limit() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert [row for phase in PHASES if (row := f"| `{phase.name}` | {phase.limit:.0f} s |") not in page] == []
 
 
 def test_only_names_phases_in_their_order() -> None:
@@ -139,7 +145,7 @@ def test_a_side_that_fails_is_named_and_takes_no_other_with_it() -> None:
         raise MemoryError("too\nmuch")
 
     def refused() -> measured.Measured:
-        return ComponentPlan(compile=True, recompute="full")  # type: ignore[return-value]
+        raise UserError("it cannot\nrun here")
 
     def speed(tokens: float, loss: float) -> Callable[[], measured.Measured]:
         return lambda: measured.Measured([tokens], [1e12], loss)
@@ -147,7 +153,7 @@ def test_a_side_that_fails_is_named_and_takes_no_other_with_it() -> None:
     found = measured.Sides(CPU)
     plan = {"one": fails, "two": refused, "three": speed(3.0, 5.0), "HF": speed(2.0, 5.01), "HF b": speed(1.0, 6.0)}
     figures = dict(found.run(plan))
-    assert figures["one tokens/s"] == "failed: too much" and str(figures["two tokens/s"]).startswith("refused: ")
+    assert figures["one tokens/s"] == "failed: too much" and figures["two tokens/s"] == "refused: it cannot run here"
     assert (figures["three tokens/s"], figures["three TFLOP/s"]) == (3.0, 1.0)
     assert dict(found.ratios("HF")) == {"three / HF": 1.5, "HF b / HF": 0.5}
     with pytest.raises(SystemExit, match=r"failed: one, HF b: loss 6$"):
