@@ -34,7 +34,7 @@ SIZED_BY_VALUES = {
 }
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 COPIES = {aten.copy_, aten._to_copy}
-READ_ON_HOST = {"tolist", "numpy", "item", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"}
+READ_ON_HOST = {"tolist", "numpy", "cpu", "__array__"}  # without an operation that would be seen
 COPIED_FROM_HOST = {"tensor", "as_tensor", "new_tensor"}
 PACKAGES = ("omnitrain", "transformers")
 
