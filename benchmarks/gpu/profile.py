@@ -69,8 +69,8 @@ def of_spans(spans: Iterable[Span]) -> Figures:
     yield "kernels", float(len(spans))
     yield f"gaps above {LEAST_GAP:.0f} us", float(len(found))
     yield f"gaps above {LEAST_GAP:.0f} us, ms", 1e-3 * sum(gap for gap, _ in found)
-    for gap, before in sorted(found, reverse=True)[:5]:
-        yield f"gap us behind {before[:100]}", gap
+    for number, (gap, before) in enumerate(sorted(found, reverse=True)[:5], start=1):
+        yield f"gap {number}, us, behind {before[:100]}", gap
     for name, spent in seconds.most_common(SHOWN):
         yield f"ms in {calls[name]} x {name[:100]}", 1e-3 * spent
 

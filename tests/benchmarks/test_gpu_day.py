@@ -116,7 +116,7 @@ def test_gaps_are_where_no_kernel_runs() -> None:
     assert profile.gaps(spans) == [(140.0, "c"), (99.0, "d")]
     figures = dict(profile.of_spans(spans))
     assert (figures["step ms"], figures["gaps above 50 us, ms"]) == (pytest.approx(0.41), pytest.approx(0.239))
-    assert figures["ms in 1 x a"] == pytest.approx(0.1)
+    assert figures["ms in 1 x a"] == pytest.approx(0.1) and figures["gap 2, us, behind d"] == 99.0
 
 
 LOAD = measured.Load(CPU, tokens=128, rounds=1, steps=1, seconds=0.0)
@@ -210,7 +210,7 @@ FIGURES = {  # of each phase, some that must be numbers on a CPU
     "races": (),
     "waits": ("mixed: all",),
     "dense": ("eager / HF", "eager recompute / HF"),
-    "experts": ("loopback 8 / local", "local / HF grouped_mm"),
+    "experts": ("loopback 8 / local", "HF grouped_mm / local"),
     "media": ("idle share",),
     "profile": ("step ms", "gaps above 50 us"),
 }
