@@ -8,7 +8,10 @@ INSTALLED := $(VENV)/.installed
 TORCH := torch==2.13.0
 LOW_BIT := tests/optim/test_low_bit.py tests/parallel/random_layouts/test_low_bit_layouts.py
 
-.PHONY: install quickstart test test-slow test-low-bit test-families test-layouts test-versions coverage lint bench
+# The machine's own Python where it has torch, which may be built for its GPU; else that of $(VENV).
+RUN_WHERE_TORCH_IS = python=$$($(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python); $$python
+
+.PHONY: install quickstart test test-slow test-low-bit test-families test-layouts test-versions test-gpu coverage lint bench gpu
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -60,6 +63,10 @@ test-layouts: install
 test-versions: install
 	@$(BIN)/python -m tests.versions
 
+# On GPUs, by the machine's own Python where it has torch (and pytest).
+test-gpu:
+	@$(RUN_WHERE_TORCH_IS) -m pytest -q -m gpu $(ARGS)
+
 coverage: install
 	@$(BIN)/python -m pytest -q --cov --cov-report=term
 
@@ -71,6 +78,10 @@ lint: install
 
 bench: install
 	@mkdir -p benchmarks/results
-	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py simulated_ranks.py expert_loopback.py two_commits.py gpu_%.py),$(wildcard benchmarks/*.py)); do \
+	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py simulated_ranks.py two_commits.py gpu_day.py),$(wildcard benchmarks/*.py)); do \
 		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json; \
 	done
+
+# One visit to a machine with a GPU (docs/gpu.md): ARGS="--only right,dense", ARGS=--tiny.
+gpu:
+	@$(RUN_WHERE_TORCH_IS) benchmarks/gpu_day.py $(ARGS)

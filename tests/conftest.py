@@ -64,6 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _POOL_NAMES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("ranks")
+        for mark in item.iter_markers("gpu"):
+            needed, found = mark.args[0] if mark.args else 1, torch.cuda.device_count()
+            if found < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs GPUs: {needed}; found {found}"))
 
 
 def pytest_collection_finish() -> None:

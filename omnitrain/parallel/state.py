@@ -593,7 +593,12 @@ def _ensure_process_group() -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         join_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        open_process_group(backend)
+
+
+def open_process_group(backend: str) -> None:
+    """Make the process group of a single process."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _with_groups(states: dict[str, ParallelState]) -> ParallelState:
