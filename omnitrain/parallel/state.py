@@ -572,7 +572,7 @@ def leave_process_groups() -> None:
     aborts the process, so leave the groups before.
     """
     forget_parallel_state()
-    _clear_sharding_prop_cache()
+    _forget_shardings()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()
     MeshTopoInfo.build_from_mesh.cache_clear()
@@ -580,6 +580,14 @@ def leave_process_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+
+
+def _forget_shardings() -> None:
+    """Clear what torch keeps for each thread: for this one, and for the one in which autograd works for a GPU."""
+    _clear_sharding_prop_cache()
+    leaf = torch.zeros((), device="cuda" if torch.cuda.is_initialized() else "cpu", requires_grad=True)
+    leaf.register_hook(lambda _: _clear_sharding_prop_cache())
+    leaf.backward()
 
 
 def _ensure_process_group() -> None:
