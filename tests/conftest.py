@@ -89,6 +89,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{item.nodeid}: found no reason; expected no_device_thread('why')")
             if config.getoption("device_thread"):
                 item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+    if not config.getoption("device_thread"):
+        only = [item for item in items if item.get_closest_marker("device_thread")]
+        items[:] = [item for item in items if item not in only]
+        config.hook.pytest_deselected(items=only)
 
 
 def pytest_collection_finish() -> None:
