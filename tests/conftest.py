@@ -84,11 +84,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _POOL_NAMES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("ranks")
-        for mark in item.iter_markers("no_device_thread"):
-            if not mark.args:
-                raise pytest.UsageError(f"{item.nodeid}: found no reason; expected no_device_thread('why')")
-            if config.getoption("device_thread"):
-                item.add_marker(pytest.mark.skip(reason=mark.args[0]))
     if not config.getoption("device_thread"):
         only = [item for item in items if item.get_closest_marker("device_thread")]
         items[:] = [item for item in items if item not in only]
