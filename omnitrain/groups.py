@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from omnitrain.torch_private import set_options_timeout, timeout_of
+from omnitrain.torch_private import set_timeout_of_options, timeout_of
 
 # One rank may score or write without a time limit. Gloo notices a dead rank at once, the monitor a stalled run.
 PATIENCE = timedelta(days=7)
@@ -87,7 +87,7 @@ def _nccl_options(high_priority: bool, max_ctas: int | None, timeout: timedelta 
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     if timeout is not None:
-        set_options_timeout(options, timeout)
+        set_timeout_of_options(options, timeout)
     return options
 
 

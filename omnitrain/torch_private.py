@@ -200,13 +200,13 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of collectives of a group; None: its backends do not tell."""
+    """Return the timeout of collectives of a group; None: its backends have none of their own."""
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
     return next((backend.options._timeout for backend in backends if backend.options is not None), None)
 
 
-def set_options_timeout(options: Any, timeout: timedelta) -> None:
-    """Set the timeout in the options of a group that is to be made."""
+def set_timeout_of_options(options: Any, timeout: timedelta) -> None:
+    """Change the timeout of collectives of a group that will be made with these options."""
     options._timeout = timeout
 
 

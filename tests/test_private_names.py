@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fsdp_state
@@ -53,6 +54,7 @@ ATTRIBUTES: dict[str, list[tuple[Any, str]]] = {
         (nn.Module(), _OF_MODULES),
         (torch.optim.AdamW, "_init_group"),
         (dist.ProcessGroup, "_device_types _get_backend"),
+        (_distributed_c10d.Backend.Options, "_timeout"),
         (dist.ProcessGroupGloo, "_set_default_timeout _get_sequence_number_for_group"),
         (dist.ProcessGroupGloo._Options, "_timeout"),
         (FSDPModule, "_get_fsdp_state"),
