@@ -193,13 +193,7 @@ def _grouped(
         modality: [name for name in interface.parameters if name not in text]
         for modality, interface in interfaces.items()
     }
-    component: dict[str, str] = {}
-    for modality, names in reads.items():
-        mates = [other for other in component if set(reads[other]) & set(names)]
-        component[modality] = component[mates[0]] if mates else f"{modality}_encoder"
-        component |= dict.fromkeys(
-            (m for m in component if component[m] in {component[o] for o in mates}), component[modality]
-        )
+    component = _component_of(reads)
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     components = {
         name: tuple(sorted({p for m in component if component[m] == name for p in reads[m]}, key=order.__getitem__))
@@ -220,6 +214,16 @@ def _grouped(
         positions=positions,
         extras=extras,
     )
+
+
+def _component_of(reads: Mapping[str, list[str]]) -> dict[str, str]:
+    """Modality -> its component: that of the first modality with which it shares parameters, also through others."""
+    component: dict[str, str] = {}
+    for modality, names in reads.items():
+        joined = list(dict.fromkeys(component[other] for other in component if {*reads[other]} & {*names}))
+        component[modality] = joined[0] if joined else f"{modality}_encoder"
+        component = {other: joined[0] if name in joined else name for other, name in component.items()}
+    return component
 
 
 def _taken_by(model: PreTrainedModel) -> Iterator[str]:
