@@ -234,12 +234,18 @@ def forget_meshes() -> None:
     """Clear torch's caches that keep device meshes, and so process groups."""
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor._collective_utils import MeshTopoInfo
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    _clear_sharding_prop_cache()
+    forget_shardings()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
     MeshTopoInfo.build_from_mesh.cache_clear()
+
+
+def forget_shardings() -> None:
+    """Clear what DTensor knows of operations in this thread."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:

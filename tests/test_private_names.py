@@ -56,6 +56,7 @@ ATTRIBUTES: dict[str, list[tuple[Any, str]]] = {
         (dist.ProcessGroup, "_device_types _get_backend"),
         (_distributed_c10d.Backend.Options, "_timeout"),
         (dist.ProcessGroupGloo, "_set_default_timeout _get_sequence_number_for_group"),
+        (dist.ProcessGroupGloo._Options, "_timeout"),
         (FSDPModule, "_get_fsdp_state"),
         (_fsdp_state.FSDPState, "_lazy_init _register_pre_backward_hook _root_post_backward_final_callback"),
         (_fsdp_state.FSDPState(), "_fsdp_param_groups|_fsdp_param_group"),

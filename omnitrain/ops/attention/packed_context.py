@@ -150,7 +150,8 @@ def check_recomputation(module: torch.nn.Module) -> None:
     if in_backward and _running.get(_MISSING) is _MISSING and module in _rely_on_context:
         raise UserError(
             f"{type(module).__name__} is recomputed outside of packed(...), so it does not know where samples begin; "
-            "enter packed(...) around the backward, too (packed(None) if its input was not packed)"
+            "give torch.utils.checkpoint a context_fn: omnitrain.ops.recompute.recompute_contexts (with transformers: "
+            "gradient_checkpointing_enable({'use_reentrant': False, 'context_fn': recompute_contexts}))"
         )
 
 

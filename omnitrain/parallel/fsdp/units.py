@@ -13,7 +13,6 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import blocks_in
 from omnitrain.recipe.globs import any_layer
 from omnitrain.recipe.parallel import FOUNDATION
-from omnitrain.torch_private import parameters_of
 from omnitrain.transformers_private import fp32_modules_of
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -125,7 +124,7 @@ class _Parameters:
     def _find(self, module: nn.Module) -> dict[nn.Parameter, None]:
         """Note the parameters of a module, and return those of it and of the modules in it that are not ignored."""
         if module not in self._managed:
-            own = [parameter for parameter in parameters_of(module).values() if parameter is not None]
+            own = list(module.parameters(recurse=False))
             for parameter in own:
                 self._holders.setdefault(parameter, set()).add(module)
             self._managed[module] = dict.fromkeys(parameter for parameter in own if parameter in self._owner)
