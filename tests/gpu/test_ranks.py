@@ -12,7 +12,7 @@ import pytest
 from tests.tiny import TASKS, tiny_recipe
 from tests.train.test_ranks import COUNTED, LAYOUTS, TWO_SLOTS, assert_same_run, fit
 
-SETTINGS = [*TWO_SLOTS, *COUNTED, "train.precision=fp32"]
+SETTINGS = [*TWO_SLOTS, *COUNTED, "train.precision=fp32", "train.log_every=1"]
 IN_FP32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # convolutions, too
 
 
