@@ -9,7 +9,7 @@ import platform
 import resource
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from omnitrain.packages import install_command, installed_version, torchvision_problem
+from omnitrain.packages import WINDOW, install_command, installed_version, torchvision_problem, untested
 from omnitrain.parallel.environment import VARIABLES, missing_variables
 from omnitrain.parallel.memory.allocator import available_memory
 
@@ -155,7 +155,10 @@ def _requirement(requirement: Requirement) -> Finding:
     version = installed_version(requirement.name)
     if version is None:
         return Finding("versions", requirement.name, f"missing; pip install '{requirement}'", False)
-    return _in_range(requirement.name, version, requirement.specifier)
+    finding = _in_range(requirement.name, version, requirement.specifier)
+    if finding.ok and requirement.name in WINDOW and (problem := untested(requirement.name, version)):
+        return replace(finding, found=problem, ok=None)
+    return finding
 
 
 def _in_range(name: str, version: str, supported: SpecifierSet) -> Finding:
@@ -214,6 +217,9 @@ def _environment() -> list[Finding]:
         else Finding("environment", name, os.environ.get(name) or f"{older}={os.environ[older]}", True)
         for name, value, why, older in VARIABLES
     ]
+    known = {name for variable in VARIABLES for name in (variable.name, variable.older)}
+    of_nccl = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_")) and name not in known]
+    found += [Finding("environment", name, f"{os.environ[name]}, set by you", True) for name in of_nccl]
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [*found, Finding("environment", "open files", f"{soft}; omnitrain raises the limit to {most}", True)]
 

@@ -8,7 +8,7 @@ import pytest
 from omnitrain.train.metrics.console import console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "simulated_ranks"}
+SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "simulated_ranks", "process_groups"}
 OF_A_GPU = {"gpu_day"}  # test_gpu_day.py
 SIZES = {
     "pipeline": ["--rounds=1", "--ranks", "2", "--width=64", "--tokens=64"],
@@ -17,7 +17,7 @@ SIZES = {
     "published_gains": [],
     "overlap_tables": [],
     "wavefront": ["--seeds=1", "--small=2", "--large=2"],
-    "many_ranks": ["--rounds=1", "--worlds", "4", "8"],
+    "many_ranks": ["--rounds=1", "--worlds", "4", "8", "--real=0"],
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],

@@ -10,9 +10,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import EncoderMixin
+from omnitrain.transformers_private import ContainerModel
 
 
-class ComponentModel(PreTrainedModel):
+class ComponentModel(ContainerModel):
     """A foundation with encoders and decoders, which are submodules with the component's name.
 
     Attributes:
@@ -88,8 +89,8 @@ class ComponentModel(PreTrainedModel):
 
     def has_backward(self, component: str) -> bool:
         """Return whether parameters of a component train, or of the one whose features it reads."""
-        read = [self.reads[component]] if component in self.reads else []
-        return any(p.requires_grad for name in (component, *read) for p in self.components[name].values())
+        read, components = [self.reads[component]] if component in self.reads else [], self.components
+        return any(p.requires_grad for name in (component, *read) for p in components[name].values())
 
     @property
     def components(self) -> dict[str, dict[str, nn.Parameter]]:

@@ -19,14 +19,14 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.single_rank import skip_copy_in_out
 from omnitrain.parallel.fsdp.units import ComponentUnits, ignored_params
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.torch_private import initialise_root, tree_map_only
+from omnitrain.transformers_private import keep_recordable_outputs
 
 # Methods of a component -> whether FSDP casts their floating-point arguments. A decoder's media tokenizer keeps its
 # precision, so the features for it are not cast.
@@ -54,6 +54,14 @@ class Sharding:
     reduce_dtype: torch.dtype | None = torch.float32
     keep_unsharded: bool = False
     offload: bool = False
+
+    def of_unit(self, name: str, units: ComponentUnits) -> Sharding:
+        """Return the sharding of one of a component's units, such as experts, which have a mesh of their own."""
+        inner = replace(self, compute_dtype=torch.float32) if name in units.fp32 else self
+        if name not in units.experts:
+            return inner
+        assert self.expert_mesh is not None
+        return replace(inner, mesh=self.expert_mesh)
 
 
 def shard(
@@ -93,12 +101,7 @@ def shard(
                 fill(module)
             if component not in how or elsewhere.issuperset(module.parameters()):
                 continue
-            inner = how[component]
-            if name in of_component.fp32:
-                inner = replace(inner, compute_dtype=torch.float32)
-            if name in of_component.experts:
-                assert inner.expert_mesh is not None
-                inner = replace(inner, mesh=inner.expert_mesh)
+            inner = how[component].of_unit(name, of_component)
             _shard_unit(
                 module,
                 inner,
@@ -118,14 +121,6 @@ def shard(
         parameter.data = parameter.data.to(model.compute_device)
     _require_embedding_grad(model)
     initialise_root(root_unit)
-
-
-def initialise_root(root: FSDPModule) -> None:
-    """Initialise FSDP's root before its first forward; otherwise the first component to run would become a root.
-
-    torch (2.11 to 2.13) has no public function for this.
-    """
-    root._get_fsdp_state()._lazy_init()
 
 
 def _shard_unit(
@@ -151,7 +146,7 @@ def _shard_unit(
     if isinstance(module, PreTrainedModel):
         # FSDP renames the class of a unit. transformers looks up by class name which outputs a model can record, so
         # towers whose intermediate layers are used (LLaVA) would return none.
-        dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(module)), module._can_record_outputs)
+        keep_recordable_outputs(module)
     return unit
 
 

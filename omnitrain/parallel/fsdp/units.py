@@ -13,6 +13,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import blocks_in
 from omnitrain.recipe.globs import any_layer
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.transformers_private import fp32_modules_of
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -81,7 +82,7 @@ def blocks_of(model: OmniModel) -> dict[str, tuple[str, ...]]:
 
 def stays_fp32(model: PreTrainedModel) -> Callable[[str], bool]:
     """Return a function of a parameter's name: whether transformers keeps it in fp32 at any precision."""
-    names = sorted(model._keep_in_fp32_modules_strict or ())
+    names = sorted(fp32_modules_of(model))
     pattern = re.compile("|".join(rf"(^|\.)({name})($|\.)" for name in names) or r"(?!)")
     return lambda path: pattern.search(path) is not None
 
@@ -106,11 +107,8 @@ class _Parameters:
             if parameter not in ignored
         }
         self._holders: dict[nn.Parameter, set[nn.Module]] = {}
-        self._managed: dict[nn.Module, list[nn.Parameter]] = {}  # of a module and those in it, without ignored ones
-        for module in model.modules():
-            self._managed[module] = [parameter for parameter in module.parameters() if parameter in self._owner]
-            for parameter in module.parameters(recurse=False):
-                self._holders.setdefault(parameter, set()).add(module)
+        self._managed: dict[nn.Module, dict[nn.Parameter, None]] = {}  # of a module and those in it; no ignored ones
+        self._find(model)
         self._blocks = list(blocks_in(model))
         self._uneven = {
             self._modules[f"{FOUNDATION}.{name}"]
@@ -122,6 +120,17 @@ class _Parameters:
         is_fp32 = stays_fp32(model)
         self._beyond_text = set(model.runner.in_forward.parameters)
         self._fp32 = {parameter for name, parameter in model.named_parameters() if is_fp32(name)}
+
+    def _find(self, module: nn.Module) -> dict[nn.Parameter, None]:
+        """Note the parameters of a module, and return those of it and of the modules in it that are not ignored."""
+        if module not in self._managed:
+            own = list(module.parameters(recurse=False))
+            for parameter in own:
+                self._holders.setdefault(parameter, set()).add(module)
+            self._managed[module] = dict.fromkeys(parameter for parameter in own if parameter in self._owner)
+            for child in module.children():
+                self._managed[module] |= self._find(child)
+        return self._managed[module]
 
     def units_of(self, component: str, experts: Sequence[str]) -> ComponentUnits:
         """The component's units; for the foundation without ``rest``."""

@@ -86,7 +86,7 @@ def accumulate_gradients(
     skipped = SkippedInStep(model.runner.skipped_modules)
     total = executor.run(schedule)
     if model.runner.skipped_modules:
-        skipped.drop_gradients(SINGLE_PROCESS if layout is None else GlooGroup.of_models())
+        skipped.drop_gradients(SINGLE_PROCESS if layout is None else GlooGroup())
     if layout is not None:
         for state, parameters in layout.by_tp_ranks(model):
             add_up_over_tp(parameters, state)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnitrain.data.packing.fill_pack import pack_all
 from omnitrain.data.packing.pack import Pack
@@ -28,6 +27,7 @@ from omnitrain.parallel.pipeline.whole import whole_over_stages
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.verify.sgd import ShardedSGD
+from omnitrain.torch_private import COLLECTIVES, TorchDispatchMode
 
 STEPS = 3
 _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
@@ -96,7 +96,7 @@ def train(
     first_loss, collectives = 0.0, 0
     routed = _Routing(model, routing)
     for step in range(steps):
-        counted = _Collectives() if step == 0 else None
+        counted = _Collectives() if step == 0 and layout is not None else None
         with counted or nullcontext():
             is_ahead = layout is not None and layout.encodes_ahead and step + 1 < steps
             loss = accumulate_gradients(
@@ -105,8 +105,8 @@ def train(
                 forward_context=partial(routed.forward_context, step),
                 upcoming=batches[step + 1] if is_ahead else None,
             ).item()
-        if counted is not None:
-            first_loss, collectives = _summed(loss), counted.count
+        if step == 0:
+            first_loss, collectives = _summed(loss), 0 if counted is None else counted.count
             gradients = whole({name: parameter.grad for name, parameter in trained.items()})
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -164,7 +164,7 @@ class _Collectives(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace in ("c10d", "_c10d_functional")
+        self.count += func.namespace in COLLECTIVES
         return func(*args, **(kwargs or {}))
 
 
