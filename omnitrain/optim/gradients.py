@@ -17,6 +17,7 @@ from omnitrain.optim.shards import local_shard
 
 # The mesh of a gradient and the mesh dims that shard it. None: every rank has the whole gradient.
 _Sharding = tuple[DeviceMesh, tuple[int, ...]] | None
+_PIECE = 2**14  # elements whose squares a CPU adds up in fp32: of 2**24, it loses the fourth digit
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,12 @@ def _sharding(tensor: torch.Tensor) -> _Sharding:
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return a scalar fp64; it adds squares in fp32 within a tensor and in fp64 across tensors."""
+    """Return a scalar fp64; it adds squares in fp32 within a piece and in fp64 across pieces."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch._foreach_norm(gradients, 2, torch.float32)
+    # On a GPU, torch adds up pieces by itself.
+    pieces = [piece for own in gradients for piece in (own.reshape(-1).split(_PIECE) if own.is_cpu else (own,))]
+    norms = torch._foreach_norm(pieces, 2, torch.float32)
     return torch.stack([norm.to(norms[0].device) for norm in norms]).double().square().sum()
 
 
