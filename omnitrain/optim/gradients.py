@@ -39,13 +39,14 @@ class Holders:
     device: str = "cpu"
 
 
-# Models whose ranks hold different parts of them -> their holders, in the order in which all ranks laid them out.
-_spread: WeakKeyDictionary[nn.Module, Holders] = WeakKeyDictionary()
+# Models whose ranks hold different parts of them -> their parameters and holders, in the order in which all ranks laid
+# them out.
+_spread: WeakKeyDictionary[nn.Module, tuple[list[nn.Parameter], Holders]] = WeakKeyDictionary()
 
 
 def remember_holders(model: nn.Module, holders: Holders) -> None:
-    """Count the parameters of ``model`` as ``holders`` says, whenever a norm has some of them."""
-    _spread[model] = holders
+    """Count the parameters that ``model`` has now as ``holders`` says, whenever a norm has some of them."""
+    _spread[model] = list(model.parameters()), holders
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> torch.Tensor:
@@ -66,8 +67,8 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter)
     """
     others = dict.fromkeys(_listed(parameters))
     squares = []
-    for model, holders in _spread.items():
-        if own := [parameter for parameter in model.parameters() if parameter in others]:
+    for of_model, holders in _spread.values():
+        if own := [parameter for parameter in of_model if parameter in others]:
             counted = [parameter for parameter in own if parameter not in holders.counted_elsewhere]
             squares.append(_over_holders(_square(counted), holders))
             for parameter in own:

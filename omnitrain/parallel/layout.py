@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -113,6 +113,7 @@ class ModelLayout:
         sections: section -> its settings, in the order of ranks.
         reads: component that reads the features of another one, in place of media -> that component.
         own_states: component whose tensor parallel degree is not that of its section -> its factorisation.
+        shared: name -> parameter that several stages of the pipeline hold.
     """
 
     state: ParallelState
@@ -124,6 +125,7 @@ class ModelLayout:
     sections: Mapping[str, Section] = field(default_factory=dict)
     own_states: Mapping[str, ParallelState] = field(default_factory=dict)
     reads: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)
 
     @property
     def planned_ranks(self) -> tuple[int, ...]:
@@ -274,12 +276,13 @@ def layout_of(model: OmniModel) -> ModelLayout | None:
 
 def remember_layout(model: OmniModel, layout: ModelLayout) -> None:
     """Store ``layout`` on the model, and who holds its parameters for norms of its gradients."""
-    setattr(model, _ATTRIBUTE, layout)
     pipeline, state = layout.pipeline, layout.state
+    shared = {} if pipeline is None else pipeline.held_by_several(model)
+    setattr(model, _ATTRIBUTE, replace(layout, shared=shared))
     if pipeline is not None or layout.sections:
         holders = Holders(
             stages=None if pipeline is None else pipeline.group,
-            counted_elsewhere=frozenset() if pipeline is None else pipeline.counted_elsewhere(model),
+            counted_elsewhere=frozenset() if pipeline is None else pipeline.counted_elsewhere(shared),
             sections=dist.group.WORLD if layout.sections else None,
             counts=state.rank == state.first_rank,
             device=state.device_type,

@@ -93,8 +93,9 @@ class FoundationRunner:
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
         found = [skipped for skipped in self.contract.skipped_modules if not skipped.problem]
-        in_forward = [self.in_forward] if self.in_forward.modalities else []
-        self.give_zeros: list[GivesZeros] = [*call_skipped_modules(model, found), *in_forward]
+        self.give_zeros: list[GivesZeros] = list(call_skipped_modules(model, found))
+        if self.in_forward.modalities:
+            self.give_zeros.append(self.in_forward)
 
     def skip_unread_rows(self) -> Counter[str]:
         """Let modules that the contract lists as tokenwise compute only the tokens that a loss reads.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -19,7 +19,7 @@ class GivesZeros(Protocol):
 
     read: set[Any]
 
-    def parameters_by_key(self) -> Mapping[Hashable, Iterable[nn.Parameter]]:
+    def parameters_by_key(self) -> Mapping[Any, Iterable[nn.Parameter]]:
         """Return key -> parameters that samples read together; the same keys in the same order on all ranks."""
         ...
 

@@ -82,7 +82,7 @@ def accumulate_gradients(
         for state, parameters in layout.by_tp_ranks(model):
             keep_on_first_tp_rank(parameters, state)
         if layout.pipeline is not None:
-            keep_on_first_stage(model, layout.pipeline)
+            keep_on_first_stage(layout.shared, layout.pipeline)
     zeros = ZerosInStep(model.runner.give_zeros)
     total = executor.run(schedule)
     if model.runner.give_zeros:
@@ -91,5 +91,5 @@ def accumulate_gradients(
         for state, parameters in layout.by_tp_ranks(model):
             add_up_over_tp(parameters, state)
         if layout.pipeline is not None:
-            add_up_over_stages(model, layout.pipeline)
+            add_up_over_stages(layout.shared, layout.pipeline)
     return total
