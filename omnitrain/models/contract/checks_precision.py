@@ -33,6 +33,7 @@ from omnitrain.models.hf.hub_kernels import torch_kernels
 from omnitrain.ops.experts import Recording
 from omnitrain.ops.rounding import LOSS, Rounding, Step
 
+_COMPARED = 2**14  # about so many elements of each gradient are compared
 _Loss = Callable[[Probe], Tensor]
 _Context = Callable[..., AbstractContextManager[object]]
 
@@ -109,7 +110,7 @@ def _compute_in_bf16(model: PreTrainedModel) -> None:
 
 
 def _step(model: PreTrainedModel, probes: Sequence[Probe], loss_of: _Loss, experts: _Context) -> Step:
-    """The mean loss of the probes, and its gradients, which are added up in fp32."""
+    """The mean loss of the probes, and elements of its gradients, which are added up in fp32."""
     count = sum(int(probe.sample.loss_mask[1:].sum()) for probe in probes)
     total, gradients = 0.0, dict[str, Tensor]()
     for probe in probes:
@@ -120,7 +121,8 @@ def _step(model: PreTrainedModel, probes: Sequence[Probe], loss_of: _Loss, exper
         total += loss.item()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                gradients[name] = gradients.get(name, torch.zeros(())) + parameter.grad.float()
+                compared = parameter.grad.flatten()[:: max(1, parameter.numel() // _COMPARED)].float()
+                gradients[name] = gradients[name] + compared if name in gradients else compared
     return total, gradients
 
 

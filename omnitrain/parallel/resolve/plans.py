@@ -217,15 +217,13 @@ def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Ite
 
 def _low_precision_problems(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
     """The foundation must compute in bf16 what transformers' model in bf16 computes."""
-    for name in (FOUNDATION, *model.foundation_components):
-        precision = plans[name].precision if name in plans else None
-        if precision is None or "bfloat16" not in (precision.compute, precision.param):
-            continue
-        if problem := precision_problem_of(model.foundation, model.runner.contract):
-            yield (
-                f"components.{name}.precision: found bfloat16, but {type(model.foundation).__name__} does not compute "
-                f"in bf16 as transformers does: {problem}; use param: float32 and compute: float32"
-            )
+    dtypes = {name: plans[name].precision for name in model.foundation_components if name in plans}
+    low = [name for name, own in dtypes.items() if own and "bfloat16" in (own.compute, own.param)]
+    if low and (problem := precision_problem_of(model.foundation, model.runner.contract)):
+        yield (
+            f"components.{low[0]}.precision: found bfloat16, but {type(model.foundation).__name__} does not compute in "
+            f"bf16 as transformers does: {problem}; use param: float32 and compute: float32"
+        )
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
