@@ -200,7 +200,7 @@ def test_dropout_where_adapters_have_none_and_new_rows_in_bf16_are_refused() -> 
     (of_ranks,) = problems_of(Lora(dropout=0.1), tp=2)
     assert of_ranks.startswith("default.lora.dropout: found 0.1 with tp 2, whose ranks would draw other numbers")
     (of_dtype,) = problems_of(Lora(), (5, 7), precision={"param": "bfloat16"})
-    assert of_dtype.startswith("default.precision.param: found bfloat16, but the rows of 2 new tokens train")
+    assert of_dtype.startswith("default.precision.param: found bfloat16, but rows of new tokens train (ids 5, 7)")
     assert problems_of(Lora(), (5, 7), precision={"compute": "bfloat16"}) == []
 
 
