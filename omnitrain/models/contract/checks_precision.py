@@ -21,11 +21,11 @@ from transformers.modeling_utils import local_torch_dtype
 
 from omnitrain.data.packing.pack import IGNORED, MediaGroup, Pack
 from omnitrain.models.components.contract import Contract
-from omnitrain.models.contract.cache import contract_path, keep, kept
-from omnitrain.models.contract.checks_sequence import SequenceContract
+from omnitrain.models.contract.cache import contract_path
+from omnitrain.models.contract.checks_sequence import SequenceContract, kept_or_checked
 from omnitrain.models.contract.harness import Failure, attempt
 from omnitrain.models.contract.samples import Probe, probe_samples
-from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_configs
+from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_configs, without_dropout
 from omnitrain.models.discovery import discover
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.compute_dtype import compute_in, stays_fp32
@@ -44,11 +44,7 @@ def precision_problem_of(model: PreTrainedModel, contract: Contract) -> str:
     ``contract``: the foundation's contract, by which the tiny model runs.
     """
     path = contract_path(type(model), model.config).with_suffix(".precision.json")
-    found = kept(path, lambda values: SequenceContract(values["problem"]))
-    if found is None:
-        found = SequenceContract(check_precision(type(model), model.config, contract))
-        keep(path, found)
-    return found.problem
+    return kept_or_checked(path, lambda: SequenceContract(check_precision(type(model), model.config, contract))).problem
 
 
 def check_precision(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> str:
@@ -97,6 +93,7 @@ def _in_bf16(model: PreTrainedModel) -> PreTrainedModel:
     must_stay_fp32 = stays_fp32(plain)
     for name, parameter in plain.named_parameters():
         parameter.data = parameter.data.float() if must_stay_fp32(name) else parameter.data
+    without_dropout(plain)
     return plain
 
 
