@@ -11,6 +11,8 @@ many ranks, 4 is linear.
 - ``start``: the ranks compare the parameters of a model of 200.
 - ``save``: the ranks collect the state of the data and commit a checkpoint, in which each has a file of the optimizer's
   state. ``groups_of_all_ranks_per_save`` are the process groups that saving an optimizer makes after the first time.
+- ``process``: what a rank of 512 makes until its first step (``process_groups.py``), and the sockets of real ranks. The
+  command fails if one is above its bound.
 - ``order``: the seconds to order the micro-batches of a run whose image encoder has ranks of its own.
 """
 
@@ -22,6 +24,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -31,6 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from harness import QUICKSTART, ROOT, Result, parser, report, start
+from process_groups import exceeded, real, simulated
 from simulated_ranks import GroupsMade, SimulatedRanks
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -49,7 +53,7 @@ from omnitrain.parallel.step.media_dispatch import dispatch_media
 from omnitrain.parallel.step.plan import StepPlanner, facts_of
 from omnitrain.parallel.step.rendezvous import DataProcessGroup, Rendezvous
 from omnitrain.peers import GlooGroup
-from omnitrain.plan import PlannedComponent, RankFacts, Topology, decode_tables, encode_table, padded, plan_step
+from omnitrain.plan import Placement, RankFacts, Topology, decode_tables, encode_table, padded, plan_step
 from omnitrain.plan.step import Rates
 from omnitrain.plan.wavefront.step import SectionLimits, StepOrder
 from omnitrain.recipe import Data, Recipe
@@ -69,6 +73,7 @@ SOURCES = ("captions", "documents", "speech", "text")
 REJECTED = 1  # damaged rows per rank, before the run was resumed
 REASON = "image 1: unreadable image of 6,144 bytes: cannot identify image file"
 PER_SECTION_RANK = 8  # ranks that read data for one rank that encodes
+PROCESSES = 512  # ranks whose process groups are counted
 
 
 def measure(worlds: Sequence[int], rounds: int) -> Result:
@@ -86,6 +91,7 @@ def measure(worlds: Sequence[int], rounds: int) -> Result:
     growth = {f"{name}_growth": values[-1] / values[-2] for name, values in found.items() if values[-2]}
     of_bytes = max(value for name, value in growth.items() if name.endswith("_bytes_growth"))
     groups = {"groups_of_all_ranks_per_save": float(groups_of_a_save())}
+    figures |= simulated(PROCESSES)
     return Result("many_ranks", FORMULA, {"largest_growth_of_bytes": of_bytes} | groups | figures | growth, measured)
 
 
@@ -129,9 +135,9 @@ def topology_of(world: int, encoders: int = 0) -> Topology:
     """Images are encoded on any rank, or on ``encoders`` ranks of their own."""
     readers, everyone = tuple(range(world)), tuple(range(world + encoders))
     ranks = everyone[world:] if encoders else readers
-    encoder = PlannedComponent(ENCODER, ranks, (ENCODER,), place="world")
+    encoder = Placement(ENCODER, ranks, (ENCODER,), place="world")
     return Topology(
-        len(everyone), (encoder, PlannedComponent("foundation", readers, reads_packs=True)), ("text",), readers=readers
+        len(everyone), (encoder, Placement("foundation", readers, reads_packs=True)), ("text",), readers=readers
     )
 
 
@@ -376,10 +382,19 @@ def main() -> None:
     arguments = parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=1)
     arguments.add_argument("--worlds", type=int, nargs="+", default=[64, 256, 1024], help="numbers of ranks, ascending")
     arguments.add_argument("--before", type=Path, default=BEFORE, help="an earlier result, printed beside this one")
+    arguments.add_argument("--real", type=int, default=8, help="number of real ranks whose sockets are counted")
+    arguments.add_argument("--only-groups", action="store_true", help="keep the other figures of the file of --json")
     options = start(arguments)
-    result = measure(options.worlds, options.rounds)
+    if options.only_groups:
+        result = Result(**{field.name: json.loads(options.json.read_text())[field.name] for field in fields(Result)})
+        result.figures.update(simulated(PROCESSES))
+    else:
+        result = measure(options.worlds, options.rounds)
+    result.figures.update(real(options.real))
     report(result, options.json)
     compare(json.loads(options.before.read_text())["figures"], result.figures)
+    if above := exceeded(result.figures):
+        raise SystemExit("\n".join(above))
 
 
 def compare(before: Mapping[str, float], now: Mapping[str, float]) -> None:

@@ -20,7 +20,7 @@ from harness import Result, parser, report, start
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
-    PlannedComponent,
+    Placement,
     RankFacts,
     StepPlan,
     Topology,
@@ -30,7 +30,7 @@ from omnitrain.plan import (
     padded,
     plan_step,
 )
-from omnitrain.plan.topology import Place
+from omnitrain.plan.placement import Place
 
 FORMULA = "seconds = median over rounds of (seconds to decode, plan and read off one rank's work / steps)"
 RANKS = 64
@@ -42,8 +42,8 @@ MEDIA = ("image", "video")
 def topology(place: Place) -> Topology:
     """An encoder and a foundation on all ranks."""
     everyone = tuple(range(RANKS))
-    encoder = PlannedComponent(ENCODER, everyone, MEDIA, place=place)
-    return Topology(RANKS, (encoder, PlannedComponent("foundation", everyone, reads_packs=True)), ("text",))
+    encoder = Placement(ENCODER, everyone, MEDIA, place=place)
+    return Topology(RANKS, (encoder, Placement("foundation", everyone, reads_packs=True)), ("text",))
 
 
 def gathered_tables(given: Topology, num_items: int) -> np.ndarray:

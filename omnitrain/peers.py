@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,13 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import TrainingError, UserError
+from omnitrain.groups import PATIENCE, shared_group
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
-
-_OF_MODELS = "ranks of models"  # the group of :func:`ranks_of`
-# One rank may score or write without a time limit. Gloo notices a dead rank at once, the monitor a stalled run.
-_PATIENCE = timedelta(days=7)
 
 
 class Peers(Protocol):
@@ -121,9 +117,10 @@ SINGLE_PROCESS = SingleProcess()
 
 
 class GlooGroup:
-    """:class:`Peers` over a separate gloo group: calls do not wait for the device, and do not time out.
+    """:class:`Peers` over a gloo group: calls do not wait for the device, and do not time out.
 
-    Every rank must create it, in the same order relative to other process groups.
+    Every rank must create it, in the same order relative to other process groups. The same ranks share one process
+    group, since a rank needs a socket for each other rank of each of them: use it in the main thread alone.
 
     Args:
         groups: global ranks of each group; a rank communicates within its group. None: one group of all ranks.
@@ -138,21 +135,15 @@ class GlooGroup:
 
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
         for ranks in [range(dist.get_world_size())] if groups is None else groups:
-            group = new_gloo_group(ranks, "peers", _PATIENCE)
-            if dist.get_rank() in ranks:
+            group = shared_group("peers", ranks, "peers", backend="gloo", timeout=PATIENCE)
+            if group is not None:
                 self.group, self.rank, self.size = group, ranks.index(dist.get_rank()), len(ranks)
 
     @classmethod
-    def of_models(cls) -> GlooGroup:
-        """Return all ranks as the peers of models that are spread over them, in one group for all models.
-
-        The first call makes the group, and torch keeps it until all process groups are destroyed: among a thousand
-        ranks, a new one for every save would take longer than what they have to say to each other.
-        """
+    def of_default_group(cls) -> GlooGroup:
+        """Return all ranks over the default group itself, for a process that uses it for nothing else."""
         peers = cls.__new__(cls)
-        made = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc == _OF_MODELS]
-        peers.group = made[0] if made else new_gloo_group(range(dist.get_world_size()), _OF_MODELS, _PATIENCE)
-        peers.rank, peers.size = dist.get_rank(), dist.get_world_size()
+        peers.group, peers.rank, peers.size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
         return peers
 
     def any(self, flag: bool) -> bool:
@@ -213,29 +204,6 @@ class GlooGroup:
         values = [value]
         dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
-
-
-def new_gloo_group(ranks: Sequence[int], name: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Make a group of the host. All ranks call it, in the same order relative to other groups.
-
-    Where ``init_process_group(device_id=...)`` has bound a GPU, torch lets the ranks that are not in a new group take
-    part in a split of NCCL's communicator, for which those in a gloo group never come (pytorch#197568). So the GPU is
-    not bound meanwhile.
-
-    Args:
-        ranks: global ranks of the group.
-        name: its description.
-        timeout: of its collectives; None: that of torch.
-    """
-    world = dist.group.WORLD
-    bound = None if world is None else world.bound_device_id
-    if world is not None and bound is not None:
-        world.bound_device_id = None
-    try:
-        return dist.new_group(list(ranks), backend="gloo", timeout=timeout, group_desc=name)
-    finally:
-        if world is not None and bound is not None:
-            world.bound_device_id = bound
 
 
 def swap_bytes(group: Any, parcels: Sequence[bytes]) -> list[bytes]:
@@ -353,4 +321,4 @@ def is_spread(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def ranks_of(model: nn.Module) -> Iterator[Peers]:
     """Yield all ranks if ``model`` is parallelized (then all of them call this), else this process alone."""
-    yield GlooGroup.of_models() if is_spread(model) else SINGLE_PROCESS
+    yield GlooGroup() if is_spread(model) else SINGLE_PROCESS

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers, all_or_raise, new_gloo_group, ranks_of
+from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers, all_or_raise, ranks_of
 
 
 def told(peers: Peers) -> tuple[Any, ...]:
@@ -88,23 +87,3 @@ def test_all_models_share_one_group_of_all_ranks(ranks: RankPool) -> None:
     assert [len(set(of_rank)) for of_rank in names] == [1, 1]
     with ranks_of(nn.Linear(2, 2)) as peers:
         assert peers is SINGLE_PROCESS
-
-
-def splits_for_new_groups() -> tuple[int, int, torch.device | None]:
-    """How often torch would split NCCL's communicator of all ranks for a group of two, ours and a plain one."""
-    asked: list[Any] = []
-    real, world = dist.distributed_c10d._get_split_source, dist.group.WORLD
-    dist.distributed_c10d._get_split_source = asked.append
-    world.bound_device_id = torch.device("cuda", 0)  # as init_process_group(device_id=...) does
-    try:
-        new_gloo_group([0, 1], "two of three")
-        of_ours, bound = len(asked), world.bound_device_id
-        dist.new_group([0, 1], backend="gloo")
-    finally:
-        dist.distributed_c10d._get_split_source, world.bound_device_id = real, None
-    return of_ours, len(asked) - of_ours, bound
-
-
-def test_a_group_of_the_host_splits_no_communicator_of_gpus_that_are_bound(ranks: RankPool) -> None:
-    """Ranks outside of the group would wait in the split for those inside, who never come (pytorch#197568)."""
-    assert ranks.run(splits_for_new_groups, timeout_s=60, world=3) == [(0, 1, torch.device("cuda", 0))] * 3

@@ -18,6 +18,7 @@ from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.shipped import list_recipes
 from omnitrain.report.data.pack_view import ItemView
+from omnitrain.train.run_state import writer
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.data_stats import data_stats
 from omnitrain.train.verbs.preview import preview
@@ -26,6 +27,7 @@ from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_row, tiny_to
 from tests.tiny_processors import llava
 
 SMALL = ["train.steps=2", "train.cpu_threads=1", "data.workers=0", "data.pack_tokens=200", "data.packing_buffer=4"]
+SMALL += ["train.report=false"]  # its page is tested in tests/report
 STAGES = ("vision_language_1_align", "vision_language_2_pretrain", "vision_language_3_sft")
 
 
@@ -120,8 +122,9 @@ def test_a_whole_model_is_fine_tuned_behind_its_frozen_tower(tiny: dict[str, str
 
 
 def test_a_run_that_may_be_stopped_keeps_its_newest_and_its_best_checkpoint_and_goes_on(
-    tiny: dict[str, str], tmp_path: Path
+    tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(writer, "_NICE", 0)  # other tests run beside it
     data = [f"data.{kind}=[{{path: {tiny['images']}}}]" for kind in ("train", "heldout")]
     parts = [f"model.foundation={tiny['llava']}", *data]
     often = ["train.save_every=1", "evaluation={loss_every: 1, max_new_tokens: 1}", "train.micro_batches=2"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -28,8 +28,9 @@ from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
 from omnitrain.plan import StepPlan
 from omnitrain.plan.mesh import DENSE_AXES
 from omnitrain.plan.mesh_picture import mesh_picture
+from omnitrain.plan.placement import Topology
 from omnitrain.plan.schedule.encoders import EncoderWindows
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, Section
+from omnitrain.recipe.parallel import ComponentPlan, Section
 
 _ATTRIBUTE = "_applied_layout"
 _OF_PLAN = ("component", "section", "mode", "mesh", "units", "recompute", "offload", "sequence")
@@ -76,66 +77,34 @@ class ComponentLayout:
         return self.plan.dp_shard or 1
 
 
-def call_axes(plan: ComponentPlan) -> tuple[str, ...]:
-    """Return the axes whose ranks make each call of a component's media together, with the same items.
-
-    On ``sequence`` they share the tower's rows; on ``tp`` they share its matrices, or each of them encodes the items of
-    its own samples (``place: local``).
-
-    Args:
-        plan: the complete plan of the component.
-    """
-    shares_rows = (plan.ulysses or 1) > 1
-    shares_matrices = (plan.tp or 1) > 1
-    return ("sequence",) * shares_rows + ("tp",) * (shares_matrices or plan.place == "local")
-
-
-def is_separate(plan: ComponentPlan) -> bool:
-    """Whether a component's media are encoded outside of the forwards of micro-batches, by actions of the schedule.
-
-    Args:
-        plan: the complete plan of an encoder; its ``window`` is None where the forward encodes.
-    """
-    return plan.window is not None
-
-
 @dataclass(frozen=True, eq=False)
 class ModelLayout:
     """The layout of a model.
 
     Attributes:
         state: the factorisation of the ranks of this rank's section. Without sections, the foundation uses it.
+        states: component -> the factorisation of the ranks that share its matrices: that of its section, or one of its
+            own. Another section's has no process groups.
         components: component -> its layout.
+        topology: where and when each component runs.
         pipeline: the pipeline of the foundation; None: every rank of ``main`` has all blocks.
-        section_of: component -> the section that has it.
+        exchanges: component -> the ranks that exchange its features with this one.
         section: the section of this rank; None: ``main``.
         edges: component of a section -> this rank's end of its edge. Empty on ranks that no edge reaches.
         sections: section -> its settings, in the order of ranks.
-        reads: component that reads the features of another one, in place of media -> that component.
-        own_states: component whose tensor parallel degree is not that of its section -> its factorisation.
         shared: name -> parameter that several stages of the pipeline hold.
     """
 
     state: ParallelState
+    states: Mapping[str, ParallelState]
     components: Mapping[str, ComponentLayout]
+    topology: Topology
     pipeline: Pipeline | None
-    section_of: Mapping[str, str]
+    exchanges: Mapping[str, dist.ProcessGroup]
     section: Section | None = None
     edges: Mapping[str, FeatureEdge] = field(default_factory=dict)
     sections: Mapping[str, Section] = field(default_factory=dict)
-    own_states: Mapping[str, ParallelState] = field(default_factory=dict)
-    reads: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)
-
-    @property
-    def planned_ranks(self) -> tuple[int, ...]:
-        """The global ranks that plan a step together: all ranks if encoders run on all pipeline ranks.
-
-        Otherwise the ranks of each pipeline stage plan it for themselves, and all stages have the same plan. Encoders
-        with a section are separate, so with sections all ranks plan together.
-        """
-        is_world = any(is_separate(component.plan) for component in self.components.values())
-        return tuple(range(self.state.num_ranks)) if is_world else self.state.stage_ranks
 
     @property
     def encodes_ahead(self) -> bool:
@@ -144,44 +113,24 @@ class ModelLayout:
 
     def holds(self, component: str) -> bool:
         """Whether this rank's section has the component."""
-        return self.section_of[component] == self.state.section
+        return self.states[component].section == self.state.section
 
-    def state_of(self, component: str) -> ParallelState:
-        """Return the state of the section that has a component; another section's has no process groups."""
-        return self.state.of_section(self.section_of[component])
-
-    def reader_of(self, component: str) -> str | None:
-        """Return the component that reads the features of a component of a section; None: the foundation."""
-        return next((reader for reader, read in self.reads.items() if read == component), None)
-
-    def section_that_reads(self, component: str) -> str:
-        """Return the section to which the features of a component of a section go."""
-        return self.section_of[self.reader_of(component) or FOUNDATION]
-
-    def calling_state_of(self, component: str) -> ParallelState:
-        """Return the state whose ``tp`` ranks make a component's calls together: see :func:`call_axes`."""
-        if self.components[component].plan.place == "local":
-            return self.state_of(component)
-        return self.own_states.get(component, self.state_of(component))
+    @property
+    def sharing(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+        """Component -> a context in which the ranks of a sequence group make its calls together."""
+        return {name: found.tower.sharing for name, found in self.components.items() if found.tower is not None}
 
     def by_tp_ranks(self, model: OmniModel) -> Iterator[tuple[ParallelState, Iterable[nn.Parameter]]]:
         """Yield this rank's parameters, by the state whose ``tp`` ranks share the matrices of their component."""
-        own = {name: list(model.components[name].values()) for name in self.own_states if self.holds(name)}
-        others = set(chain.from_iterable(own.values()))
-        yield self.state, (parameter for parameter in model.parameters() if parameter not in others)
-        yield from ((self.own_states[name], parameters) for name, parameters in own.items())
+        here = [name for name in self.components if self.holds(name)]
+        for state in dict.fromkeys(self.states[name] for name in here):
+            yield state, [p for n in here if self.states[n] is state for p in model.components[n].values()]
 
     def encoders(self, plan: StepPlan) -> tuple[EncoderWindows, ...]:
-        """Return the windows of a step, for each component of ``main`` that is encoded outside of forwards."""
-        planned = {
-            name: plan.topology.component(name)
-            for name, component in self.components.items()
-            if is_separate(component.plan) and self.section_of[name] == MAIN
-        }
-        return tuple(
-            EncoderWindows(name, component.window or plan.num_micro_batches, self.components[name].is_trained)
-            for name, component in planned.items()
-        )
+        """Return the windows of a step, for each component that is encoded by actions of ``main``."""
+        exchanged = set(plan.topology.names("exchange"))
+        placements = [plan.topology.component(name) for name in self.components if name in exchanged]
+        return tuple(EncoderWindows(c.name, c.window or plan.num_micro_batches, c.is_trained) for c in placements)
 
     def table(self, model: OmniModel) -> LayoutTable:
         """Return a printable table with one row per component."""
@@ -192,7 +141,7 @@ class ModelLayout:
         return LayoutTable(
             _row(
                 component.name,
-                section_text(self.state_of(component.name)) if self.sections else "",
+                section_text(self.states[component.name]) if self.sections else "",
                 component.plan,
                 component.num_units,
                 [parameters[name] for name in component.parameters] if parameters else [],
@@ -207,7 +156,7 @@ class ModelLayout:
             {
                 "name": state.section,
                 "first_rank": state.first_rank,
-                "components": [name for name, section in self.section_of.items() if section == state.section],
+                "components": [name for name, of in self.states.items() if of.section == state.section],
                 "axes": {axis: state.size(axis) for axis in DENSE_AXES},  # in the order in which ranks are numbered
                 "ep": state.ep_size,
             }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from omnitrain.groups import shared_group
 from omnitrain.plan.mesh import MeshShape
 
 # FSDP can only combine meshes that are submeshes of one root, so all meshes of a parameter come from the same root.
@@ -63,7 +63,9 @@ class _Groups:
     """The process groups of some axes (or products of axes). Axes with the same ranks share a group, except ``ep``.
 
     A group runs its CUDA collectives in one order, so in a shared group the all-to-alls of experts would wait for
-    FSDP's all-gathers. Every group also takes CPU tensors, even after ``init_process_group("nccl")``.
+    FSDP's all-gathers. They also run in streams of high priority: a layer's computation waits for them, and kernels
+    that fill the GPU, such as those of a forward beside a backward, would start first. Every group also takes CPU
+    tensors, even after ``init_process_group("nccl")``.
 
     Attributes:
         has_this_rank: whether this rank is in the groups.
@@ -73,23 +75,8 @@ class _Groups:
     def __init__(self, shape: MeshShape, first_rank: int, axes: Sequence[str]) -> None:
         self._shape, self._first_rank = shape, first_rank
         self.has_this_rank = first_rank <= dist.get_rank() < first_rank + shape.world_size
-        created: dict[tuple[tuple[int, ...], bytes], dist.ProcessGroup | None] = {}
-        backend: str | None = None
-        configured = dist.get_backend_config()
-        if "cpu:" not in configured:
-            backend = f"cpu:gloo,{configured}"
-        elif shape.world_size == dist.get_world_size():
-            created[_key(np.arange(shape.world_size)[None])] = dist.group.WORLD
-        found: dict[str, dist.ProcessGroup | None] = {}
-        for axis in dict.fromkeys(axes):
-            partition = shape.groups(axis)
-            key = _key(partition)
-            is_own = axis == "ep" and partition.shape[1] > 1
-            if is_own or key not in created:
-                made = _new_group(partition + first_rank, backend, axis)
-                if not is_own:
-                    created[key] = made
-            found[axis] = made if is_own else created[key]
+        partitions = {axis: shape.groups(axis) + first_rank for axis in dict.fromkeys(axes)}
+        found = {axis: _own_group(axis, partition.tolist()) for axis, partition in partitions.items()}
         self.of_axis = {axis: group for axis, group in found.items() if group is not None}
 
     def mesh(self, dims: Sequence[str], device_type: str) -> DeviceMesh:
@@ -99,11 +86,14 @@ class _Groups:
         return DeviceMesh.from_group(groups, device_type, ranks + self._first_rank, mesh_dim_names=tuple(dims))
 
 
-def _new_group(partition: np.ndarray, backend: str | None, axis: str) -> dist.ProcessGroup | None:
-    """Create all groups of an axis, as ``new_group`` requires, and return the one of this rank."""
-    groups = [dist.new_group(ranks.tolist(), backend=backend, group_desc=axis) for ranks in partition]
-    return next((group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
-
-
-def _key(partition: np.ndarray) -> tuple[tuple[int, ...], bytes]:
-    return partition.shape, partition.tobytes()
+def _own_group(axis: str, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Create all groups of an axis where none is shared, and return the one of this rank."""
+    configured = dist.get_backend_config()
+    has_cpu = "cpu:" in configured
+    is_of_experts = axis == "ep" and len(partition[0]) > 1
+    if has_cpu and not is_of_experts and len(partition[0]) == dist.get_world_size():
+        return dist.group.WORLD
+    backend = None if has_cpu else f"cpu:gloo,{configured}"
+    use = "experts" if is_of_experts else "mesh"
+    groups = [shared_group(use, ranks, axis, backend=backend, high_priority=is_of_experts) for ranks in partition]
+    return next((group for group in groups if group is not None), None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -37,21 +38,23 @@ from omnitrain.parallel.fsdp.load import (
 from omnitrain.parallel.fsdp.shard import Sharding, device_of, shard
 from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, unit_names
 from omnitrain.parallel.fsdp.weight_loader import WeightLoader, Where, where_weights_are
-from omnitrain.parallel.layout import ComponentLayout, ModelLayout, call_axes, is_separate, remember_layout
+from omnitrain.parallel.layout import ComponentLayout, ModelLayout, remember_layout
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
 from omnitrain.parallel.meshes import data_mesh
-from omnitrain.parallel.pipeline.apply import cut_into_stages
+from omnitrain.parallel.pipeline.apply import Pipeline, cut_into_stages
 from omnitrain.parallel.pipeline.relay import PipelineRelay
 from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
+from omnitrain.parallel.placement import calling_axes, calling_state, place_components
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.sections.connect import connect_sections
+from omnitrain.parallel.sections.edges import FeatureEdge
 from omnitrain.parallel.sections.serve import feature_relay
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
-from omnitrain.parallel.state import ParallelState, get_parallel_state, states_with_own_tp
+from omnitrain.parallel.state import ParallelState, get_parallel_state, states_of_components, with_own_groups
 from omnitrain.parallel.tensor.adapters import styles_with_adapters
 from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
@@ -59,6 +62,7 @@ from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel
 from omnitrain.peers import is_spread
 from omnitrain.plan.mesh import MeshShape
+from omnitrain.plan.placement import Topology
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 
 
@@ -142,7 +146,7 @@ class _Prepared:
         adapters: component -> LoRA adapters that its plan adds.
         stored: component -> LoRA adapters in the checkpoint.
         where: for each rank, where its weights are.
-        own_states: component whose tensor parallel degree is not that of its section -> its state.
+        states: component -> the ranks that share its matrices.
     """
 
     model: OmniModel
@@ -154,7 +158,7 @@ class _Prepared:
     adapters: Mapping[str, Adapters]
     stored: Mapping[str, Adapters]
     where: Sequence[Where]
-    own_states: Mapping[str, ParallelState]
+    states: Mapping[str, ParallelState]
 
 
 def _prepare(
@@ -173,15 +177,10 @@ def _prepare(
     plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
     where = where_weights_are(omni)
     require_one_source(omni, weights_path, is_bare=any(where[rank] == "meta" for rank in _sources(state)))
-    section_of = {name: plan.section_of(name) for name in tensors.degrees}
-    own_tp = {
-        (section, name): tensors.degrees[name]
-        for name, section in section_of.items()
-        if tensors.degrees[name] != state.of_section(section).size("tp")
-    }
-    own = states_with_own_tp(state, own_tp)
-    tokens = first_ranks(partial(_tried_on_tiny_model, omni, plans, tensors, state, own), state.of_section(MAIN).ranks)
-    return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, own)
+    states = with_own_groups(state, states_of_components(state, plan, plans))
+    try_out = partial(_tried_on_tiny_model, omni, plans, tensors, state, states)
+    tokens = first_ranks(try_out, state.of_section(MAIN).ranks)
+    return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, states)
 
 
 def _tried_on_tiny_model(
@@ -189,21 +188,20 @@ def _tried_on_tiny_model(
     plans: Mapping[str, ComponentPlan],
     tensors: TensorPlan,
     state: ParallelState,
-    own_states: Mapping[str, ParallelState],
+    states: Mapping[str, ParallelState],
 ) -> TokenSharding | None:
     """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
-    of_main = {name: own for name, own in own_states.items() if own.section == MAIN}
-    for at, styles in _styles_by_state(tensors, tensors.degrees, state, of_main):
+    for at, styles in _styles_by_state(tensors, {name: at for name, at in states.items() if at.section == MAIN}):
         require_same_math(model.foundation, styles, at)
     return _token_sharding(model, plans[FOUNDATION], tensors, state)
 
 
 def _styles_by_state(
-    tensors: TensorPlan, components: Collection[str], state: ParallelState, own_states: Mapping[str, ParallelState]
+    tensors: TensorPlan, states: Mapping[str, ParallelState]
 ) -> Iterator[tuple[ParallelState, dict[str, str]]]:
-    """Yield each state whose ``tp`` ranks share matrices, and the styles: the section's, and those of components."""
-    for at in dict.fromkeys((state, *own_states.values())):
-        yield at, tensors.of_components([name for name in components if own_states.get(name, state) is at])
+    """Yield each state whose ``tp`` ranks share matrices, and the styles of its components."""
+    for at in dict.fromkeys(states.values()):
+        yield at, tensors.of_components([name for name, own in states.items() if own is at])
 
 
 def _sources(state: ParallelState) -> list[int]:
@@ -231,12 +229,9 @@ def _load(prepared: _Prepared, model: PreTrainedModel, weights_path: str | None,
 
 def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     """Apply each feature, in this order."""
-    omni, state, tokens = prepared.model, prepared.state, prepared.tokens
-    section_of = {name: prepared.plan.section_of(name) for name in prepared.plans}
-    plans = {name: plan for name, plan in prepared.plans.items() if section_of[name] == state.section}  # on this rank
-    root = FOUNDATION if FOUNDATION in plans else next(iter(plans))
+    omni, state, states = prepared.model, prepared.state, prepared.states
+    plans = {name: plan for name, plan in prepared.plans.items() if states[name].section == state.section}
     device = device_of(state.fsdp_mesh)
-
     keep_conversions(omni)
 
     # What trains, and in which precision
@@ -248,76 +243,94 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
     _set_compute_dtypes(omni, prepared.plans)
 
-    omni.call_elements = {
-        media: plan.call_elements
-        for name, plan in prepared.plans.items()
-        for media in omni.media_names.get(name, ())
-        if plan.call_elements is not None
-    }
-
     # Sections and pipeline: which parameters this rank has
-    if elsewhere:
-        ignore_absent_in_device()
-    main = state.of_section(MAIN)
-    on_all = {name for name, plan in prepared.plans.items() if is_separate(plan) and section_of[name] == MAIN}
-    pipeline = cut_into_stages(omni, prepared.plans[FOUNDATION], main, on_all)
+    topology = place_components(omni, prepared.plans, states)
+    omni.call_elements = topology.call_elements
+    on_all = topology.names("exchange")
+    pipeline = cut_into_stages(omni, prepared.plans[FOUNDATION], state.of_section(MAIN), on_all)
     absent = elsewhere if pipeline is None else pipeline.absent | elsewhere
-    if loader is not None:
-        loader.absent = absent
-    else:
-        drop_parameters(omni, absent)
+    _leave_out(omni, absent, loader)
 
-    # Tensor parallelism, with Megatron's sequence parallelism
-    own_states = {name: own for name, own in prepared.own_states.items() if name in plans}
-    ends = () if tokens is None else tokens.ends_in(prepared.tensors.of_components(plans))
-    for at, styles in _styles_by_state(prepared.tensors, plans, state, own_states):
-        shard_matrices(omni, styles_with_adapters(styles, omni.renamed), at.tp_mesh, ends)
-    if tokens is not None and not tokens.problem:
-        last, spans = [omni.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
-        apply_sequence_parallel(omni.foundation, last, state.tp_mesh.get_group(), spans)
-
-    # Experts, async Ulysses, towers that ranks share
-    experts = _spread_experts(omni, plans, prepared.plan, state, own_states)
-    is_async = FOUNDATION in plans and plans[FOUNDATION].async_ulysses
-    async_ulysses = apply_async_ulysses(omni, state.size("sp")) if is_async else None
+    # Tensor parallelism, experts, async Ulysses, towers that ranks share
+    _shard_matrices(prepared, plans, pipeline)
+    calling = {name: calling_state(plan, states[name], state) for name, plan in plans.items()}
+    experts = _spread_experts(omni, plans, prepared.plan, state, calling)
+    foundation = plans.get(FOUNDATION, ComponentPlan())
+    async_ulysses = apply_async_ulysses(omni, state.size("sp")) if foundation.async_ulysses else None
     towers = _share_towers(omni, plans, state)
 
     # Each FSDP unit: recompute and offload, compile, shard
     units = find_units(omni, experts)
     activations = _apply_recompute_and_offload(omni, plans, units, state)
-    is_compiled = FOUNDATION in plans and plans[FOUNDATION].compile
-    compiled = compile_blocks(omni.foundation, device) if is_compiled else None
-    sharding = _shardings(prepared.plans | plans, prepared.plan, state, prepared.own_states, full_shard)
+    compiled = compile_blocks(omni.foundation, device) if foundation.compile else None
+    sharding = _shardings(prepared.plans | plans, state, states, full_shard)
+    root = FOUNDATION if FOUNDATION in plans else next(iter(plans))
     shard(omni, units, sharding, None if loader is None else loader.fill, absent, root)
     train_rows(omni)
     if loader is not None:
         loader.finish()
 
     # What was applied
-    of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}
+    of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": prepared.tokens}
     components = _layouts(omni, prepared.plans | plans, units, activations, towers, of_foundation)
-    sections = prepared.plan.sections
+    exchanges = {name: calling[name].group(axes) for name, axes in topology.exchanges.items() if name in plans}
+    _remember(prepared, components, topology, pipeline, exchanges, device)
+
+
+def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader | None) -> None:
+    """Make the parameters that only other ranks have empty."""
+    if loader is not None:
+        loader.absent = absent
+    else:
+        drop_parameters(model, absent)
+    if absent:
+        ignore_absent_in_device()
+
+
+def _shard_matrices(prepared: _Prepared, plans: Mapping[str, ComponentPlan], pipeline: Pipeline | None) -> None:
+    """Apply tensor parallelism to the components of this rank, and Megatron's sequence parallelism."""
+    model, tokens, styles = prepared.model, prepared.tokens, prepared.tensors
+    ends = () if tokens is None else tokens.ends_in(styles.of_components(plans))
+    for at, of_state in _styles_by_state(styles, {name: prepared.states[name] for name in plans}):
+        shard_matrices(model, styles_with_adapters(of_state, model.renamed), at.tp_mesh, ends)
+    if tokens is not None and not tokens.problem:
+        last, spans = [model.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
+        apply_sequence_parallel(model.foundation, last, prepared.state.tp_mesh.get_group(), spans)
+
+
+def _remember(
+    prepared: _Prepared,
+    components: dict[str, ComponentLayout],
+    topology: Topology,
+    pipeline: Pipeline | None,
+    exchanges: Mapping[str, dist.ProcessGroup],
+    device: torch.device,
+) -> None:
+    """Connect the sections, and store on the model what was applied."""
+    model, state, sections = prepared.model, prepared.state, prepared.plan.sections
+    edges: dict[str, FeatureEdge] = {}
     if sections:
-        components = _with_units_of_all(components, plans)
-    edges = connect_sections(omni, sections, state, device) if sections else {}
+        here = [name for name, at in prepared.states.items() if at.section == state.section]
+        components = _with_units_of_all(components, here)
+        edges = connect_sections(model, sections, state, device)
+        model.encoder_relay = feature_relay(model, sections, state, device)
+    if pipeline is not None:
+        model.relay = PipelineRelay(pipeline, device)
+    model.takes_batches = False
     remember_layout(
-        omni,
+        model,
         ModelLayout(
             state,
+            prepared.states,
             components,
+            topology,
             pipeline,
-            section_of,
-            sections.get(state.section),
-            edges,
-            sections,
-            prepared.own_states,
-            omni.reads,
+            exchanges,
+            section=sections.get(state.section),
+            edges=edges,
+            sections=sections,
         ),
     )
-    if pipeline is not None:
-        omni.relay = PipelineRelay(pipeline, device)
-    omni.encoder_relay = feature_relay(omni, sections, state, device) if sections else None
-    omni.takes_batches = False
 
 
 def _require_types(**arguments: tuple[object, Any, str]) -> None:
@@ -384,9 +397,12 @@ def _spread_experts(
     plans: dict[str, ComponentPlan],
     plan: ParallelPlan,
     state: ParallelState,
-    own_states: Mapping[str, ParallelState],
+    calling: Mapping[str, ParallelState],
 ) -> dict[str, tuple[str, ...]]:
-    """Apply expert parallelism; return component -> names of its sharded experts. Updates the plans' dispatcher."""
+    """Apply expert parallelism; return component -> names of its sharded experts. Updates the plans' dispatcher.
+
+    ``calling``: component -> the state on whose axes ranks call it together.
+    """
     spread = {}
     for name, layers in expert_layers(model).items():
         if name not in plans:
@@ -398,9 +414,8 @@ def _spread_experts(
             used = spread_experts(model, chosen, state.ep_mesh, plans[name])
             plans[name] = plans[name].model_copy(update={"expert_dispatcher": used})
             spread[name] = tuple(layer.name for layer in chosen)
-        if "tp" in call_axes(plans[name]):
-            calling = state if plans[name].place == "local" else own_states.get(name, state)
-            use_tp_dispatch(model, layers, calling.tp_mesh)
+        if "tp" in calling_axes(plans[name]):
+            use_tp_dispatch(model, layers, calling[name].tp_mesh)
     return spread
 
 
@@ -437,26 +452,24 @@ def _apply_recompute_and_offload(
 
 def _shardings(
     plans: Mapping[str, ComponentPlan],
-    of_user: ParallelPlan,
     state: ParallelState,
-    own_states: Mapping[str, ParallelState],
+    states: Mapping[str, ParallelState],
     full_shard: bool,
 ) -> dict[str, Sharding]:
     """Component of this rank's section -> its sharding. Components of a section with the same degrees share a mesh."""
     meshes: dict[tuple[str, int, int, int], DeviceMesh | None] = {
         (at.section, at.size("tp"), at.shape.dp_replicate, at.size("fsdp")): at.fsdp_mesh
-        for at in (state, *own_states.values())
+        for at in states.values()
         if at.section == state.section
     }
     shardings = {}
     for name, plan in plans.items():
-        section = own_states.get(name, state.of_section(of_user.section_of(name)))
-        tp = section.size("tp")
-        key = (section.section, tp, *_copies(plan))
-        if key not in meshes and _copies(plan) != (section.shape.dp_replicate, section.size("fsdp")):
-            shape = MeshShape(section.size("pp"), *_copies(plan), tp=tp)
-            meshes[key] = data_mesh(shape, section.device_type, section.first_rank)  # all ranks make its groups
-        if section.section == state.section and (mesh := meshes[key]) is not None:
+        at, copies = states[name], _copies(plan)
+        key = (at.section, at.size("tp"), *copies)
+        if key not in meshes and copies != (at.shape.dp_replicate, at.size("fsdp")):
+            shape = MeshShape(at.size("pp"), *copies, tp=at.size("tp"))
+            meshes[key] = data_mesh(shape, at.device_type, at.first_rank)  # all ranks make its groups
+        if at.section == state.section and (mesh := meshes[key]) is not None:
             shardings[name] = _sharding(plan, mesh, state, full_shard)
     return shardings
 

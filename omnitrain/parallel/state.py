@@ -266,6 +266,10 @@ class ParallelState:
         """Whether there are several pipeline stages."""
         return self.pp_size > 1
 
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return the group of this process on an axis, or on a product of axes that has one."""
+        return self._meshes[axis].get_group()
+
     @property
     def fsdp_mesh(self) -> DeviceMesh:
         """The mesh for ``fully_shard``: ``[fsdp]``, or ``[dp_replicate, fsdp]`` with several copies."""
@@ -606,21 +610,31 @@ def _with_groups(states: dict[str, ParallelState]) -> ParallelState:
     return replace(own, rank=dist.get_rank(), _meshes=of_sections[own.section])
 
 
-def states_with_own_tp(state: ParallelState, degrees: Mapping[tuple[str, str], int]) -> dict[str, ParallelState]:
-    """Make the states of components whose tensor parallel degree is not that of their section (``with_tp``).
+def states_of_components(
+    state: ParallelState, of_user: ParallelPlan, plans: Mapping[str, ComponentPlan]
+) -> dict[str, ParallelState]:
+    """Return component -> the state of its section, or one of its own if only some ``tp`` ranks share its matrices.
 
-    All ranks of the run must call it with the same degrees.
+    States of their own have no process groups; :func:`with_own_groups` makes them.
 
     Args:
         state: the state of this rank's section.
-        degrees: section, component -> number of ranks that share the component's matrices.
-
-    Returns:
-        Component -> its state, with process groups on the ranks of its section.
+        of_user: the user's plan.
+        plans: component -> its complete plan.
     """
-    made: dict[tuple[str, int], ParallelState] = {}
-    for key in sorted({(section, tp) for (section, _), tp in degrees.items()}):
-        section, tp = key
-        own = state.of_section(section).with_tp(tp)
-        made[key] = replace(own, _meshes=device_meshes(own.shape, state.device_type, own.first_rank))
-    return {component: made[section, tp] for (section, component), tp in degrees.items()}
+    states = {name: state.of_section(of_user.section_of(name)) for name in plans}
+    own = {name: plan.tp for name, plan in plans.items() if 1 < (plan.tp or 1) < states[name].size("tp")}
+    return states | {name: states[name].with_tp(tp) for name, tp in own.items() if tp is not None}
+
+
+def with_own_groups(state: ParallelState, states: Mapping[str, ParallelState]) -> dict[str, ParallelState]:
+    """Make the process groups of states of their own (:func:`states_of_components`). All ranks of the run must call it.
+
+    Components of a section with equal degrees share a state.
+    """
+    of_sections, made = {id(at) for at in (state, *state.sections.values())}, dict[tuple[str, int], ParallelState]()
+    own = {name: at for name, at in states.items() if id(at) not in of_sections}
+    for key in sorted({(at.section, at.size("tp")) for at in own.values()}):
+        at = next(at for at in own.values() if (at.section, at.size("tp")) == key)
+        made[key] = replace(at, _meshes=device_meshes(at.shape, state.device_type, at.first_rank))
+    return {name: made[at.section, at.size("tp")] if name in own else at for name, at in states.items()}

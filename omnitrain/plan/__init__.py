@@ -1,5 +1,6 @@
 """Plan a step without torch or a process group: equal inputs give equal plans on every rank."""
 
+from omnitrain.plan.placement import CallSite, Placement, Topology
 from omnitrain.plan.show import ComponentLine
 from omnitrain.plan.step import Call, RowRoutes, StepPlan, plan_step
 from omnitrain.plan.tables import (
@@ -13,7 +14,6 @@ from omnitrain.plan.tables import (
     padded,
     shape_key,
 )
-from omnitrain.plan.topology import CallSite, PlannedComponent, Topology
 
 __all__ = [
     "Call",
@@ -21,7 +21,7 @@ __all__ = [
     "ComponentLine",
     "ItemFacts",
     "MicroBatchFacts",
-    "PlannedComponent",
+    "Placement",
     "RankFacts",
     "RowRoutes",
     "StepPlan",

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from omnitrain.plan.balance import assign_by_cost
+from omnitrain.plan.placement import Placement, Topology
 from omnitrain.plan.radix_sort import stable_order
 from omnitrain.plan.ragged import ranges, runs_within
 from omnitrain.plan.show import ComponentLine, component_table
 from omnitrain.plan.tables import StepTables
-from omnitrain.plan.topology import PlannedComponent, Topology
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,12 @@ class StepPlan:
         active = np.flatnonzero(self.calls[:, list(self.topology.call_sites_of(component))].any(axis=1))
         return int(active[-1]) if len(active) else None
 
+    def calls_and_heads(self, micro_batch: int) -> tuple[dict[str, int], set[str]]:
+        """Return media -> the calls of each rank in a micro-batch, and the losses whose heads run in it."""
+        numbers = list(zip(self.topology.call_sites, self.calls[micro_batch].tolist(), strict=True))
+        calls = {site.name: number for site, number in numbers if site.kind == "encode"}
+        return calls, {site.name for site, number in numbers if site.kind == "head" and number}
+
     def calls_of(self, rank: int, component: str, micro_batch: int) -> tuple[Call, ...]:
         """Return the calls that a rank makes to the component in a micro-batch, in order."""
         if rank not in self.topology.component(component).ranks:
@@ -212,8 +218,9 @@ class StepPlan:
             return None
         mean = self.cost[selected].sum() / len(self.topology.component(component).ranks)
         at_drawer = self.owner
-        if self.topology.is_apart(component):  # no rank that draws items has it: as if items stayed where they came
-            ranks = np.array(self.topology.component(component).ranks)
+        placement = self.topology.component(component)
+        if placement.edge == "message":  # no rank that draws items has it: as if items stayed where they came
+            ranks = np.array(placement.ranks)
             at_drawer = ranks[np.searchsorted(self.topology.readers, self.owner) % len(ranks)]
         as_drawn = replace(self, producer=at_drawer)
         drawn, planned = (plan.loads(component).max(axis=1).sum() for plan in (as_drawn, self))
@@ -244,7 +251,7 @@ class StepPlan:
             if self.is_active(component.name, micro_batch)
         )
 
-    def _component_line(self, component: PlannedComponent, micro_batch: int) -> ComponentLine:
+    def _component_line(self, component: Placement, micro_batch: int) -> ComponentLine:
         call_sites = list(self.topology.call_sites_of(component.name))
         calls = self.calls[micro_batch, call_sites]
         calls_with_data = self.calls_with_data[micro_batch][call_sites][:, list(component.ranks)]
@@ -369,7 +376,7 @@ def _producers(topology: Topology, tables: StepTables) -> np.ndarray:
 
 
 def _producers_of(
-    topology: Topology, component: PlannedComponent, micro_batch: np.ndarray, owner: np.ndarray, cost: np.ndarray
+    topology: Topology, component: Placement, micro_batch: np.ndarray, owner: np.ndarray, cost: np.ndarray
 ) -> np.ndarray:
     """Return ``[items]``: the first rank of the call group that encodes each item of a component.
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from omnitrain.plan.placement import Topology
 from omnitrain.plan.ragged import ranges
-from omnitrain.plan.topology import Topology
 
 _HEADER = 5  # words
 _ITEM = 5  # words

@@ -10,12 +10,12 @@ from typing import Literal
 import numpy as np
 
 from omnitrain.errors import UserError
+from omnitrain.plan.placement import Placement, Topology
 from omnitrain.plan.schedule.actions import ENCODES, Action, Kind, Schedule
 from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
 from omnitrain.plan.schedule.simulate import simulate
 from omnitrain.plan.step import plan_step
 from omnitrain.plan.tables import StepTables
-from omnitrain.plan.topology import PlannedComponent, Topology
 
 Passes = Callable[[int], Schedule]
 
@@ -156,7 +156,7 @@ def _sizes(number: int, choice: WindowChoice) -> list[int]:
 
 
 def _with_window(topology: Topology, component: str, size: int) -> Topology:
-    def sized(planned: PlannedComponent) -> PlannedComponent:
+    def sized(planned: Placement) -> Placement:
         return replace(planned, window=size) if planned.name == component else planned
 
     return replace(topology, components=tuple(map(sized, topology.components)))

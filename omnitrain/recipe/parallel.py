@@ -116,6 +116,39 @@ class PipelineSchedule(Strict):
         return self.chunks or (2 if self.kind == "zbv" else 1)
 
 
+# A field that is set, another field, the values of that one with which it makes no sense, and why.
+_CONTRADICTIONS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
+    ("dp_replicate", "mode", ("fsdp2",), ", which keeps one copy; use `mode: hsdp`"),
+    ("dp_shard", "mode", ("replicate",), ", which shards nothing; use `mode: hsdp`"),
+    ("parameter_offload", "mode", ("replicate",), "; only shards can be offloaded; use `fsdp2`"),
+    ("compile", "recompute", ("full", "selective", "parts"), ", with which torch compiles nothing; remove one"),
+    ("saved_ops", "recompute", (None, "none", "full", "parts"), "; only `selective` keeps outputs of some ops"),
+    ("recomputed_parts", "recompute", (None, "none", "full", "selective"), "; only `parts` computes parts again"),
+    ("offloaded_tensors", "activation_offload", (True,), ", which already offloads everything; use one"),
+    (
+        "offloaded_tensors",
+        "recompute",
+        ("full", "selective"),
+        ", which does not keep these tensors; use `parts` or `none`",
+    ),
+    ("optimizer_offload", "freeze", (True,), "; a frozen component has no optimizer state"),
+    ("lora", "freeze", (True,), "; `lora` already freezes all but the adapters: remove one"),
+)
+# What asks for nothing, as unset does; of the other fields it is False.
+_NOTHING: dict[str, Any] = {"dp_replicate": 1, "dp_shard": 1, "offloaded_tensors": []}
+
+
+def _said(value: Any) -> str:
+    """What a problem says of a value that a plan sets."""
+    if isinstance(value, int):
+        return f"found {_literal(value)}"
+    return "set" if isinstance(value, list) else "found"
+
+
+def _literal(value: Any) -> str:
+    return "true" if value is True else str(value)
+
+
 class ComponentPlan(Strict):
     """Distribution of one component over ranks. An unset field takes the default plan's value, then the state's."""
 
@@ -244,36 +277,13 @@ class ComponentPlan(Strict):
         return self
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
-        replicas, shards = self.dp_replicate or 1, self.dp_shard or 1
-        if self.mode == "fsdp2" and replicas > 1:
-            yield "dp_replicate", f"found {replicas} with `mode: fsdp2`, which keeps one copy; use `mode: hsdp`"
-        if self.mode == "replicate" and shards > 1:
-            yield "dp_shard", f"found {shards} with `mode: replicate`, which shards nothing; use `mode: hsdp`"
-        if self.mode == "replicate" and self.parameter_offload:
-            yield "parameter_offload", "found true with `mode: replicate`; only shards can be offloaded; use `fsdp2`"
-        if self.compile and self.recompute in ("full", "selective", "parts"):
-            yield (
-                "compile",
-                f"found true with `recompute: {self.recompute}`, with which torch compiles nothing; remove one",
-            )
-        if self.saved_ops is not None and self.recompute != "selective":
-            yield "saved_ops", f"set with `recompute: {self.recompute}`; only `selective` keeps outputs of some ops"
-        if self.recomputed_parts is not None and self.recompute != "parts":
-            yield "recomputed_parts", f"set with `recompute: {self.recompute}`; only `parts` computes parts again"
-        if self.offloaded_tensors and self.activation_offload:
-            yield "offloaded_tensors", "set with `activation_offload: true`, which already offloads everything; use one"
-        if self.offloaded_tensors and self.recompute in ("full", "selective"):
-            yield (
-                "offloaded_tensors",
-                f"set with `recompute: {self.recompute}`, which does not keep these tensors; use `parts` or `none`",
-            )
+        for field, other, values, why in _CONTRADICTIONS:
+            value, with_value = getattr(self, field), getattr(self, other)
+            if value not in (None, _NOTHING.get(field, False)) and with_value in values:
+                yield field, f"{_said(value)} with `{other}: {_literal(with_value)}`{why}"
         for op in self.saved_ops or ():
             if not re.fullmatch(r"\w+\.\w+(\.\w+)?", op):
                 yield "saved_ops", f"found {op!r}; expected NAMESPACE.OP, such as aten.mm"
-        if self.freeze and self.optimizer_offload:
-            yield "optimizer_offload", "found true with `freeze: true`; a frozen component has no optimizer state"
-        if self.freeze and self.lora is not None:
-            yield "lora", "found with `freeze: true`; `lora` already freezes all but the adapters: remove one"
 
     @property
     def num_ranks(self) -> int | None:
@@ -518,14 +528,6 @@ class ParallelPlan(Strict):
                 yield f"{path}.freeze: found false, but the component is frozen elsewhere; remove one of the two"
             elif name in frozen and plan.optimizer_offload and plan.lora is None:
                 yield f"{path}.optimizer_offload: found true, but a frozen component has no optimizer state"
-        foundation = self.components.get(FOUNDATION, ComponentPlan())
-        for field in ("window", "call_elements", "features_on", "feature_bytes"):
-            if getattr(foundation, field) is not None:
-                path = f"components.{FOUNDATION}.{field}"
-                yield f"{path}: the foundation encodes no media; set it on an encoder, or remove it"
-        if foundation.place == "group":
-            path = f"components.{FOUNDATION}.place"
-            yield f"{path}: found group; expected `local` (a rank runs the packs that it drew) or `world` (by cost)"
 
     def _degree_problems(self, degrees: Mapping[str, int]) -> Iterator[str]:
         """Compare the foundation's degrees with the state; other components may have different ones."""

@@ -214,6 +214,9 @@ def _environment() -> list[Finding]:
         else Finding("environment", name, os.environ.get(name) or f"{older}={os.environ[older]}", True)
         for name, value, why, older in VARIABLES
     ]
+    known = {name for variable in VARIABLES for name in (variable.name, variable.older)}
+    of_nccl = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_")) and name not in known]
+    found += [Finding("environment", name, f"{os.environ[name]}, set by you", True) for name in of_nccl]
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [*found, Finding("environment", "open files", f"{soft}; omnitrain raises the limit to {most}", True)]
 

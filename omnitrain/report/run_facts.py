@@ -34,12 +34,13 @@ def write_facts(
 def layout_facts(
     model: OmniModel, ops: Mapping[str, Mapping[str, FusedOp]], layout: ModelLayout | None
 ) -> dict[str, Any]:
-    """Return ``components``, ``layout`` (rows of the two tables of the start) and ``sections`` (meshes)."""
+    """Return ``components`` and ``layout`` (rows of the start's tables), ``sections`` (meshes) and ``placements``."""
     rows = [] if layout is None else layout.table(model)
     return {
         "components": [asdict(row) for row in component_rows(model, ops)],
         "layout": [asdict(row) for row in rows],
         "sections": [] if layout is None else layout.facts_of_sections(),
+        "placements": [] if layout is None else layout.topology.facts(),
     }
 
 

@@ -51,7 +51,7 @@ class EncoderCosts:
         self._components = measured_components(model) if is_spread else ()
         sections = layout.sections.values() if layout is not None and is_spread else ()
         self._apart = [component for section in sections for component in section.components]
-        self._waits = layout is not None and layout.state_of(FOUNDATION).size("fsdp") > 1
+        self._waits = layout is not None and layout.states[FOUNDATION].size("fsdp") > 1
         self._inside = encoders_of_own_packs(model) if is_spread and deals_packs(model) else ()
         quadratic, seconds = state.quadratic_costs or {}, state.section_seconds or {}
         is_known = quadratic.keys() >= set(self._components) and seconds.keys() >= set(self._timed)
@@ -59,7 +59,7 @@ class EncoderCosts:
         self._done_before = state.step
         self.unused_until = state.step + UNUSED_STEPS if self.settled is None else state.measured_costs_unused_until
         self._of_planner: MeasuredCosts | None = None
-        self._rank = 0 if layout is None or ranks.state is None else layout.planned_ranks.index(ranks.state.rank)
+        self._rank = 0 if layout is None or ranks.state is None else ranks.state.rank
         self._encoded: defaultdict[str, list[Encoded]] = defaultdict(list)
 
     @property

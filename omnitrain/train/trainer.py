@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,14 +75,17 @@ from omnitrain.train.run_state.state import TrainingState, read_state
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Fit:
     """What a call of :meth:`Trainer.fit` opens. Only the first rank has a file of metrics and watches for a stop."""
 
     interrupt: Interrupt
     progress: StepProgress
+    steps: Iterator[StepBatch]
+    first: list[StepBatch]  # of the steps, until it is taken
     metrics: MetricsFile | None
     early: StopWatcher | None
+    heldout_losses: dict[str, Any] | None = None  # of the last step, if they were due
 
 
 @dataclass(frozen=True)
@@ -214,18 +218,43 @@ class Trainer:
             TrainingError: a data process was killed; the finished steps are saved.
             CallbackError: a callback raised on some rank; the finished steps are saved.
         """
-        train = self.recipe.train
-        if self.resumed is not None and (self.step >= train.steps or train.early_stopping is not None):
-            finished = self.ranks.first(self.folder.finished)
-            if self.ranks.peers.any(finished is not None):
-                console.print(finished, soft_wrap=True)
-                return RunSummary(self.step, False, self.resumed, {})
+        if (finished := self._finished()) is not None:
+            return finished
         self._show()
         self.stopwatch, self._upcoming = Stopwatch(), None
         self.save_times.restart(self.step)
         self.encoder_costs.restart(self.step)
         if self.watch.is_closed:
-            self.watch = self.ranks.watch(train.stall_seconds)
+            self.watch = self.ranks.watch(self.recipe.train.stall_seconds)
+        with self._opened() as fit:
+            self._tell("on_start")
+            interrupted, stopped = self._train(fit)
+            checkpoint = self._save()
+            summary = None if interrupted else self._evaluated(fit, checkpoint, stopped)
+            if summary is None:
+                is_terminated = self.ranks.peers.any(fit.interrupt.is_terminated)
+                summary = RunSummary(self.step, True, checkpoint, {}, is_terminated)
+            self._tell("on_end", summary)
+        if summary.interrupted:
+            steps = f"step {self.step} of {self.recipe.train.steps}"
+            console.print(f"interrupted at {steps}; saved {checkpoint}", soft_wrap=True)
+        return summary
+
+    def _finished(self) -> RunSummary | None:
+        """Return how a resumed run ended; None: it goes on."""
+        train = self.recipe.train
+        if self.resumed is None or (self.step < train.steps and train.early_stopping is None):
+            return None
+        finished = self.ranks.first(self.folder.finished)
+        if not self.ranks.peers.any(finished is not None):
+            return None
+        console.print(finished, soft_wrap=True)
+        return RunSummary(self.step, False, self.resumed, {})
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[_Fit]:
+        """Take the first packs, then open the folder, and close everything at the end."""
+        train = self.recipe.train
         with (
             Interrupt() as interrupt,
             _settled_objects_uncollected(),
@@ -248,37 +277,35 @@ class Trainer:
             if metrics is not None and train.early_stopping is not None:
                 early = StopWatcher(train.early_stopping, metrics.earlier)
             self._stop_reason = early.reason if early else None
-            fit = _Fit(interrupt, progress, metrics, early)
-            self._tell("on_start")
-            interrupted, heldout_losses = False, None
-            stopped = self.ranks.peers.any(self._stop_reason is not None)
-            while self.step < train.steps and not (interrupted or stopped):
-                batch = first.pop() if first else self._next_batch(steps)
-                self._upcoming = self._fetched(steps) if self._looks_ahead() else None
-                loss, norm = self._measured_step(batch)
-                self.data_state = self.loader.state()
-                if self.save_times.before_end and not self.saver.is_rehearsed:
-                    self.saver.rehearse(self._state())
-                self._tell("on_step", loss, norm)
-                heldout_losses = self._log(fit, loss, norm)
-                interrupted, stopped = self._save_if_due(interrupt)
-            checkpoint = self._save()
-            if not interrupted:
-                reason = next(filter(None, self.ranks.peers.gather(self._stop_reason)), None) if stopped else None
-                if reason is not None and self.step < train.steps:
-                    console.print(f"stopped at step {self.step} of {train.steps}: {reason}", soft_wrap=True)
-                console.print(f"saved {checkpoint}")
-                with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
-                    scores = self._scored.get(self.step) or self._evaluate(interrupt, heldout_losses, metrics)
-                    if metrics is not None and scores:
-                        metrics.track(self.step, {"scores": scores})
-                    summary = RunSummary(self.step, False, checkpoint, scores, stopped=reason)
-                    self._tell("on_end", summary)
-                    return summary
-            summary = RunSummary(self.step, True, checkpoint, {}, self.ranks.peers.any(interrupt.is_terminated))
-            self._tell("on_end", summary)
-        console.print(f"interrupted at step {self.step} of {train.steps}; saved {checkpoint}", soft_wrap=True)
-        return summary
+            yield _Fit(interrupt, progress, steps, first, metrics, early)
+
+    def _train(self, fit: _Fit) -> tuple[bool, bool]:
+        """Train to the last step. Return whether the run was interrupted before it, and whether it was stopped."""
+        interrupted, stopped = False, self.ranks.peers.any(self._stop_reason is not None)
+        while self.step < self.recipe.train.steps and not (interrupted or stopped):
+            batch = fit.first.pop() if fit.first else self._next_batch(fit.steps)
+            self._upcoming = self._fetched(fit.steps) if self._looks_ahead() else None
+            loss, norm = self._measured_step(batch)
+            self.data_state = self.loader.state()
+            if self.save_times.before_end and not self.saver.is_rehearsed:
+                self.saver.rehearse(self._state())
+            self._tell("on_step", loss, norm)
+            fit.heldout_losses = self._log(fit, loss, norm)
+            interrupted, stopped = self._save_if_due(fit.interrupt)
+        return interrupted, stopped
+
+    def _evaluated(self, fit: _Fit, checkpoint: Path, stopped: bool) -> RunSummary | None:
+        """Say why and where the run ended, and evaluate; None: the evaluation was interrupted."""
+        reason = next(filter(None, self.ranks.peers.gather(self._stop_reason)), None) if stopped else None
+        if reason is not None and self.step < self.recipe.train.steps:
+            console.print(f"stopped at step {self.step} of {self.recipe.train.steps}: {reason}", soft_wrap=True)
+        console.print(f"saved {checkpoint}")
+        with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
+            scores = self._scored.get(self.step) or self._evaluate(fit.interrupt, fit.heldout_losses, fit.metrics)
+            if fit.metrics is not None and scores:
+                fit.metrics.track(self.step, {"scores": scores})
+            return RunSummary(self.step, False, checkpoint, scores, stopped=reason)
+        return None
 
     def _log(self, fit: _Fit, loss: float, norm: float) -> dict[str, Any] | None:
         """Show the step, and write a line of metrics if it is due. Return the held-out losses of this step, if any."""
@@ -713,7 +740,7 @@ def _settled_objects_uncollected() -> Iterator[None]:
 
     Where the process has frozen its imports already, nothing is done: they would be collected after ``gc.unfreeze``.
     """
-    if gc.get_freeze_count():
+    if all(found is not sys.modules for found in gc.get_objects()):  # gc.get_freeze_count takes 50 ms
         yield
         return
     gc.collect()

@@ -15,7 +15,7 @@ from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.train.metrics.console import console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "expert_loopback", "simulated_ranks"}
+SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "expert_loopback", "simulated_ranks", "process_groups"}
 SHARED |= {f"gpu_{part}" for part in ("harness", "sizes", "operations", "batches", "sides")}
 SIZES = {
     "pipeline": ["--rounds=1", "--ranks", "2", "--width=64", "--tokens=64"],
@@ -24,7 +24,7 @@ SIZES = {
     "published_gains": [],
     "overlap_tables": [],
     "wavefront": ["--seeds=1", "--small=2", "--large=2"],
-    "many_ranks": ["--rounds=1", "--worlds", "4", "8"],
+    "many_ranks": ["--rounds=1", "--worlds", "4", "8", "--real=0"],
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],

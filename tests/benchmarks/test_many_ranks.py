@@ -50,5 +50,24 @@ def test_the_figures_of_the_page_about_launching_are_those_of_the_last_run() -> 
     assert [figure for figure in shown if f"| {figure}" not in page] == []
 
 
+def test_ranks_make_few_process_groups_and_communicators(figures: dict[str, float]) -> None:
+    """The bounds of the benchmark hold for 512 simulated ranks, and held for eight real ones in the last run."""
+    process_groups: ModuleType = importlib.import_module("process_groups")
+    written = json.loads((BENCHMARKS / "results" / "many_ranks.json").read_text())["figures"]
+    now = {name: value for name, value in figures.items() if name.startswith("process_")}
+    assert process_groups.exceeded(figures) == process_groups.exceeded(written) == []
+    assert {name: written[name] for name in now} == now and written["process_real_sockets_8"] <= 5 + 2 * 8
+    one_more = [process_groups.exceeded(written | {name: 3 * written[name]}) for name in now]
+    assert [len(above) for above in one_more] == [1] * len(now)
+
+
+def test_the_page_about_launching_has_the_process_groups_of_the_last_run() -> None:
+    found = json.loads((BENCHMARKS / "results" / "many_ranks.json").read_text())["figures"]
+    page = (BENCHMARKS.parent / "docs" / "launch.md").read_text()
+    names = ("calls", "groups", "communicators", "sockets")
+    rows = [f"| {found[f'process_{n}_512']:,.0f} | {found[f'process_{n}_with_sections_512']:,.0f} |" for n in names]
+    assert [row for row in rows if row not in page] == []
+
+
 def test_a_save_makes_no_process_group(figures: dict[str, float]) -> None:
     assert figures["groups_of_all_ranks_per_save"] == 0

@@ -111,7 +111,7 @@ check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.kind=z
 run deep.yaml --nproc 4 parallel.default.pp=2 parallel.default.schedule.chunks=2 train.micro_batches=2
     2  interleaved on 2 pipeline ranks needs 2...2 gives 1 on 2 data-parallel ranks; set train.micro_batches to 4 or
 check deep.yaml --nproc 2 parallel.default.pp=2 parallel.components.image_encoder.pp=2
-    2  parallel.components.image_encoder.pp: found 2, but only the foundation is cut into stages; remove it
+    2  parallel.components.image_encoder: unknown component; choose from foundation
 check R --nproc 2 parallel.default.schedule.kind=gpipe
     2  parallel.default.schedule: found with pp 1, where all but `overlap` does nothing; set pp above 1, or remove it
 check R --nproc 2 parallel.default.schedule.overlap=true

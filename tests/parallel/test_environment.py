@@ -47,8 +47,10 @@ def test_nothing_is_set_once_torch_has_started_cuda(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("_cuda")
 def test_doctor_says_which_variables_are_set_and_what_omnitrain_would_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "10")
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
     found = {finding.name: (finding.found, finding.ok) for finding in _environment()}
     assert found["TORCH_FR_BUFFER_SIZE"] == ("TORCH_NCCL_TRACE_BUFFER_SIZE=10", True)
+    assert found["NCCL_IB_HCA"] == ("mlx5_0, set by you", True) and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in found
     told, ok = found["CUDA_DEVICE_MAX_CONNECTIONS"]
     assert told.startswith("not set; omnitrain sets 32: kernels of several streams") and ok is None
     assert "omnitrain raises the limit to" in found["open files"][0]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from omnitrain.plan.placement import CallSite, Placement
 from omnitrain.plan.step import StepPlan
-from omnitrain.plan.topology import CallSite, PlannedComponent
 
 CollectiveKind = Literal["unshard", "exchange", "unshard_again", "reduce_scatter", "all_reduce", "exchange_back"]
 
@@ -52,7 +52,7 @@ def implied_collectives(plan: StepPlan, rank: int) -> tuple[Collective, ...]:
 class _Phase:
     """A call, or the exchange after the last call of a component's media."""
 
-    component: PlannedComponent
+    component: Placement
     call: int
     has_backward: bool
 

@@ -9,7 +9,7 @@ import numpy as np
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
-    PlannedComponent,
+    Placement,
     RankFacts,
     StepPlan,
     Topology,
@@ -17,7 +17,7 @@ from omnitrain.plan import (
     encode_table,
     plan_step,
 )
-from omnitrain.plan.topology import Place
+from omnitrain.plan.placement import Place
 
 
 def random_topology(rng: np.random.Generator) -> Topology:
@@ -31,10 +31,10 @@ def random_topology(rng: np.random.Generator) -> Topology:
     return Topology(
         world_size=world_size,
         components=(
-            PlannedComponent("image_encoder", some, ("image", "video"), place=place[0], call_elements=limit),
-            PlannedComponent("audio_encoder", everyone, ("audio",), place=place[1]),
-            PlannedComponent("image_decoder", everyone, ("drawing",), head="drawing"),
-            PlannedComponent("foundation", everyone, reads_packs=True),
+            Placement("image_encoder", some, ("image", "video"), place=place[0], call_elements=limit),
+            Placement("audio_encoder", everyone, ("audio",), place=place[1]),
+            Placement("image_decoder", everyone, ("drawing",), head="drawing"),
+            Placement("foundation", everyone, reads_packs=True),
         ),
         losses=("text", "drawing"),
         data_groups=tuple(tuple(ranks[i : i + group_size]) for i in range(0, world_size, group_size)),

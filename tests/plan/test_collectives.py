@@ -4,7 +4,7 @@ import pytest
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
-    PlannedComponent,
+    Placement,
     RankFacts,
     Topology,
 )
@@ -22,8 +22,8 @@ def topology(**encoder: object) -> Topology:
     return Topology(
         world_size=4,
         components=(
-            PlannedComponent("encoder", (0, 1, 2, 3), media, num_replicas=2, **encoder),
-            PlannedComponent("foundation", (0, 1, 2, 3), reads_packs=True),
+            Placement("encoder", (0, 1, 2, 3), media, num_replicas=2, **encoder),
+            Placement("foundation", (0, 1, 2, 3), reads_packs=True),
         ),
         losses=("text",),
     )

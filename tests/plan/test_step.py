@@ -9,7 +9,7 @@ from omnitrain.plan import (
     Call,
     ItemFacts,
     MicroBatchFacts,
-    PlannedComponent,
+    Placement,
     RankFacts,
     StepPlan,
     Topology,
@@ -157,8 +157,8 @@ def test_nobody_has_data() -> None:
 
 
 def two_ranks(place: str = "local", **more: object) -> Topology:
-    encoder = PlannedComponent("encoder", (0, 1), ("image",), place=place, **more)
-    return Topology(2, (encoder, PlannedComponent("foundation", (0, 1), reads_packs=True)), ("text",))
+    encoder = Placement("encoder", (0, 1), ("image",), place=place, **more)
+    return Topology(2, (encoder, Placement("foundation", (0, 1), reads_packs=True)), ("text",))
 
 
 def drew(*costs: int) -> MicroBatchFacts:
@@ -176,9 +176,7 @@ def test_a_text_only_rank_takes_part_with_minimal_input_and_a_text_only_batch_ru
 
 def test_ranks_that_share_a_component_make_the_same_calls_and_nothing_moves() -> None:
     everyone = tuple(range(4))
-    shared = PlannedComponent(
-        "encoder", everyone, ("image",), place="group", call_groups=((0, 1), (2, 3)), is_shared=True
-    )
+    shared = Placement("encoder", everyone, ("image",), place="group", call_groups=((0, 1), (2, 3)), is_shared=True)
     topology = Topology(4, (shared,), ("text",), ((0, 1), (2, 3)))
     plan = plan_of(topology, [RankFacts((drew(7, 4),)), RankFacts(), RankFacts((drew(),)), RankFacts()])
     calls = [plan.calls_of(rank, "encoder", 0) for rank in everyone]
@@ -195,7 +193,7 @@ BY_TENSORS, BY_SEQUENCE = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 
 
 def plan_of_four(*costs: int, **encoder: object) -> StepPlan:
-    component = PlannedComponent("encoder", FOUR, ("image",), **encoder)
+    component = Placement("encoder", FOUR, ("image",), **encoder)
     topology = Topology(4, (component,), ("text",), (FOUR,))
     return plan_of(topology, [RankFacts((drew(*costs),)), *[RankFacts()] * 3])
 
@@ -230,7 +228,7 @@ def test_ranks_that_make_a_call_together_each_send_its_features_to_one_rank_of_e
 
 
 def test_tensor_parallel_ranks_that_each_encode_their_own_samples_send_nothing() -> None:
-    component = PlannedComponent("encoder", (0, 1), ("image",), call_groups=((0, 1),))
+    component = Placement("encoder", (0, 1), ("image",), call_groups=((0, 1),))
     plan = plan_of(Topology(2, (component,), ("text",), ((0, 1),)), [RankFacts((drew(7, 4),)), RankFacts()])
     assert not plan.topology.moves("encoder") and not plan.has_exchange("encoder", 0, 1)
     assert plan.calls_of(0, "encoder", 0) == plan.calls_of(1, "encoder", 0)
@@ -248,7 +246,7 @@ def test_tensor_parallel_ranks_that_each_encode_their_own_samples_send_nothing()
 def test_items_leave_the_ranks_that_hold_them_only_where_that_lowers_the_largest_cost(
     costs: tuple[list[int], list[int]], expected: list[set[int]]
 ) -> None:
-    component = PlannedComponent("encoder", FOUR, ("image",), place="world")
+    component = Placement("encoder", FOUR, ("image",), place="world")
     topology = Topology(4, (component,), ("text",), BY_TENSORS)
     of_group = [RankFacts((drew(*own),)) for own in costs]
     plan = plan_of(topology, [of_group[0], RankFacts(), of_group[1], RankFacts()])
@@ -257,7 +255,7 @@ def test_items_leave_the_ranks_that_hold_them_only_where_that_lowers_the_largest
 
 def test_call_groups_that_no_plan_can_have_are_refused() -> None:
     def refused(*groups: tuple[int, ...]) -> str:
-        component = PlannedComponent("encoder", FOUR, ("image",), call_groups=groups)
+        component = Placement("encoder", FOUR, ("image",), call_groups=groups)
         with pytest.raises(ValueError) as error:
             Topology(4, (component,), ("text",), BY_TENSORS)
         return str(error.value)
@@ -270,7 +268,7 @@ def test_call_groups_that_no_plan_can_have_are_refused() -> None:
 def test_work_shared_with_the_world_is_balanced_where_one_rank_drew_it_all() -> None:
     rng = np.random.default_rng(3)
     everyone = tuple(range(8))
-    topology = Topology(8, (PlannedComponent("encoder", everyone, ("image",), place="world"),), ())
+    topology = Topology(8, (Placement("encoder", everyone, ("image",), place="world"),), ())
     images = tuple(ItemFacts(4, int(cost) + 1) for cost in rng.lognormal(5, 1, 400))
     facts = [RankFacts((MicroBatchFacts(lengths=(1,), items={"image": images}),)), *[RankFacts()] * 7]
     loads = plan_of(topology, facts).loads("encoder")[0]

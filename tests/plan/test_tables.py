@@ -8,7 +8,7 @@ import pytest
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
-    PlannedComponent,
+    Placement,
     RankFacts,
     StepTables,
     Topology,
@@ -21,7 +21,7 @@ from omnitrain.plan import (
 )
 from tests.plan.random_steps import random_facts, random_topology
 
-TINY = Topology(1, (PlannedComponent("encoder", (0,), ("image",)),), ("text",))
+TINY = Topology(1, (Placement("encoder", (0,), ("image",)),), ("text",))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -133,11 +133,11 @@ def test_a_topology_lists_all_of_its_contradictions() -> None:
         Topology(
             world_size=4,
             components=(
-                PlannedComponent("a", (0, 1), ("image",), place="local"),
-                PlannedComponent("b", (0, 9), ("image",)),
-                PlannedComponent("c", (0, 1, 2), num_replicas=2),
-                PlannedComponent("d", (0, 1), ("sound",), place="group", head="sound"),
-                PlannedComponent("e", (0,), ("film",), place="group"),
+                Placement("a", (0, 1), ("image",), place="local"),
+                Placement("b", (0, 9), ("image",)),
+                Placement("c", (0, 1, 2), num_replicas=2),
+                Placement("d", (0, 1), ("sound",), place="group", head="sound"),
+                Placement("e", (0,), ("film",), place="group"),
             ),
             losses=("text",),
             data_groups=((0, 1), (2, 2)),

@@ -12,7 +12,7 @@ from omnitrain.errors import UserError
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
-    PlannedComponent,
+    Placement,
     RankFacts,
     StepTables,
     Topology,
@@ -29,8 +29,8 @@ Window = int | Literal["step", "auto"]
 def topology(ranks: int = 2) -> Topology:
     """An encoder on all ranks of a pipeline with ``ranks`` data-parallel ranks."""
     everyone = tuple(range(STAGES * ranks))
-    tower = PlannedComponent("tower", everyone, ("image",), place="world", window=None)
-    foundation = PlannedComponent("foundation", everyone[:ranks], reads_packs=True)
+    tower = Placement("tower", everyone, ("image",), place="world", window=None)
+    foundation = Placement("foundation", everyone[:ranks], reads_packs=True)
     first_stage = tuple(rank % ranks for rank in everyone)
     return Topology(len(everyone), (tower, foundation), ("text",), first_stage=first_stage)
 

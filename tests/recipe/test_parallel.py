@@ -97,7 +97,7 @@ def test_everything_that_does_not_fit_the_model_is_told_at_once() -> None:
     plan = ot.ParallelPlan(
         default=ot.ComponentPlan(tp=2),
         components={
-            "foundation": ot.ComponentPlan(ulysses=2, place="group"),
+            "foundation": ot.ComponentPlan(ulysses=2),
             "imgae_encoder": ot.ComponentPlan(place="world"),
             "image_encoder": ot.ComponentPlan(optimizer_offload=True, dp_shard=2),
         },
@@ -108,11 +108,9 @@ def test_everything_that_does_not_fit_the_model_is_told_at_once() -> None:
         raise_problems(plan.problems(NAMES, frozen={"image_encoder"}, degrees={"tp": 1, "ulysses": 4, "dp_shard": 4}))
     lines = [line.strip() for line in str(refusal.value).splitlines()]
     assert lines == [
-        "6 problems in the parallel plan:",
+        "5 problems in the parallel plan:",
         "components.imgae_encoder: unknown component; did you mean `image_encoder`?",
         "components.image_encoder.optimizer_offload: found true, but a frozen component has no optimizer state",
-        "components.foundation.place: found group; expected `local` (a rank runs the packs that it drew) or `world` "
-        "(by cost)",
         "default.tp: found 2, but the parallel state has 1; call init_parallel_state(tp_size=2), or remove it here",
         "components.foundation.ulysses: found 2, but the parallel state has 4; call "
         "init_parallel_state(ulysses_size=2), or remove it here",

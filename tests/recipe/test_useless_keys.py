@@ -297,7 +297,7 @@ STANDS: dict[str, Always | Idle] = {
         "frozen elsewhere", "model.freeze=[foundation]", "parallel.components.foundation.freeze=false", base="text"
     ),
     "ComponentPlan.compile": plan("compile=true", "only the foundation can be compiled"),
-    "ComponentPlan.place": plan("place=group", "expected `local`", "foundation", base="text"),
+    "ComponentPlan.place": plan("place=group", "use `local`", "foundation", base="text"),
     "ComponentPlan.window": plan("window=2", "encodes no media", "foundation", base="text"),
     "ComponentPlan.quadratic_cost": plan("quadratic_cost=0.1", "which divides no items", "image_encoder"),
     "ComponentPlan.call_elements": plan("call_elements=9", "encodes no media", "foundation", base="text"),

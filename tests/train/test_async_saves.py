@@ -24,9 +24,8 @@ from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.step.rendezvous import open_rendezvous
 from omnitrain.peers import Peers
 from omnitrain.train.metrics.console import console
-from omnitrain.train.run_state import save
+from omnitrain.train.run_state import save, writer
 from omnitrain.train.run_state.snapshot import Snapshot
-from omnitrain.train.run_state.writer import CheckpointWriter
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_recipe
 from tests.train.test_faults import after_step
@@ -35,6 +34,13 @@ from tests.train.test_trainer import load, losses
 
 OF_A_RUN = {"manifest.json", "metrics.json", "trainer.pt", "recipe.yaml", "environment.json"}  # with seconds, settings
 PP2 = ["parallel.components.foundation.pp=2", "train.micro_batches=2", "data.pack_tokens=96"]
+
+
+@pytest.fixture(autouse=True)
+def _same_share_of_the_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process gets as much of busy cores as the run; where other tests run beside it, a tenth is minutes."""
+    if request.function is not test_the_process_leaves_the_cores_to_the_ranks:
+        monkeypatch.setattr(writer, "_NICE", 0)
 
 
 def contents(checkpoint: Path) -> dict[str, str]:
@@ -55,6 +61,7 @@ def fit(recipe: Path, overrides: Sequence[str]) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save, "write_snapshot", noted)
+        patch.setattr(writer, "_NICE", 0)
         Trainer(load(recipe, *overrides)).fit()
     return written
 
@@ -134,8 +141,8 @@ def test_a_failure_ends_the_run_at_the_next_step_and_it_goes_on_from_the_checkpo
 
 def test_the_process_leaves_the_cores_to_the_ranks() -> None:
     """In a session of its own, Linux would give it the cores of all ranks together, whatever its priority."""
-    with contextlib.closing(CheckpointWriter(open_rendezvous())) as writer:
-        process = writer._process.pid
+    with contextlib.closing(writer.CheckpointWriter(open_rendezvous())) as started:
+        process = started._process.pid
         assert os.getsid(process) == os.getsid(0) and os.getpgid(process) == process
         assert os.getpriority(os.PRIO_PROCESS, process) == os.getpriority(os.PRIO_PROCESS, 0) + 10
 
@@ -200,6 +207,7 @@ def train_until_killed(recipe: Path, hook: str, lives: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     sys.path.insert(0, hook)
+    writer._NICE = 0  # of a rank that ends
     after_step(Trainer(load(recipe)), 3, kill).fit()
 
 
@@ -258,7 +266,9 @@ def train(recipe: Path, overrides: list[str], hook: str, killed_rank: int) -> No
     if trainer.ranks.peers.rank == killed_rank:
         sys.path.insert(0, hook)
     try:
-        trainer.fit()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer, "_NICE", 0)
+            trainer.fit()
     finally:
         if hook in sys.path:
             sys.path.remove(hook)

@@ -26,7 +26,7 @@ from omnitrain.train.run_state import save_times
 from omnitrain.train.trainer import RunSummary, Trainer
 from tests.tiny import TASKS, tiny_moe_recipe, tiny_recipe, tiny_row, write_parquet
 
-EVALUATED = ["evaluation.max_new_tokens=6", "evaluation.loss_every=3", "evaluation.batch_size=5", "data.workers=1"]
+EVALUATED = ["evaluation.max_new_tokens=3", "evaluation.loss_every=3", "evaluation.batch_size=5", "data.workers=1"]
 COUNTED = ["train.flops=true"]
 TWO_SLOTS = ["train.micro_batches=2", "data.pack_tokens=96"]
 

@@ -20,7 +20,7 @@ from tests.tiny import TASKS, tiny_recipe
 from tests.train.test_ranks import TWO_SLOTS, assert_same_run, fit
 
 SECTION = 'parallel.sections={"media":{"components":["image_encoder","audio_encoder"],"ranks":1}}'
-EVALUATED = ["evaluation.max_new_tokens=6", "evaluation.loss_every=2", "evaluation.batch_size=5"]
+EVALUATED = ["evaluation.max_new_tokens=3", "evaluation.loss_every=2", "evaluation.batch_size=5"]
 
 
 def scored_by(name: str) -> str:

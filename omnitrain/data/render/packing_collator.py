@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -116,14 +116,7 @@ class OmniDataCollatorWithPacking:
 
     def _sample(self, features: Mapping[str, Any], name: str, index: int) -> Sample:
         given = {key: value for key, value in features.items() if value is not None and key not in _NAMES}
-        known = {*self.packing_features, *self.concat_features}
-        if lost := sorted((given.keys() - known) & self._native.forward_arguments):
-            raise ValueError(f"the model takes {lost}, which omnitrain does not pass to it; it passes {sorted(known)}")
-        if unknown := sorted(given.keys() - known):
-            raise ValueError(
-                f"{unknown} are neither in packing_features nor in concat_features; {hint(unknown[0], sorted(known))}, "
-                "or remove them from the dict"
-            )
+        self._require_taken(given.keys())
         per_token = self._per_token(given)
         ids = per_token.pop("input_ids")
         labels, positions = per_token.pop("labels", None), per_token.pop("position_ids", None)
@@ -133,25 +126,13 @@ class OmniDataCollatorWithPacking:
             if any(key in given for key in names)
         }
         spans = self._spans(ids, media)
-        trained = np.ones(len(ids), dtype=bool) if labels is None else labels != IGNORED
-        if labels is not None and (wrong := np.flatnonzero(trained & (labels != ids))).size:
-            at = int(wrong[0])
-            raise ValueError(
-                f"labels: found {labels[at]} at token {at}, but input_ids has {ids[at]}; expected the same id, or "
-                f"{IGNORED} for a token that is not predicted (labels must not be shifted)"
-            )
+        trained = _trained(ids, labels)
         for span in spans:
             trained[span.positions] = False
-        if self._native.token_types is not None:
-            made = self._native.token_types(ids, trained)
-            per_token = {key: made[key] for key in self._native.token_inputs} | per_token
-        if missing := sorted({*self._native.token_inputs} - per_token.keys()):
-            raise ValueError(
-                f"{missing} are missing, which the model takes for each token; the HF processor makes them"
-            )
+        token_inputs = self._token_inputs(ids, trained, per_token)
         if positions is None and self._native.positions is not None:
             of_items = {modality: [items] for modality, items in media.items()}
-            positions = self._native.positions(ids, per_token, of_items, audio_in_video=False)
+            positions = self._native.positions(ids, token_inputs, of_items, audio_in_video=False)
         return Sample(
             id=name,
             source=str(features.get("source", "data")),
@@ -160,8 +141,30 @@ class OmniDataCollatorWithPacking:
             position_ids=np.arange(len(ids)) if positions is None else positions,
             spans=spans,
             index=index,
-            token_inputs=per_token,
+            token_inputs=token_inputs,
         )
+
+    def _require_taken(self, given: Set[str]) -> None:
+        known = {*self.packing_features, *self.concat_features}
+        if lost := sorted((given - known) & self._native.forward_arguments):
+            raise ValueError(f"the model takes {lost}, which omnitrain does not pass to it; it passes {sorted(known)}")
+        if unknown := sorted(given - known):
+            raise ValueError(
+                f"{unknown} are neither in packing_features nor in concat_features; {hint(unknown[0], sorted(known))}, "
+                "or remove them from the dict"
+            )
+
+    def _token_inputs(
+        self, ids: np.ndarray, trained: np.ndarray, given: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return what the model takes for each token besides ids and positions: given, or made by the model."""
+        made = {} if self._native.token_types is None else self._native.token_types(ids, trained)
+        inputs = {key: made[key] for key in self._native.token_inputs if key in made} | given
+        if missing := sorted({*self._native.token_inputs} - inputs.keys()):
+            raise ValueError(
+                f"{missing} are missing, which the model takes for each token; the HF processor makes them"
+            )
+        return inputs
 
     def _per_token(self, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return the per-token features ``[..., T]`` int64, without padding."""
@@ -203,6 +206,18 @@ class OmniDataCollatorWithPacking:
                 item = MediaItem(media[modality], int(positions.size))
                 spans.append(MediaSpan(NATIVE_PREFIX + modality, int(positions[0]), item, False, positions))
         return tuple(sorted(spans, key=lambda span: span.start))
+
+
+def _trained(ids: np.ndarray, labels: np.ndarray | None) -> np.ndarray:
+    """Return ``[T]`` bool: the tokens that labels predict; without labels all of them."""
+    trained = np.ones(len(ids), dtype=bool) if labels is None else labels != IGNORED
+    if labels is not None and (wrong := np.flatnonzero(trained & (labels != ids))).size:
+        at = int(wrong[0])
+        raise ValueError(
+            f"labels: found {labels[at]} at token {at}, but input_ids has {ids[at]}; expected the same id, or "
+            f"{IGNORED} for a token that is not predicted (labels must not be shifted)"
+        )
+    return trained
 
 
 def _array(value: Any) -> np.ndarray:

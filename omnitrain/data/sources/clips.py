@@ -20,6 +20,8 @@ Choose = Callable[[int, float | None], np.ndarray]
 Positions may be fractions. Of a real video, the frame that is nearest in time to each position is taken.
 """
 
+_Block = tuple[float | None, np.ndarray]  # of sound: seconds of its first sample, if the file says them; its samples
+
 _KEPT_BYTES = 1 << 28  # of an animation's frames that are decoded to find their times
 _AROUND_SECONDS = 1.0  # of sound that is decoded around a part, since packets are not in the order of their times
 _JOINED_SECONDS = 0.05  # blocks of sound less than this apart are one
@@ -222,11 +224,25 @@ def film_sound(container: Any, start: float, stop: float) -> tuple[np.ndarray, i
     """
     if not container.streams.audio:
         return None
+    blocks, shown = _sound_around(container, start, stop)
+    rate = container.streams.audio[0].rate
+    zero = next((time for time in shown if time >= shown[0] + start), None)
+    samples = _joined(blocks, zero, rate)
+    if zero is not None and stop < np.inf:
+        samples = samples[: max(0, round((shown[0] + stop - zero) * rate))]
+    return (samples, rate) if len(samples) else None
+
+
+def _sound_around(container: Any, start: float, stop: float) -> tuple[list[_Block], list[float]]:
+    """Decode the mono sound of a part and around it, and say when each frame of the video is shown, in ascending order.
+
+    Seconds of a block count as those of frames do; they are None in a file that does not say them.
+    """
     import av
 
     heard, seen = container.streams.audio[0], next(iter(container.streams.video), None)
     resampler = av.AudioResampler(format="flt", layout="mono", rate=heard.rate)
-    blocks: list[tuple[float | None, np.ndarray]] = []
+    blocks: list[_Block] = []
     shown: list[float] = []
     for packet in container.demux([stream for stream in (heard, seen) if stream is not None]):
         time = None if packet.pts is None else float(packet.pts * packet.time_base)
@@ -238,15 +254,10 @@ def film_sound(container: Any, start: float, stop: float) -> tuple[np.ndarray, i
             blocks += [(block.time, block.to_ndarray().reshape(-1)) for block in made]
         elif packet.stream is seen and time is not None and not packet.is_discard:
             shown.append(time)
-    shown.sort()
-    zero = next((time for time in shown if time >= shown[0] + start), None)
-    samples = _joined(blocks, zero, heard.rate)
-    if zero is not None and stop < np.inf:
-        samples = samples[: max(0, round((shown[0] + stop - zero) * heard.rate))]
-    return (samples, heard.rate) if len(samples) else None
+    return blocks, sorted(shown)
 
 
-def _joined(blocks: Sequence[tuple[float | None, np.ndarray]], zero: float | None, rate: int) -> np.ndarray:
+def _joined(blocks: Sequence[_Block], zero: float | None, rate: int) -> np.ndarray:
     """Put each block of sound at its time after ``zero`` (None: after the first block); times are rounded in files."""
     placed: list[tuple[int, np.ndarray]] = []
     end = 0

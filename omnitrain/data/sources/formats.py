@@ -112,21 +112,28 @@ def files_of(source: DataSource) -> tuple[list[str], str | None]:
     found = find_files(source.path, tuple(FORMATS))
     if len({FORMATS[suffix_of(file)] for file in found}) > 1:
         found = [file for file in found if Path(file).name not in _DESCRIPTIONS]
-    by_format: dict[str, list[str]] = {}
-    for file in found:
-        by_format.setdefault(FORMATS[suffix_of(file)], []).append(file)
-    if len(by_format) > 1:
-        inside = folder / "**" if folder.is_dir() else folder.parent
-        counts = [f"{len(files)} file(s) of {kind} ({Path(files[0]).name!r}, ...)" for kind, files in by_format.items()]
-        paths = [repr(str(inside / f"*{Path(files[0]).suffix}")) for files in by_format.values()]
-        raise DataError(
-            f"data: {source.path!r} has {' and '.join(counts)}; set `path` to {' or '.join(paths)}; to use several, "
-            "list several data sets"
-        )
+    _require_one_format(source.path, found)
     if not found and (is_url(source.path) or folder.suffix or folder.exists() or source.path.count("/") != 1):
         where = "" if is_url(source.path) else f" (looked in {folder.absolute()})"
         raise DataError(f"data: no file of data at {source.path!r}{where}{_nearest_file(source.path)}")
     return found, source.media_folder
+
+
+def _require_one_format(path: str, files: Sequence[str]) -> None:
+    by_format: dict[str, list[str]] = {}
+    for file in files:
+        by_format.setdefault(FORMATS[suffix_of(file)], []).append(file)
+    if len(by_format) > 1:
+        folder = Path(path)
+        inside = folder / "**" if folder.is_dir() else folder.parent
+        counts = [
+            f"{len(of_kind)} file(s) of {kind} ({Path(of_kind[0]).name!r}, ...)" for kind, of_kind in by_format.items()
+        ]
+        paths = [repr(str(inside / f"*{Path(of_kind[0]).suffix}")) for of_kind in by_format.values()]
+        raise DataError(
+            f"data: {path!r} has {' and '.join(counts)}; set `path` to {' or '.join(paths)}; to use several, "
+            "list several data sets"
+        )
 
 
 def open_table(source: DataSource, files: Sequence[str], reader: FileReader, *, copy_parquet: bool) -> Table:

@@ -69,35 +69,33 @@ def take_files(messages: Sequence[Any], media: Mapping[str, Sequence[Any]]) -> t
 
 
 def _without_files(message: Any, where: str, shown: dict[str, list[_GivenFile]]) -> Any:
-    """Return a message without files and how they are read, and append the file of each media part to ``shown``.
-
-    What is left in a part has no effect.
-    """
+    """Return a message without files and how they are read, and append the file of each media part to ``shown``."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
-    parts = []
-    for n, part in enumerate(message["content"], 1):
-        kind = part.get("type") if isinstance(part, dict) else None
-        modality = modality_of_type(kind)
-        if not isinstance(kind, str) or modality not in shown:
-            parts.append(part)
-            continue
-        keys = dict.fromkeys((kind, modality, f"{modality}_url", "url", "path", "base64"))
-        given = {key: part[key] for key in keys if part.get(key) is not None}
-        what = f"part {n} of {where} ({kind})"
-        if len(given) > 1:
-            raise ValueError(f"{what}: found {sorted(given)}; expected one of them")
-        if not given and kind != modality:
-            raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
-        inside = [value for value in given.values() if isinstance(value, dict)]
-        file = next((_file_of(value, key, what) for key, value in given.items()), None)
-        shown[modality].append(
-            _GivenFile(file, {k: v for keys in (part, *inside) for k, v in reading_keys(keys).items()})
-        )
-        read = {*given, *FILE_KEYS} if given else READING_KEYS
-        rest = {name: value for keys in (*inside, part) for name, value in keys.items() if name not in read}
-        parts.append(rest | {"type": modality})
-    return message | {"content": parts}
+    parts = enumerate(message["content"], 1)
+    return message | {"content": [_without_file(part, f"part {n} of {where}", shown) for n, part in parts]}
+
+
+def _without_file(part: Any, where: str, shown: dict[str, list[_GivenFile]]) -> Any:
+    """The same for a part; what is left in it has no effect."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    modality = modality_of_type(kind)
+    if not isinstance(kind, str) or modality not in shown:
+        return part
+    keys = dict.fromkeys((kind, modality, f"{modality}_url", "url", "path", "base64"))
+    given = {key: part[key] for key in keys if part.get(key) is not None}
+    what = f"{where} ({kind})"
+    if len(given) > 1:
+        raise ValueError(f"{what}: found {sorted(given)}; expected one of them")
+    if not given and kind != modality:
+        raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
+    inside = [value for value in given.values() if isinstance(value, dict)]
+    file = next((_file_of(value, key, what) for key, value in given.items()), None)
+    said = {name: value for keys in (part, *inside) for name, value in reading_keys(keys).items()}
+    shown[modality].append(_GivenFile(file, said))
+    read = {*given, *FILE_KEYS} if given else READING_KEYS
+    rest = {name: value for keys in (*inside, part) for name, value in keys.items() if name not in read}
+    return rest | {"type": modality}
 
 
 def _file_of(value: Any, key: str, what: str) -> Any:

@@ -12,7 +12,6 @@ those of the parameter before it at its ``base_layer``.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from omnitrain.checkpoint.disk import set_default_modes
+from omnitrain.checkpoint.model_files import ADAPTERS
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.adapters.lora import ADAPTER, Adapters, adapters_of, add_lora, peft, root_of, token_matrices
 from omnitrain.models.components.model import ComponentModel
@@ -36,7 +36,6 @@ from omnitrain.recipe.parallel import FOUNDATION
 T = TypeVar("T")
 Conversion = Callable[[Tensor], Tensor]
 
-FOLDER = "adapters"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FIELDS: dict[str, tuple[type, ...]] = {  # the fields of the config that we read
     "r": (int,),
@@ -72,7 +71,7 @@ def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Ten
         weights: whole (unsharded) adapters, and embeddings with rows of added tokens, by their names in ``model``.
     """
     for root, adapters in _by_root(model).items():
-        into = folder / FOLDER / root
+        into = folder / ADAPTERS / root
         into.mkdir(parents=True)
         tensors = {
             key: entry.to_peft(weights[name]).contiguous() for key, (name, entry) in _entries(model, root, adapters)
@@ -85,7 +84,7 @@ def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Ten
 def adapter_tensors(model: PreTrainedModel) -> dict[str, dict[str, tuple[str, Conversion]]]:
     """Return what :func:`save_adapters` writes: file -> key in it -> name in ``model``, and how it is stored."""
     return {
-        f"{FOLDER}/{root}/{_WEIGHTS}": {
+        f"{ADAPTERS}/{root}/{_WEIGHTS}": {
             key: (name, entry.to_peft) for key, (name, entry) in _entries(model, root, adapters)
         }
         for root, adapters in _by_root(model).items()
@@ -95,12 +94,7 @@ def adapter_tensors(model: PreTrainedModel) -> dict[str, dict[str, tuple[str, Co
 def save_adapter_configs(model: PreTrainedModel, folder: Path) -> None:
     """Write the configs of :func:`save_adapters`, without the weights."""
     for root, adapters in _by_root(model).items():
-        _config(model, root, adapters).save_pretrained(str(folder / FOLDER / root))
-
-
-def remove_adapters(folder: Path) -> None:
-    """Remove adapters that were saved in ``folder`` before, if any."""
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+        _config(model, root, adapters).save_pretrained(str(folder / ADAPTERS / root))
 
 
 def stored_adapters(model: ComponentModel, path: str | Path) -> dict[str, Adapters]:
@@ -137,7 +131,7 @@ def load_adapters(model: ComponentModel, path: str | Path, subfolder: str = "", 
 
 def _folders_at(path: str | Path, subfolder: str = "", **hub: Any) -> list[Path]:
     """The folders of HF models with adapters."""
-    below = PurePosixPath(subfolder) / FOLDER
+    below = PurePosixPath(subfolder) / ADAPTERS
     parent = folder_with(path, f"{below}/*", **hub) / below
     return sorted(folder for folder in parent.glob("[!.]*") if folder.is_dir())
 

@@ -88,8 +88,8 @@ class ComponentModel(PreTrainedModel):
 
     def has_backward(self, component: str) -> bool:
         """Return whether parameters of a component train, or of the one whose features it reads."""
-        read = [self.reads[component]] if component in self.reads else []
-        return any(p.requires_grad for name in (component, *read) for p in self.components[name].values())
+        read, components = [self.reads[component]] if component in self.reads else [], self.components
+        return any(p.requires_grad for name in (component, *read) for p in components[name].values())
 
     @property
     def components(self) -> dict[str, dict[str, nn.Parameter]]:

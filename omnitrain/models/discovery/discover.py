@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from omnitrain.models.discovery.text_run import (
     undisturbed,
 )
 from omnitrain.recipe.parallel import FOUNDATION
+
+_DISCOVERED: dict[tuple[type, str], Discovery] = {}
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,27 @@ class Discovery:
 def discover(model: PreTrainedModel) -> Discovery:
     """Run every feature method of a model on tiny inputs, and record the parameters it reads and the features it gives.
 
-    The model does not change. It may be on the meta device.
+    The model does not change. It may be on the meta device. A process runs them once for models of one class, config
+    and tree of modules.
 
     Args:
         model: a causal language model of transformers, with or without other modalities.
     """
+    identity = _identity(model)
+    if identity not in _DISCOVERED:
+        _DISCOVERED[identity] = _discovered(model)
+    return _DISCOVERED[identity]
+
+
+def _identity(model: PreTrainedModel) -> tuple[type, str]:
+    """All that the runs depend on but the values of weights: the class, the config, the modules and the parameters."""
+    modules = ((name, type(module)) for name, module in model.named_modules())
+    parameters = ((name, p.shape, p.dtype, p.device) for name, p in model.named_parameters())
+    tree = repr([model.config.to_json_string(use_diff=False), *modules, *parameters])
+    return type(model), hashlib.sha256(tree.encode()).hexdigest()
+
+
+def _discovered(model: PreTrainedModel) -> Discovery:
     interfaces: dict[str, ModalityInterface] = {}
     in_forward: dict[str, str] = {}
     refused: dict[str, str] = {}
@@ -174,13 +193,7 @@ def _grouped(
         modality: [name for name in interface.parameters if name not in text]
         for modality, interface in interfaces.items()
     }
-    component: dict[str, str] = {}
-    for modality, names in reads.items():
-        mates = [other for other in component if set(reads[other]) & set(names)]
-        component[modality] = component[mates[0]] if mates else f"{modality}_encoder"
-        component |= dict.fromkeys(
-            (m for m in component if component[m] in {component[o] for o in mates}), component[modality]
-        )
+    component = _component_of(reads)
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     components = {
         name: tuple(sorted({p for m in component if component[m] == name for p in reads[m]}, key=order.__getitem__))
@@ -201,6 +214,16 @@ def _grouped(
         positions=positions,
         extras=extras,
     )
+
+
+def _component_of(reads: Mapping[str, list[str]]) -> dict[str, str]:
+    """Modality -> its component: that of the first modality with which it shares parameters, also through others."""
+    component: dict[str, str] = {}
+    for modality, names in reads.items():
+        joined = list(dict.fromkeys(component[other] for other in component if {*reads[other]} & {*names}))
+        component[modality] = joined[0] if joined else f"{modality}_encoder"
+        component = {other: joined[0] if name in joined else name for other, name in component.items()}
+    return component
 
 
 def _taken_by(model: PreTrainedModel) -> Iterator[str]:

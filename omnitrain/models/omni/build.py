@@ -52,6 +52,9 @@ from omnitrain.recipe.problems import problem_lines
 M = TypeVar("M", bound=PreTrainedModel)
 Node = TypeVar("Node", bound=BaseModel)
 
+Components = dict[str, dict[str, PreTrainedModel]]
+"""Kind (`encoders`, `decoders`, `teachers`) -> component name -> the component."""
+
 _CONFIGS = (AudioEncoderConfig, TokenDecoderConfig, VisionEncoderConfig)
 
 
@@ -134,57 +137,79 @@ def build_omni_model(
             modality of a saved one of another name.
         WeightsError: tensors are missing, unexpected or have another shape.
     """
-    for kind, given in (("encoders", encoders), ("decoders", decoders), ("teachers", teachers)):
-        if not isinstance(given, dict | None):
-            raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its settings")
+    given = _given(encoders=encoders, decoders=decoders, teachers=teachers)
     saved = None
     if config_path or weights_path:
         require_device(init_device)
         saved = _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
-        if foundation is None and not encoders and not decoders and not teachers:
+        if foundation is None and not any(given.values()):
             return saved
         foundation = saved.foundation if foundation is None else foundation
     if foundation is None:
         raise UserError("build_omni_model needs a foundation (or the path of a saved omni model)")
     base = build_foundation_model(foundation, init_device=init_device, torch_dtype=torch_dtype)
-    hidden_size = base.get_input_embeddings().weight.size(1)
-    dtype = torch_dtype or base.dtype
-    attached: dict[str, dict[str, PreTrainedModel]] = {"encoders": {}, "decoders": {}, "teachers": {}}
-    if saved is not None:
-        _require_new_names(saved, encoders or {}, decoders or {})
-        attached |= {"encoders": saved.encoders, "decoders": saved.decoders}
     with _on(init_device):
-        for name, spec in (encoders or {}).items():
-            attached["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
-        for name, spec in (decoders or {}).items():
-            attached["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
-        for name, source in (teachers or {}).items():
-            if name in (*attached["encoders"], *attached["decoders"]):
-                raise UserError(f"model.teachers.{name}: this is the name of another component; choose another one")
-            attached["teachers"][name] = _teacher(name, source, init_device, torch_dtype)
-        names = {*(encoders or {}), *(decoders or {})}
-        _require_hidden_size(hidden_size, attached, names)
-        _require_new_modalities(attached, names)
+        attached = _attached(base, saved, given, init_device, torch_dtype)
         parts = {"foundation": base} | {name: part for group in attached.values() for name, part in group.items()}
         loaded = saved.config if saved is not None and base is saved.foundation else base
-        config = OmniConfig(
-            foundation=as_dict(base.config),
-            unused_tensors=getattr(loaded, "unused_tensors", None),
-            source_path=getattr(loaded, "source_path", None),
-            has_own_head=getattr(loaded, "has_own_head", False),
-            **{
-                kind: {name: as_dict(component.config) for name, component in group.items()}
-                for kind, group in attached.items()
-            },
-        )
-        model = OmniModel(config, parts)
+        model = OmniModel(_omni_config(base, attached, loaded), parts)
     if saved is not None:
         kept = {name for name, part in parts.items() if getattr(saved, name, None) is part}
         model.renamed = {name: now for name, now in saved.renamed.items() if name.partition(".")[0] in kept}
     return model if init_device == "meta" else model.to(init_device)
 
 
-def _require_new_names(saved: OmniModel, encoders: dict[str, Any], decoders: dict[str, Any]) -> None:
+def _given(**kinds: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """Return the components that are given of each kind.
+
+    Raises:
+        UserError: they are not a dict.
+    """
+    for kind, given in kinds.items():
+        if not isinstance(given, dict | None):
+            raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its settings")
+    return {kind: given or {} for kind, given in kinds.items()}
+
+
+def _attached(
+    base: PreTrainedModel,
+    saved: OmniModel | None,
+    given: dict[str, Mapping[str, Any]],
+    init_device: str,
+    torch_dtype: torch.dtype | None,
+) -> Components:
+    """Return the components of each kind: the saved ones, with the given ones in their place or in addition."""
+    hidden_size, dtype = base.get_input_embeddings().weight.size(1), torch_dtype or base.dtype
+    attached: Components = {kind: {} for kind in given}
+    if saved is not None:
+        _require_new_names(saved, given["encoders"], given["decoders"])
+        attached |= {"encoders": saved.encoders, "decoders": saved.decoders}
+    for name, spec in given["encoders"].items():
+        attached["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
+    for name, spec in given["decoders"].items():
+        attached["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
+    for name, source in given["teachers"].items():
+        if name in (*attached["encoders"], *attached["decoders"]):
+            raise UserError(f"model.teachers.{name}: this is the name of another component; choose another one")
+        attached["teachers"][name] = _teacher(name, source, init_device, torch_dtype)
+    names = {*given["encoders"], *given["decoders"]}
+    _require_hidden_size(hidden_size, attached, names)
+    _require_new_modalities(attached, names)
+    return attached
+
+
+def _omni_config(base: PreTrainedModel, attached: Components, loaded: Any) -> OmniConfig:
+    """Return the config of a model; ``loaded`` says of the foundation's checkpoint what its config does not say."""
+    return OmniConfig(
+        foundation=as_dict(base.config),
+        unused_tensors=getattr(loaded, "unused_tensors", None),
+        source_path=getattr(loaded, "source_path", None),
+        has_own_head=getattr(loaded, "has_own_head", False),
+        **{kind: {name: as_dict(part.config) for name, part in group.items()} for kind, group in attached.items()},
+    )
+
+
+def _require_new_names(saved: OmniModel, encoders: Collection[str], decoders: Collection[str]) -> None:
     """Check that no given encoder has the name of a saved decoder, and the other way round.
 
     Raises:
@@ -196,9 +221,7 @@ def _require_new_names(saved: OmniModel, encoders: dict[str, Any], decoders: dic
         raise UserError(*(f"{kind}: {name!r} is the name of a saved {of}; use another" for name, kind, of in crossed))
 
 
-def _require_hidden_size(
-    hidden_size: int, attached: dict[str, dict[str, PreTrainedModel]], given: Collection[str]
-) -> None:
+def _require_hidden_size(hidden_size: int, attached: Components, given: Collection[str]) -> None:
     """Check that encoders and decoders have the foundation's hidden size, where their config is one of omnitrain.
 
     Raises:
@@ -218,7 +241,7 @@ def _require_hidden_size(
         raise UserError(*problems)
 
 
-def _require_new_modalities(attached: dict[str, dict[str, PreTrainedModel]], given: set[str]) -> None:
+def _require_new_modalities(attached: Components, given: set[str]) -> None:
     """Check that no given encoder reads what a saved one reads, and no given decoder writes what a saved one writes.
 
     Raises:

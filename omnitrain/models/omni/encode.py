@@ -140,60 +140,88 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
     Raises:
         UserError: other ranks have an encoder of the pack's media, and ``work`` does not say that they encode now.
     """
-    elsewhere: Collection[str] = ()
     if model.encoder_relay is not None:
         model.encoder_relay.require_forward()
-        elsewhere = model.encoder_relay.components
     pack = with_teacher_inputs(with_projector_inputs(pack, model.divided), model.teachers)
-    inserted: list[tuple[Tensor, Tensor]] = []
-    native: dict[str, MediaFeatures] = {}
-    labels: dict[str, Tensor] = {}
-    idle: list[Tensor] = []
-    where: dict[str, Tensor] = {}
-    of_teachers: dict[str, Tensor] = {}
-    read = local_positions(work.sequence_slice, pack.text_rows)[1]
-    drawn = {**pack.inputs, **pack.targets}
-    for component, names in model.media_names.items():
-        if (components is not None and component not in components) or component in model.reads.values():
-            continue  # what a tower gives goes to its projector, which comes next
-        if component in model.reads and component not in work.encoded:
-            work = _with_tower_features(model, component, work, pack, is_elsewhere=model.reads[component] in elsewhere)
-        batches = {name: drawn[name] for name in names if name in drawn}
-        places = {name: local_positions(work.sequence_slice, batch.positions) for name, batch in batches.items()}
+    encoding = _Encoding(model, pack, work)
+    towers = set(model.reads.values())  # what a tower gives goes to its projector
+    for component in model.media_names:
+        if component not in towers and (components is None or component in components):
+            encoding.add(component)
+    return encoding.encoded_pack()
+
+
+class _Encoding:
+    """The media of a pack while they are encoded, component by component."""
+
+    def __init__(self, model: Any, pack: Pack, work: MicroBatchWork) -> None:
+        self._model, self._pack, self._work = model, pack, work
+        self._elsewhere = () if model.encoder_relay is None else model.encoder_relay.components
+        self._inserted: list[tuple[Tensor, Tensor]] = []
+        self._native: dict[str, MediaFeatures] = {}
+        self._labels: dict[str, Tensor] = {}
+        self._idle: list[Tensor] = []
+        self._where: dict[str, Tensor] = {}
+        self._of_teachers: dict[str, Tensor] = {}
+
+    def encoded_pack(self) -> EncodedPack:
+        """Return the result."""
+        native = self._model.runner.joined(self._native, self._where)
+        media = EncodedMedia(native, self._inserted, self._of_teachers)
+        return EncodedPack(self._pack, self._work, media, self._labels, self._idle)
+
+    def add(self, component: str) -> None:
+        """Encode or receive the items of a component."""
+        drawn = {**self._pack.inputs, **self._pack.targets}
+        batches = {name: drawn[name] for name in self._model.media_names[component] if name in drawn}
+        sequence_slice = self._work.sequence_slice
+        places = {name: local_positions(sequence_slice, batch.positions) for name, batch in batches.items()}
+        made = self._made(component, batches, {name: len(index) for name, (index, _) in places.items()})
+        for name in batches:
+            self._keep(component, name, MediaFeatures.cat(made[name]), *places[name])
+
+    def _made(
+        self, component: str, batches: Mapping[str, MediaBatch], num_local: Mapping[str, int]
+    ) -> Mapping[str, Sequence[MediaFeatures]]:
+        """Name -> features of the pack's items. ``num_local``: name -> number of those for this rank's tokens."""
+        model, work = self._model, self._work
         counts = {name: batch.num_tokens for name, batch in batches.items()}
         if component in work.encoded:
-            made = _cut(model, work.encoded[component], counts)
-        elif component in elsewhere:
-            of_pack = {name: own_calls(model, pack, name) for name in names}
-            made = _from_elsewhere(model, component, work, {**of_pack, **work.media_calls})
+            return _cut(model, work.encoded[component], counts)
+        if component in model.reads:
+            is_elsewhere = model.reads[component] in self._elsewhere
+            work = _with_tower_features(model, component, work, self._pack, is_elsewhere=is_elsewhere)
+        if component in self._elsewhere:
+            of_pack = {name: own_calls(model, self._pack, name) for name in model.media_names[component]}
+            return _from_elsewhere(model, component, work, {**of_pack, **work.media_calls})
+        calls = call_component(model, component, work, self._pack)
+        self._idle += calls.idle
+        if component not in work.exchanges:
+            return calls.made
+        received = exchange_features(model, component, calls, work.exchanges[component])
+        self._idle += [tensor for tensor in received if not len(tensor)]  # their backward is a collective, too
+        if component in work.cut:
+            counts = {name: (number,) for name, number in num_local.items()}
+        return _cut(model, ReceivedFeatures(received, calls.pattern), counts)
+
+    def _keep(self, component: str, name: str, features: MediaFeatures, index: Tensor, positions: Tensor) -> None:
+        """Keep features for the tokens of this rank: those at ``index`` of all, for the tokens at ``positions``."""
+        self._where[name] = positions
+        if name in self._pack.targets:
+            self._labels[name] = features.side[_LABELS]
+            features = replace(features, side={})
+        if self._work.sequence_slice is not None and component not in self._work.cut:
+            features = features.at(index)
+        if component in self._model.teachers:
+            read = local_positions(self._work.sequence_slice, self._pack.text_rows)[1]
+            row = to_device(torch.searchsorted(positions, read), features.main.device)
+            self._of_teachers[name] = features.main[row]
+        elif not len(index):  # the model runs as it does over text
+            self._idle += features.tensors()
+        elif name.startswith(NATIVE_PREFIX):
+            self._native[name] = features
         else:
-            calls = call_component(model, component, work, pack)
-            made, idle = calls.made, [*idle, *calls.idle]
-            if component in work.exchanges:
-                received = exchange_features(model, component, calls, work.exchanges[component])
-                idle += [tensor for tensor in received if not len(tensor)]  # their backward is a collective, too
-                if component in work.cut:
-                    counts = {name: (len(places[name][0]),) for name in batches}
-                made = _cut(model, ReceivedFeatures(received, calls.pattern), counts)
-        for name in batches:
-            index, where[name] = places[name]
-            features = MediaFeatures.cat(made[name])
-            if name in pack.targets:
-                labels[name] = features.side[_LABELS]
-                features = replace(features, side={})
-            if work.sequence_slice is not None and component not in work.cut:
-                features = features.at(index)
-            if component in model.teachers:
-                row = to_device(torch.searchsorted(where[name], read), features.main.device)
-                of_teachers[name] = features.main[row]
-            elif not len(index):  # the model runs as it does over text
-                idle += features.tensors()
-            elif name.startswith(NATIVE_PREFIX):
-                native[name] = features
-            else:
-                inserted.append((where[name], features.main))
-    media = EncodedMedia(model.runner.joined(native, where), inserted, of_teachers)
-    return EncodedPack(pack, work, media, labels, idle)
+            self._inserted.append((positions, features.main))
 
 
 def call_component(model: Any, component: str, work: MicroBatchWork, pack: Pack | None = None) -> ComponentCalls:

@@ -14,11 +14,12 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from omnitrain.checkpoint.disk import set_default_modes
+from omnitrain.checkpoint.model_files import remove_adapters
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.errors import UserError
-from omnitrain.models.adapters.files import load_adapters, remove_adapters, save_adapters, split_weights
+from omnitrain.models.adapters.files import load_adapters, save_adapters, split_weights
 from omnitrain.models.components.contract import StageContract
 from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.components.outputs import FoundationOutput, OmniOutput

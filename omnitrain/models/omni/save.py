@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import tempfile
 from collections import defaultdict
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
@@ -23,16 +20,16 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
+from omnitrain.checkpoint.model_files import ModelFiles, on_host, write_model
 from omnitrain.checkpoint.pieces import Piece, PieceOwners
 from omnitrain.checkpoint.safetensors_file import Entry
-from omnitrain.checkpoint.weight_files import Group, WeightFile, stored_as, write_files
+from omnitrain.checkpoint.weight_files import Group, WeightFile, stored_as
 from omnitrain.models.adapters.files import (
     Conversion,
     adapter_tensors,
-    remove_adapters,
     save_adapter_configs,
     split_weights,
 )
@@ -40,23 +37,7 @@ from omnitrain.models.hf.conversions import conversions_of
 from omnitrain.peers import Peers, all_or_raise
 
 FILE_BYTES = 5 * 2**30
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """The files of a model, without the values of its tensors.
-
-    Attributes:
-        small: path in the folder -> content, of configs and the like. Empty on all ranks but the first.
-        adapters: files of LoRA adapters.
-        weights: files of all other tensors.
-    """
-
-    small: Mapping[str, bytes]
-    adapters: Sequence[WeightFile]
-    weights: Sequence[WeightFile]
 
 
 def save_whole(
@@ -114,45 +95,12 @@ def model_pieces(model: PreTrainedModel, owners: PieceOwners) -> list[Piece]:
     return [piece for piece in pieces if piece is not None]
 
 
-def on_host(piece: Piece) -> Piece:
-    """Return the piece contiguous in the memory of the CPU, without a copy if it is there."""
-    return Piece(piece.place, piece.tensor.cpu().contiguous())
-
-
-def write_model(
-    files: ModelFiles, pieces: Sequence[Piece], folder: Path, peers: Peers, previous: Path | None = None
-) -> None:
-    """Write what :func:`save_whole` writes, of pieces in the memory of the CPU. All ``peers`` call this."""
-    # Without the base's weights, which come last, nobody takes the folder for a complete model.
-    all_or_raise(peers, lambda: _begin(files, folder) if peers.rank == 0 else None)
-    if files.adapters:
-        write_files(files.adapters, pieces, folder, peers)
-    _write_weights(files.weights, pieces, folder, peers, previous)
-
-
-def _write_weights(
-    files: Sequence[WeightFile], pieces: Sequence[Piece], folder: Path, peers: Peers, previous: Path | None
-) -> None:
-    linked: set[str] = set()
-    if previous is not None:
-        linked = peers.of_first(_linked(files, previous, folder) if peers.rank == 0 else linked)
-    write_files([file for file in files if file.name not in linked], pieces, folder, peers)
-    all_or_raise(peers, lambda: _write_index(folder, files) if peers.rank == 0 else None)
-
-
 def small_files(save: Callable[[Path], None]) -> dict[str, bytes]:
     """Return path -> content of the files that ``save`` writes to the folder that it gets."""
     with tempfile.TemporaryDirectory(prefix="omnitrain-") as into:
         save(Path(into))
         files = [path for path in Path(into).rglob("*") if path.is_file()]
         return {str(path.relative_to(into)): path.read_bytes() for path in files}
-
-
-def write_small(small: Mapping[str, bytes], folder: Path) -> None:
-    """Write what :func:`small_files` returned."""
-    for name, content in small.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
 
 
 def _save_configs(model: PreTrainedModel, folder: Path) -> None:
@@ -166,15 +114,6 @@ def _save_configs(model: PreTrainedModel, folder: Path) -> None:
     for weights in folder.glob("*.safetensors"):
         weights.unlink()
     save_adapter_configs(model, folder)
-
-
-def _begin(files: ModelFiles, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        if _WEIGHTS.fullmatch(old.name):
-            old.unlink()
-    remove_adapters(folder)
-    write_small(files.small, folder)
 
 
 def _names_once(values: Mapping[str, Tensor]) -> dict[int, str]:
@@ -291,27 +230,6 @@ def _conversions_of(model: PreTrainedModel) -> _Conversions:
     return _Conversions(list(model._weight_conversions), model.config, cast(Any, base))
 
 
-def _linked(files: Sequence[WeightFile], previous: Path, folder: Path) -> set[str]:
-    """Link the frozen files of ``previous`` into ``folder``, as far as that works; return their names."""
-    linked = set()
-    for file in (file for file in files if file.is_frozen):
-        with contextlib.suppress(OSError, SafetensorError):  # no links on this disk, or the file is gone
-            with safe_open(previous / file.name, framework="pt") as stored:
-                if set(stored.keys()) != {entry.name for entry in file.entries}:
-                    continue
-            (folder / file.name).hardlink_to(previous / file.name)
-            linked.add(file.name)
-    return linked
-
-
 def _file_name(index: int, num_files: int) -> str:
     stem, _, suffix = SAFE_WEIGHTS_NAME.partition(".")
     return SAFE_WEIGHTS_NAME if num_files == 1 else f"{stem}-{index + 1:05d}-of-{num_files:05d}.{suffix}"
-
-
-def _write_index(folder: Path, files: Sequence[WeightFile]) -> None:
-    if len(files) > 1:
-        total = sum((folder / file.name).stat().st_size for file in files)
-        file_of = {entry.name: file.name for file in files for entry in file.entries}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")

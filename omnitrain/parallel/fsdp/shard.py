@@ -55,6 +55,14 @@ class Sharding:
     keep_unsharded: bool = False
     offload: bool = False
 
+    def of_unit(self, name: str, units: ComponentUnits) -> Sharding:
+        """Return the sharding of one of a component's units, such as experts, which have a mesh of their own."""
+        inner = replace(self, compute_dtype=torch.float32) if name in units.fp32 else self
+        if name not in units.experts:
+            return inner
+        assert self.expert_mesh is not None
+        return replace(inner, mesh=self.expert_mesh)
+
 
 def shard(
     model: OmniModel,
@@ -93,12 +101,7 @@ def shard(
                 fill(module)
             if component not in how or elsewhere.issuperset(module.parameters()):
                 continue
-            inner = how[component]
-            if name in of_component.fp32:
-                inner = replace(inner, compute_dtype=torch.float32)
-            if name in of_component.experts:
-                assert inner.expert_mesh is not None
-                inner = replace(inner, mesh=inner.expert_mesh)
+            inner = how[component].of_unit(name, of_component)
             _shard_unit(
                 module,
                 inner,

@@ -98,11 +98,8 @@ class _Parameters:
             if parameter not in ignored
         }
         self._holders: dict[nn.Parameter, set[nn.Module]] = {}
-        self._managed: dict[nn.Module, list[nn.Parameter]] = {}  # of a module and those in it, without ignored ones
-        for module in model.modules():
-            self._managed[module] = [parameter for parameter in module.parameters() if parameter in self._owner]
-            for parameter in module.parameters(recurse=False):
-                self._holders.setdefault(parameter, set()).add(module)
+        self._managed: dict[nn.Module, dict[nn.Parameter, None]] = {}  # of a module and those in it; no ignored ones
+        self._find(model)
         self._blocks = list(blocks_in(model))
         self._uneven = {
             self._modules[f"{FOUNDATION}.{name}"]
@@ -114,6 +111,17 @@ class _Parameters:
         is_fp32 = stays_fp32(model)
         self._beyond_text = set(model.runner.in_forward.parameters)
         self._fp32 = {parameter for name, parameter in model.named_parameters() if is_fp32(name)}
+
+    def _find(self, module: nn.Module) -> dict[nn.Parameter, None]:
+        """Note the parameters of a module, and return those of it and of the modules in it that are not ignored."""
+        if module not in self._managed:
+            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            for parameter in own:
+                self._holders.setdefault(parameter, set()).add(module)
+            self._managed[module] = dict.fromkeys(parameter for parameter in own if parameter in self._owner)
+            for child in module.children():
+                self._managed[module] |= self._find(child)
+        return self._managed[module]
 
     def units_of(self, component: str, experts: Sequence[str]) -> ComponentUnits:
         """The component's units; for the foundation without ``rest``."""

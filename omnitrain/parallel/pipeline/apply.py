@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from omnitrain.groups import shared_group
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import all_reduce_in_buckets
 from omnitrain.parallel.pipeline.channel import StageChannel, connect_pairs, directions
@@ -100,13 +100,13 @@ def cut_into_stages(
     device = torch.device(state.device_type)
     pairs = {} if is_on_cpu else connect_pairs(columns, between, device)  # gloo tells messages apart by tags
     partly = sorted({ranks for ranks in held_by.values() if 1 < len(ranks) < state.size("pp")})
-    made = {ranks: _new_group(columns[:, list(ranks)]) for ranks in partly}
+    made = {ranks: [shared_group("mesh", own, "pp") for own in columns[:, list(ranks)].tolist()] for ranks in partly}
     column = GlooGroup(columns.tolist())
     if dist.get_rank() not in state.ranks:
         return None
     ignore_absent_in_device()
     group = state.pp_mesh.get_group()
-    shared = {ranks: found for ranks, found in made.items() if found is not None and stages.rank in ranks}
+    shared = {ranks: one for ranks, groups in made.items() for one in groups if one is not None}
     shared |= {ranks: group for ranks in held_by.values() if len(ranks) == state.size("pp")}
     channel = StageChannel(dict.fromkeys(between, group) | pairs, dist.get_process_group_ranks(group), stages.rank)
     return Pipeline(stages, schedule, group, column, channel, held_by, shared)
@@ -191,12 +191,6 @@ def _lowered(
     schedule = lower(with_encoders(passes, encoders))
     validate(schedule)
     return schedule
-
-
-def _new_group(columns: np.ndarray) -> dist.ProcessGroup | None:
-    """Create a group for each row of ranks; return the one of this rank."""
-    made = [dist.new_group(ranks.tolist(), group_desc="pp") for ranks in columns]
-    return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
 
 def units_by_stage(

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omnitrain.parallel.sections.carriers.torch_p2p import Transfer, receive_tensors, send_tensors
+from omnitrain.groups import new_group
+from omnitrain.parallel.sections.carriers.torch_p2p import Transfer, connect, receive_tensors, send_tensors
 
 Direction = tuple[str, int, int]  # "F" (hidden states) or "B" (their gradients); pipeline ranks that send and receive
 
@@ -107,10 +108,10 @@ def connect_pairs(
     made = {}
     backend = "nccl" if device.type == "cuda" else "gloo"  # that of the run would also have sockets of the host
     for kind, sender, receiver in of:
-        for ranks in columns[:, [sender, receiver]].tolist():
-            group = dist.new_group(ranks, backend=backend, group_desc="pp")
-            if dist.get_rank() in ranks:
-                made[kind, sender, receiver] = group
-    for group in made.values():
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return made
+        for ends in columns[:, [sender, receiver]].tolist():
+            group = new_group(ends, "pp", backend)
+            if group is not None:
+                made[kind, sender, receiver] = group, ends
+    for group, (source, target) in made.values():
+        connect(group, [source], [target], device)
+    return {direction: group for direction, (group, _) in made.items()}

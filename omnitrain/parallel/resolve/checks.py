@@ -15,7 +15,7 @@ from omnitrain.parallel.fsdp.units import find_units, ignored_params
 from omnitrain.parallel.pipeline.stages import stages_of
 from omnitrain.parallel.sequence.ulysses import head_problem
 from omnitrain.parallel.state import ParallelState
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan, PipelineSchedule
 
 
 def model_problems(
@@ -32,15 +32,8 @@ def model_problems(
 
 
 def _teacher_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    """A teacher is only sharded, and its hidden states arrive on the first stage, not where the loss is."""
+    """The hidden states of a teacher arrive on the first stage, not where the loss is."""
     for name in model.teachers:
-        own = plan.components.get(name, ComponentPlan())
-        for field in ("tp", "ulysses"):
-            if (degree := getattr(own, field) or 1) > 1:
-                yield (
-                    f"components.{name}.{field}: found {degree}, but a teacher is only sharded (dp_shard, ep) or "
-                    "copied (dp_replicate); remove it"
-                )
         if state.size("pp") > 1:
             yield (
                 f"{plan.path_of(FOUNDATION, 'pp')}.pp: found {state.size('pp')}, but the hidden states of the teacher "
@@ -50,11 +43,6 @@ def _teacher_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState
 
 def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     """Only the foundation is cut into stages, where its contract allows a cut."""
-    for name, component in plan.components.items():
-        if name != FOUNDATION and (component.pp or 1) > 1:
-            yield f"components.{name}.pp: found {component.pp}, but only the foundation is cut into stages; remove it"
-        if name != FOUNDATION and component.schedule is not None:
-            yield f"components.{name}.schedule: only the foundation is cut into stages; remove it"
     foundation, ranks = plan.of(FOUNDATION), state.size("pp")
     if foundation.schedule is not None and foundation.schedule.overlap:
         yield from _overlap_problems(plan, state)
@@ -114,7 +102,8 @@ def _window_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState)
         if section == MAIN and (merged.window or 1) == 1 and not (state.size("pp") > 1 and merged.place == "world"):
             continue
         inside = {p for unit in find_units(model)[name].all for p in model.get_submodule(unit).parameters()}
-        outside = [path for path, p in model.components[name].items() if p not in inside | ignored_params(model)]
+        inside |= ignored_params(model)
+        outside = [path for path, p in model.components[name].items() if p not in inside]
         if outside:
             field = "window" if merged.window is not None else "place"
             found = f"{plan.path_of(name, field)}.{field}: found {getattr(merged, field)}"
@@ -175,12 +164,7 @@ def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) 
         own = state.of_section(section)
         ranks = own.size("sequence")
         path, instead = f"components.{name}", "remove it (`place: group` divides whole items among these ranks)"
-        if (tower.cp or 1) > 1:
-            yield f"{path}.cp: found {tower.cp}, but only the foundation supports ring attention; {instead}"
-        if (tower.ulysses or 1) == 1 or name in model.teachers:
-            continue
-        if name in model.reads:
-            yield f"{path}.ulysses: found {tower.ulysses}, but a projector has no attention; remove it"
+        if (tower.ulysses or 1) == 1 or name in model.teachers or name in model.reads:
             continue
         found = f"{path}.ulysses: found {tower.ulysses}"
         if tower.ulysses != ranks:

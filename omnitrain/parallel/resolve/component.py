@@ -7,12 +7,12 @@ from typing import Any
 from omnitrain.errors import UserError
 from omnitrain.parallel.resolve.experts import expert_fields
 from omnitrain.parallel.resolve.memory import memory_fields
+from omnitrain.parallel.resolve.roles import refused
 from omnitrain.parallel.resolve.sources import STATE_AXIS, Request
 from omnitrain.plan.mesh import fit_mesh
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, Precision
+from omnitrain.recipe.parallel import ComponentPlan, Precision
 
 _OF_WINDOWS = ("features_on", "feature_bytes")
-_OF_PLACE = ("place", "window", "feature_bytes")  # what the settings of a section decide
 _MODEL_AXES = ("pp", "cp", "ulysses")  # axes of the foundation; other components have degree 1 by default
 
 
@@ -21,6 +21,8 @@ def component_plan(request: Request) -> ComponentPlan | None:
 
     ``precision.param`` stays None where parameters keep their dtypes.
     """
+    for field, text in refused(request.roles, request.explicit):
+        request.problem(field, text)
     degrees = _degrees(request)
     precision = _precision(request)
     axes = {axis: request.state.size(STATE_AXIS.get(axis, axis)) for axis in _MODEL_AXES}
@@ -53,65 +55,66 @@ def component_plan(request: Request) -> ComponentPlan | None:
 
 def _media_fields(request: Request) -> dict[str, Any]:
     """Where and when the component's media are encoded; ``window`` is None where forwards of micro-batches do it."""
-    if request.is_foundation:
+    merged, roles = request.merged, request.roles
+    if "foundation" in roles:
         return _fields_of_foundation(request)
-    place = request.merged.place or ("group" if request.state.size("data") > 1 else "local")
-    window, stages = request.merged.window, request.state.size("pp")
-    if request.is_decoder:
-        for field in ("window", "call_elements", *_OF_WINDOWS):
-            if getattr(request.explicit, field) is not None:
-                request.problem(field, f"found {getattr(request.explicit, field)}, but it is for encoders; remove it")
-        if request.explicit.place == "world" and stages > 1:
-            request.problem(
-                "place",
-                f"found world with pp {stages}, but only encoders can run on all pipeline ranks, and a decoder's media "
-                "are encoded on the ranks of one stage; use `place: group`, or remove it",
-            )
-        return {"place": place, "quadratic_cost": request.merged.quadratic_cost}
-    if (section := request.section) is not None:
-        for field in _OF_PLACE:
-            if (found := getattr(request.explicit, field)) is not None:
-                request.problem(
-                    field, f"found {found}, but the ranks of sections.{section} encode for all others; remove it"
-                )
-        window, merged = request.plans.sections[section].micro_batch, request.merged
+    if "section" in roles:
+        window = request.plans.sections[request.section].micro_batch
         fields = {name: getattr(merged, name) for name in ("quadratic_cost", "features_on", "call_elements")}
         return {"place": "world", "window": window, **fields}
-    if request.name in request.plans.reads():  # a projector: the forward of a micro-batch projects what it has received
-        for field in ("window", "quadratic_cost", "call_elements", *_OF_WINDOWS):
-            if (found := getattr(request.explicit, field)) is not None:
-                request.problem(field, f"found {found}, but a projector in `main` runs in the forwards; remove it")
-        if request.explicit.place == "world":
-            request.problem("place", "found world, but a projector runs where its features are used; remove it")
-        return {"place": "local" if place == "local" else "group", "window": None, "quadratic_cost": None}
-    if stages > 1 and place == "world":
-        window = window or "step"
-    elif request.explicit.window is not None and stages > 1:
+    place = merged.place or _place_by_default(request)
+    if "projector" in roles:  # the forward of a micro-batch projects what it has received
+        return {"place": "local" if place == "local" else "group"}
+    if "decoder" in roles:
+        return _fields_of_decoder(request, place)
+    return _fields_of_encoder(request, place)
+
+
+def _place_by_default(request: Request) -> str:
+    return "group" if request.state.size("data") > 1 else "local"
+
+
+def _fields_of_decoder(request: Request, place: str) -> dict[str, Any]:
+    if request.explicit.place == "world" and (stages := request.state.size("pp")) > 1:
         request.problem(
-            "window",
-            f"found {window} with `place: {place}` and pp {stages}, where the forwards of the first stage encode; "
-            "set `place: world`, or remove it",
+            "place",
+            f"found world with pp {stages}, but only encoders can run on all pipeline ranks, and a decoder's media "
+            "are encoded on the ranks of one stage; use `place: group`, or remove it",
         )
-    elif window == 1 or stages > 1:
-        window = None
-    elif window is not None and place != "world" and not _divides_items(request, place):
-        if request.explicit.window is not None:
-            request.problem(
-                "window", f"found {window} with `place: {place}`, which divides no items here; set `place: world`"
-            )
-        window = None
+    return {"place": place, "quadratic_cost": request.merged.quadratic_cost}
+
+
+def _fields_of_encoder(request: Request, place: str) -> dict[str, Any]:
+    window, explicit = _window(request, place), request.explicit
     for field in _OF_WINDOWS:
-        if (found := getattr(request.explicit, field)) is not None and window is None:
+        if (found := getattr(explicit, field)) is not None and window is None:
             request.problem(field, f"found {found} without `window`: no features wait; set `window`, or remove it")
-    waiting = {field: getattr(request.merged, field) if window else None for field in _OF_WINDOWS}
-    if request.explicit.quadratic_cost is not None and place == "local":
+    if explicit.quadratic_cost is not None and place == "local":
         request.problem(
             "quadratic_cost",
-            f"found {request.explicit.quadratic_cost} with `place: local`, which divides no items; set `place: world`, "
-            "or remove it",
+            f"found {explicit.quadratic_cost} with `place: local`, which divides no items; set `place: world`, or "
+            "remove it",
         )
-    costs = {name: getattr(request.merged, name) for name in ("quadratic_cost", "call_elements")}
-    return {"place": place, "window": window, **costs, **waiting}
+    fields = ("quadratic_cost", "call_elements", *(_OF_WINDOWS if window else ()))
+    return {"place": place, "window": window, **{name: getattr(request.merged, name) for name in fields}}
+
+
+def _window(request: Request, place: str) -> int | str | None:
+    """The micro-batches whose items an encoder of ``main`` encodes together; None: each forward encodes its own."""
+    window, stages = request.merged.window, request.state.size("pp")
+    is_explicit, problem = request.explicit.window is not None, ""
+    if place == "world":
+        return window or "step" if stages > 1 else None if window == 1 else window
+    if stages > 1:
+        problem = f"and pp {stages}, where the forwards of the first stage encode; set `place: world`, or remove it"
+    elif window in (None, 1) or _divides_items(request, place):
+        return None if window == 1 else window
+    else:
+        problem = "which divides no items here; set `place: world`"
+    if is_explicit:
+        separator = " " if stages > 1 else ", "
+        request.problem("window", f"found {window} with `place: {place}`{separator}{problem}")
+    return None
 
 
 def _fields_of_foundation(request: Request) -> dict[str, Any]:
@@ -125,8 +128,7 @@ def _fields_of_foundation(request: Request) -> dict[str, Any]:
             f"found {explicit.quadratic_cost} without `place: world`, so ranks run what they drew; set it, or remove "
             "`quadratic_cost`",
         )
-    place = explicit.place or ("group" if request.state.size("data") > 1 else "local")
-    return {"place": place, "quadratic_cost": explicit.quadratic_cost}
+    return {"place": explicit.place or _place_by_default(request), "quadratic_cost": explicit.quadratic_cost}
 
 
 def _divides_items(request: Request, place: str) -> bool:
@@ -198,8 +200,6 @@ def _precision(request: Request) -> Precision:
 
 def _of_foundation(request: Request, field: str, axis: str, key: str) -> bool:
     """A switch that only the foundation supports, and only with a degree of ``axis`` above 1."""
-    if getattr(request.explicit, field) and not request.is_foundation:
-        request.problem(field, f"only the foundation supports it; set it on {FOUNDATION}")
     wanted = bool(getattr(request.merged, field)) and request.is_foundation
     if wanted and request.state.size(axis) == 1:
         request.problem(field, f"found true with {key} 1, where it does nothing; set {key} above 1, or remove it")

@@ -94,8 +94,6 @@ def _parameter_offload(request: Request, mode: str | None) -> bool:
 
 
 def _compile(request: Request, offload: bool) -> bool:
-    if request.explicit.compile and request.name != FOUNDATION:
-        request.problem("compile", f"only the foundation can be compiled; set it on {FOUNDATION}")
     wanted = bool(request.merged.compile) and request.name == FOUNDATION
     if wanted and offload:
         request.problem("compile", "compiled blocks cannot offload activations yet; remove one of the two")

@@ -18,6 +18,7 @@ from omnitrain.parallel.fsdp.units import blocks_of
 from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
+from omnitrain.parallel.resolve.roles import roles_of
 from omnitrain.parallel.resolve.sections import (
     divide_encoders,
     idle_settings,
@@ -89,7 +90,7 @@ def resolve_plans(
             tp=tp,
             expert_layers=sharded,
             has_adapters=name in adapters,
-            is_decoder=name in model.decoder_names,
+            roles=roles_of(model, plan, name),
         )
         resolved = component_plan(request)
         problems += request.problems

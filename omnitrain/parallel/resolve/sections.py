@@ -174,13 +174,6 @@ def _other_section_problems(plan: ParallelPlan) -> Iterator[str]:
     """Degrees that the components of a section cannot have."""
     for name, section in plan.sections.items():
         for component in section.components:
-            own = plan.components.get(component, ComponentPlan())
-            for field in ("pp", "cp"):
-                if (degree := getattr(own, field) or 1) > 1:
-                    yield (
-                        f"components.{component}.{field}: found {degree}, but components of sections.{name} have only "
-                        "dp_replicate, dp_shard, tp, ulysses and ep; remove it"
-                    )
             tower = plan.reads().get(component)
             if tower is None or (feeder := plan.section_of(tower)) == name:
                 continue

@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from omnitrain.parallel.expert.apply import ExpertLayer
+from omnitrain.parallel.resolve.roles import Role
 from omnitrain.parallel.state import ParallelState
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 STATE_AXIS = {"ulysses": "sp"}  # plan field -> axis of the state, where the names differ
 
@@ -51,7 +52,7 @@ class Request:
         tp: its degree of tensor parallelism.
         expert_layers: its MoE layers that ``ep`` shards.
         has_adapters: whether it trains only LoRA adapters.
-        is_decoder: whether it writes media.
+        roles: what it is (:func:`~omnitrain.parallel.resolve.roles.roles_of`).
         problems: the problems found so far.
     """
 
@@ -64,7 +65,7 @@ class Request:
     tp: int
     expert_layers: Sequence[ExpertLayer]
     has_adapters: bool
-    is_decoder: bool
+    roles: frozenset[Role]
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -99,10 +100,9 @@ class Request:
         return self.name == FOUNDATION
 
     @property
-    def section(self) -> str | None:
-        """The section that has it; None: that of the foundation."""
-        name = self.plans.section_of(self.name)
-        return None if name == MAIN else name
+    def section(self) -> str:
+        """The section that has it."""
+        return self.plans.section_of(self.name)
 
     @property
     def is_frozen(self) -> bool:

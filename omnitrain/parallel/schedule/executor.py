@@ -182,7 +182,7 @@ class Executor:
             return
         for component, edge in self._layout.edges.items():
             row = schedule.actions[
-                schedule.num_pipeline_ranks + list(self._layout.sections).index(self._layout.section_of[component])
+                schedule.num_pipeline_ranks + list(self._layout.sections).index(self._layout.states[component].section)
             ]
             windows = [a.micro_batch for a in row if a.kind is Kind.SEND_F and a.component == component]
             edge.expect(self._batch.plan, [w for w in windows if w is not None], trains=self._trains)

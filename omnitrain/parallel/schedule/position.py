@@ -67,7 +67,7 @@ def running_action(schedule: Schedule, layout: ModelLayout, number: int) -> Runn
     if row >= schedule.num_pipeline_ranks:
         text = f"section {layout.state.section}: {text}"
     elif action.kind in _BETWEEN_SECTIONS:
-        text += f" {'to' if action.kind in SENDS else 'from'} section {layout.section_of[action.component]}"
+        text += f" {'to' if action.kind in SENDS else 'from'} section {layout.states[action.component].section}"
     needs = _of_message if action.kind in _BETWEEN_SECTIONS else _of_stages
     return RunningAction(text, number, tuple(needs(schedule, layout, action)), action.micro_batch)
 

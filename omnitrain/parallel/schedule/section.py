@@ -69,7 +69,7 @@ class SectionEncoders:
             self._encode_ahead(component, later)
             return
         keeps_graph = self._layout.components[component].is_trained and not self._twice
-        read = self._received.pop((self._layout.reads.get(component, ""), window), ())
+        read = self._received.pop((self._reads(component), window), ())
         with torch.set_grad_enabled(keeps_graph):
             self._live[component, window] = self._encoded(self._batch, component, window, read)
 
@@ -127,18 +127,22 @@ class SectionEncoders:
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         if encoded.read:
-            self._returning[self._layout.reads[component], window] = encoded.read
+            self._returning[self._reads(component), window] = encoded.read
 
     def _encoded(self, batch: StepBatch, component: str, window: int, read: tuple[Tensor, ...] = ()) -> _Encoded:
         work = work_of_window(self._model, batch, component, window)
         if read:
-            form = self._layout.edges[self._layout.reads[component]].form
+            form = self._layout.edges[self._reads(component)].form
             rows = form.pattern.with_tensors(read, (len(read[0]),))
             work = replace(work, media_calls={n: reading(items, rows) for n, items in work.media_calls.items()})
         with self._drawing(component, window):
             calls = call_component(self._model, component, work)
         tensors = _joined(calls)
         return _Encoded(tensors, calls.idle, len(tensors[0]), read)
+
+    def _reads(self, component: str) -> str:
+        """The component of another section whose features a component reads; empty: it reads media."""
+        return self._batch.plan.topology.component(component).reads
 
     def _drawing(self, component: str, window: int) -> AbstractContextManager[None]:
         """Ranks with other items draw other random numbers; a repeated forward draws the same."""

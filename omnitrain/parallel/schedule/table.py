@@ -56,7 +56,7 @@ def section_windows(layout: ModelLayout, plan: StepPlan, name: str, upcoming: St
         encode_twice=section.encode_twice,
         is_encoded=any(edge.kept_of is plan for c, edge in layout.edges.items() if c in in_order),
         upcoming={c: [plan.num_micro_batches + window for window in windows] for c, windows in ahead.items()},
-        reads={c: read for c, read in layout.reads.items() if c in in_order},
+        reads={c.name: c.reads for c in plan.topology.components if c.reads and c.name in in_order},
     )
 
 

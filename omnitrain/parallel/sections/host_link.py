@@ -6,9 +6,10 @@ import io
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from omnitrain.groups import PATIENCE, shared_group
 from omnitrain.parallel.sections.carriers.torch_p2p import receive_tensors, send_tensors
-from omnitrain.peers import GlooGroup
 
 _SIZE, _BYTES = 0, 1  # numbers of the two messages of a value
 
@@ -21,7 +22,9 @@ class HostLink:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._group, self._device = GlooGroup().group, device
+        # A limit that has passed breaks the group: it is not that of peers.
+        self._group = shared_group("link", range(dist.get_world_size()), "link", backend="gloo", timeout=PATIENCE)
+        self._device = device
 
     def send(self, value: object, *ranks: int, timeout_s: float | None = None) -> None:
         """Send a value to some ranks, and wait until they have it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.plan import PlannedComponent, RowRoutes
+from omnitrain.plan import Placement, RowRoutes
 from omnitrain.plan.ragged import ranges
 from omnitrain.plan.sequence import SequenceSplit
 
@@ -151,7 +151,7 @@ class _Table:
         return replace(self, **{name: column[entries] for name, column in vars(self).items()})
 
 
-def positions_of(pack: Pack, component: PlannedComponent) -> np.ndarray:
+def positions_of(pack: Pack, component: Placement) -> np.ndarray:
     """Return ``[rows]`` int64: the token position of each feature row of a component, in the plan's order of items."""
     names = [name for name in component.media if name in pack.inputs]
     return np.concatenate([np.zeros(0, dtype=np.int64), *(pack.inputs[name].positions.numpy() for name in names)])

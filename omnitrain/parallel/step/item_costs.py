@@ -92,7 +92,7 @@ def encoded_in(plan: StepPlan, rank: int, component: str, seconds: float) -> Enc
         component: an encoder.
         seconds: of all its calls.
     """
-    acts_as = plan.topology.acts_as(rank, component)
-    calls = [call for k in range(plan.num_micro_batches) for call in plan.calls_of(acts_as, component, k)]
+    caller = plan.topology.caller_of(rank, component)
+    calls = [call for k in range(plan.num_micro_batches) for call in plan.calls_of(caller, component, k)]
     elements = plan.cost[[item for call in calls for item in call.items]].astype(float)
     return Encoded(len(calls), float(elements.sum()), float((elements**2).sum()), seconds)

@@ -54,14 +54,14 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
     for index, name, item in _drawn_items(plan, rank, packs):
         if name not in component_of:
             continue
-        acts_as = topology.acts_as(rank, component_of[name])
+        caller = topology.caller_of(rank, component_of[name])
         makers = topology.call_group_of(component_of[name])[plan.producer[index]]
-        if acts_as in makers:
+        if caller in makers:
             items[index] = item
-        elif topology.is_owner(acts_as):
+        elif topology.is_owner(caller):
             for maker in makers:
                 if topology.owner_of(maker) != topology.owner_of(rank):  # the others hold the sample, too
-                    parcels[maker + rank - acts_as][index] = item
+                    parcels[maker + rank - caller][index] = item
     for parcel in swap([as_bytes(parcel) for parcel in parcels]):
         items |= pickle.loads(parcel)
     names = set(component_of)
@@ -87,7 +87,7 @@ def _calls(
 ) -> dict[str, tuple[MediaGroup, ...]]:
     calls: dict[str, list[MediaGroup]] = {}
     for component in components:
-        for call in plan.calls_of(plan.topology.acts_as(rank, component), component, micro_batch):
+        for call in plan.calls_of(plan.topology.caller_of(rank, component), component, micro_batch):
             if call.items:
                 name = plan.topology.call_sites[call.call_site].name
                 calls.setdefault(name, []).append(_one_group([items[index] for index in call.items]))

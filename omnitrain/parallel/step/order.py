@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import is_separate, layout_of
+from omnitrain.parallel.layout import layout_of
 from omnitrain.plan import StepTables, Topology
 from omnitrain.plan.step import Rates
 from omnitrain.plan.wavefront.by_cost import CostOrder
@@ -67,8 +67,8 @@ def deals_packs(model: OmniModel) -> bool:
 def encoders_of_own_packs(model: OmniModel) -> tuple[str, ...]:
     """Return the encoders that a rank runs for the items of its own packs, in its forwards."""
     layout = layout_of(model)
-    plans = {} if layout is None else {name: layout.components[name].plan for name in model.media_names}
-    return tuple(name for name, plan in plans.items() if plan.place != "world" and not is_separate(plan))
+    placements = () if layout is None else layout.topology.components
+    return tuple(c.name for c in placements if c.media and c.place != "world" and c.edge == "forward")
 
 
 def order_of_run(model: OmniModel) -> OrderOfRun | None:
@@ -83,7 +83,7 @@ def order_of_run(model: OmniModel) -> OrderOfRun | None:
     parameters = {name: sum(p.numel() for p in weights.values()) for name, weights in model.components.items()}
     operations = {name: float(number) for name, number in parameters.items()}
     operations[FOUNDATION] /= layout.components[FOUNDATION].plan.pp or 1
-    main = layout.state_of(FOUNDATION)
+    main = layout.states[FOUNDATION]
     coupled = main.size("fsdp") > 1
     if not layout.sections:
         inside = encoders_of_own_packs(model)

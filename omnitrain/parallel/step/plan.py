@@ -17,8 +17,8 @@ from omnitrain.models.omni.encode import with_projector_inputs
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.teacher import with_teacher_inputs
-from omnitrain.parallel.layout import call_axes, is_separate, layout_of
-from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.placement import place_copies
 from omnitrain.parallel.step.item_costs import Measured, MeasuredCosts, given_costs
 from omnitrain.parallel.step.media_dispatch import StepBatch, dispatch_media
 from omnitrain.parallel.step.order import OrderOfRun, order_of_run
@@ -27,7 +27,6 @@ from omnitrain.parallel.step.windows import window_chooser
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
-    PlannedComponent,
     RankFacts,
     StepTables,
     Topology,
@@ -37,18 +36,13 @@ from omnitrain.plan import (
     shape_key,
 )
 from omnitrain.plan.item_cost import item_cost
-from omnitrain.plan.topology import Place
 from omnitrain.plan.wavefront.step import Drawn, rearranged
 from omnitrain.plan.windows import WindowChooser
-from omnitrain.recipe.parallel import FOUNDATION, MAIN
-
-Groups = tuple[tuple[int, ...], ...]
+from omnitrain.recipe.parallel import FOUNDATION
 
 
 def topology_of(model: OmniModel) -> Topology:
-    """Return the description of a model and its ranks that planning needs.
-
-    Ranks are numbered among those that plan together (:attr:`ModelLayout.planned_ranks`).
+    """Return the placements of a model's components, which planning needs.
 
     Args:
         model: parallelized by :func:`omnitrain.parallel.parallelize.build_parallelize_model`; otherwise every rank has
@@ -63,77 +57,9 @@ def topology_of(model: OmniModel) -> Topology:
             "build_parallelize_model returns"
         )
     layout = layout_of(model)
-    planned = _planned_ranks(model)
-    everyone = tuple(range(len(planned)))
-    ranks = dict.fromkeys((*model.media_names, FOUNDATION), everyone)
-    trained = {name: model.has_backward(name) for name in model.components}
-    copies = {name: len(everyone) for name in trained}
-    windows: dict[str, int | None] = {}
-    call_elements: dict[str, int | None] = {}
-    first_stage = readers = everyone
-    places: dict[str, Place] = {}
-    data_groups: Groups = ()
-    call_groups: dict[str, Groups] = {}
-    shared: set[str] = set()
     if layout is not None:
-        plans = {name: component.plan for name, component in layout.components.items()}
-        main, states = layout.state_of(FOUNDATION), {name: layout.state_of(name) for name in plans}
-        of_sections = [state for name, state in main.sections.items() if name != MAIN]
-        data_groups = tuple(group for state in (main, *of_sections) for group in _groups(state, planned, "data"))
-        readers = tuple(np.searchsorted(planned, [rank for rank in planned if rank in main.ranks]).tolist())
-        of_stage = main.size("stage")
-        first_stage = tuple(rank % of_stage if rank in readers else rank for rank in everyone)
-        for name, plan in plans.items():
-            ranks[name] = readers if is_separate(plan) else readers[:of_stage]
-            if states[name] is not main:
-                ranks[name] = tuple(np.searchsorted(planned, states[name].ranks).tolist())
-            windows[name] = 1 if plan.window is None else None if isinstance(plan.window, str) else plan.window
-        call_elements = {name: plan.call_elements for name, plan in plans.items()}
-        copies = {n: len(ranks[n]) // (layout.components[n].num_shards * (p.tp or 1)) for n, p in plans.items()}
-        places = {name: plan.place or "local" for name, plan in plans.items() if name != FOUNDATION}
-        call_groups = {
-            name: tuple(
-                group
-                for group in _groups(layout.calling_state_of(name), planned, *call_axes(plan))
-                if group[0] in ranks[name]
-            )
-            for name, plan in plans.items()
-        }
-        shared = {name for name, plan in plans.items() if (plan.ulysses or 1) > 1 or (plan.tp or 1) > 1}
-    components = [
-        PlannedComponent(
-            name=name,
-            ranks=ranks[name],
-            media=model.media_names.get(name, ()),
-            reads_packs=name == FOUNDATION,
-            head=name if name in model.decoder_names else None,
-            place=places.get(name, "local"),
-            num_replicas=copies[name],
-            is_trained=trained[name],
-            call_groups=call_groups.get(name, ()),
-            is_shared=name in shared,
-            window=windows.get(name, 1),
-            call_elements=call_elements.get(name),
-            reads=model.reads.get(name, ""),
-        )
-        for name in (*model.media_names, FOUNDATION)
-    ]
-    losses = ("text", *model.decoder_names)
-    return Topology(len(everyone), tuple(components), losses, data_groups, first_stage, readers)
-
-
-def _groups(state: ParallelState, ranks: Sequence[int], *axes: str) -> Groups:
-    """The groups of these ranks on the product of ``axes``, in the numbering of the plan."""
-    inside = [group for group in state.groups(*axes) if group[0] in ranks]
-    return tuple(tuple(np.searchsorted(ranks, group).tolist()) for group in inside)
-
-
-def _planned_ranks(model: OmniModel) -> tuple[int, ...]:
-    """The global ranks that plan a step together with this rank."""
-    layout = layout_of(model)
-    if layout is not None:
-        return layout.planned_ranks
-    return tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+        return layout.topology
+    return place_copies(model, dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def facts_of(
@@ -182,7 +108,6 @@ class StepPlanner:
         topology: the topology of the run.
         peers: the data processes of all ranks.
         apart: see :func:`facts_of`.
-        ranks: global ranks, in the numbering of the topology.
         idle: a sample without supervised tokens, for ranks that have fewer packs than others.
         windows: chooses the windows of each step; None: all steps have those of the topology.
         costs: component -> the quadratic part of its items' cost.
@@ -197,7 +122,6 @@ class StepPlanner:
         topology: Topology,
         peers: DataProcessGroup,
         apart: Mapping[str, Apart] | None,
-        ranks: tuple[int, ...],
         idle: Sample,
         windows: WindowChooser | None = None,
         costs: Mapping[str, float] | None = None,
@@ -206,7 +130,7 @@ class StepPlanner:
         divided: tuple[str, ...] = (),
         teachers: tuple[str, ...] = (),
     ) -> None:
-        self.topology, self.peers, self.apart, self.ranks = topology, peers, dict(apart or {}), ranks
+        self.topology, self.peers, self.apart = topology, peers, dict(apart or {})
         self.idle, self.windows, self.divided, self.teachers = idle, windows, divided, teachers
         self.costs, self.measured, self.order = dict(costs or {}), measured, order
 
@@ -227,7 +151,7 @@ class StepPlanner:
                 f"packs: found {_types(packs)}; expected a list of Packs, as Pack.from_samples returns them"
             )
         packs = [with_teacher_inputs(with_projector_inputs(pack, self.divided), self.teachers) for pack in packs]
-        rank = self.ranks.index(self.peers.rendezvous.rank)
+        rank = self.peers.rendezvous.rank
         measured = Measured() if self.measured is None else self.measured.next_step()
         costs = self.costs | dict(measured.quadratic)
         tables = self._tables(rank, packs, costs)
@@ -245,13 +169,7 @@ class StepPlanner:
             packs = self._rearranged(rank, packs, drawn)
             tables = rearranged(self.topology, tables, drawn)
         topology = self.topology if self.windows is None else self.windows(self.topology, tables)
-        return dispatch_media(plan_step(topology, tables, rates), rank, packs, self._swap)
-
-    def _swap(self, parcels: Sequence[bytes]) -> list[bytes]:
-        """An all-to-all of parcels, in the numbering of the topology."""
-        sent = dict(zip(self.ranks, parcels, strict=True))
-        received = self.peers.swap([sent.get(other, b"") for other in range(self.peers.rendezvous.world_size)])
-        return [received[other] for other in self.ranks]
+        return dispatch_media(plan_step(topology, tables, rates), rank, packs, self.peers.swap)
 
     def _rearranged(self, rank: int, packs: Sequence[Pack], drawn: Sequence[Drawn]) -> list[Pack]:
         """The packs that this rank runs, in order; they come from the rank with the same place in its data group."""
@@ -271,7 +189,7 @@ class StepPlanner:
                 for index in np.flatnonzero(of_lane.lane == own_lane).tolist():
                     parcels[receiver][index] = packs[of_lane.micro_batch[index]]
         received: dict[int, Pack] = {}
-        for parcel in self._swap([as_bytes(parcel) for parcel in parcels]):
+        for parcel in self.peers.swap([as_bytes(parcel) for parcel in parcels]):
             received |= pickle.loads(parcel)
         return [received[index] for index in sorted(received)]
 
@@ -280,8 +198,7 @@ class StepPlanner:
         encoders = [component for component in self.topology.components if component.name != FOUNDATION]
         quadratic = {name: costs.get(encoder.name, 0.0) for encoder in encoders for name in encoder.media}
         facts = RankFacts(tuple(facts_of(pack, self.apart, quadratic) for pack in drawn))
-        tables = self.peers.tables(encode_table(self.topology, facts))
-        return decode_tables(self.topology, tables[list(self.ranks)])
+        return decode_tables(self.topology, self.peers.tables(encode_table(self.topology, facts)))
 
     def __enter__(self) -> StepPlanner:
         """Connect before data is read; otherwise the other ranks would wait for one that fails earlier."""
@@ -314,7 +231,6 @@ def step_planner(
     """
     topology = topology_of(model)
     peers = DataProcessGroup(rendezvous if rendezvous is not None else open_rendezvous())
-    ranks, idle = _planned_ranks(model), idle_prompt(model)
-    windows, costs, order = window_chooser(model), given_costs(model), order_of_run(model)
+    idle, windows, costs, order = idle_prompt(model), window_chooser(model), given_costs(model), order_of_run(model)
     apart, divided = model.runner.apart, model.divided
-    return StepPlanner(topology, peers, apart, ranks, idle, windows, costs, measured, order, divided, model.teachers)
+    return StepPlanner(topology, peers, apart, idle, windows, costs, measured, order, divided, model.teachers)

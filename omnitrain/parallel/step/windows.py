@@ -27,7 +27,7 @@ def window_chooser(model: OmniModel) -> WindowChooser | None:
     ]
     if all(choice.is_fixed for choice in choices):
         return None
-    schedule, stages = layout.components[FOUNDATION].plan.schedule, layout.state_of(FOUNDATION).size("pp")
+    schedule, stages = layout.components[FOUNDATION].plan.schedule, layout.states[FOUNDATION].size("pp")
     passes = partial(passes_of, schedule or PipelineSchedule(), stages)
     num_parameters = {name: sum(p.numel() for p in weights.values()) for name, weights in model.components.items()}
     blocks, head = parameters_met(model)

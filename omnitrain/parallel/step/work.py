@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch.distributed as dist
 
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import ModelLayout, call_axes, is_separate, layout_of
+from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.sequence.apply import RankSlice, slice_of
 from omnitrain.parallel.step.feature_exchange import Exchange
 from omnitrain.parallel.step.feature_routing import positions_of, routes_to_slices
 from omnitrain.parallel.step.media_dispatch import StepBatch
-from omnitrain.plan import PlannedComponent
+from omnitrain.plan import Placement, StepPlan
 
 
 def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchWork:
@@ -24,7 +23,7 @@ def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchW
     sequence_slice = (
         None if layout is None else slice_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
     )
-    inside = [name for name in model.media_names if layout is None or not is_separate(layout.components[name].plan)]
+    inside = [c.name for c in batch.plan.topology.components if c.media and c.edge == "forward"]
     return _work(model, batch, micro_batch, inside, sequence_slice)
 
 
@@ -46,64 +45,57 @@ def _work(
     model: OmniModel, batch: StepBatch, micro_batch: int, names: Sequence[str], sequence_slice: RankSlice | None
 ) -> MicroBatchWork:
     plan, layout = batch.plan, layout_of(model)
-    topology = plan.topology
-    ranks = np.array(layout.planned_ranks if layout is not None else range(topology.world_size))
-    rank = int(np.searchsorted(ranks, dist.get_rank() if dist.is_initialized() else 0))
-    calls, heads, exchanges, cut = {}, set(), {}, set()
-    towers = {} if layout is None else {name: found.tower for name, found in layout.components.items()}
-    together = {name: tower.sharing for name, tower in towers.items() if tower is not None}
+    together = {} if layout is None else layout.sharing
     media = {name for component in names for name in model.media_names[component]}
-    for call_site, number in zip(topology.call_sites, plan.calls[micro_batch].tolist(), strict=True):
-        if call_site.kind == "encode" and call_site.name in media:
-            calls[call_site.name] = number
-        elif call_site.kind == "head" and number:
-            heads.add(call_site.name)
-    for component in (topology.component(name) for name in names):
-        moves = topology.moves(component.name) and not topology.is_apart(component.name)
-        if moves and plan.is_active(component.name, micro_batch):
-            acts_as = topology.acts_as(rank, component.name)
-            made = [item for call in plan.calls_of(acts_as, component.name, micro_batch) for item in call.items]
-            routes = plan.routes(component.name, micro_batch)
-            is_whole = component.place == "world" or component.head is not None or component.name in together
-            if sequence_slice is not None and not is_whole:
-                cut.add(component.name)
-                positions = positions_of(batch.packs[micro_batch], component)
-                group = topology.data_groups[topology.group_of[acts_as]]
-                routes, made = routes_to_slices(routes, group, positions, sequence_slice.split, made)
-            to_stage = rank - acts_as
-            producer, consumer = ranks[routes.producer + to_stage], ranks[routes.consumer + to_stage]
-            exchanges[component.name] = Exchange(
-                replace(routes, producer=producer, consumer=consumer),
-                _group_of(layout, component),
-                made=made,
-                is_differentiable=component.is_trained,
-            )
-    media_calls = {
-        name: [items.to(model.device) for items in drawn]
-        for name, drawn in batch.media_calls[micro_batch].items()
-        if name in media
-    }
+    calls, heads = plan.calls_and_heads(micro_batch)
+    exchanged = [c for name in names if _is_exchanged(plan, c := plan.topology.component(name), micro_batch)]
+    cut = {c.name for c in exchanged if sequence_slice is not None and not _needs_all(c, together)}
+    groups = {} if layout is None else layout.exchanges
     return MicroBatchWork(
-        calls=calls,
+        calls={name: number for name, number in calls.items() if name in media},
         heads=heads,
-        media_calls=media_calls,
-        exchanges=exchanges,
+        media_calls={
+            name: [items.to(model.device) for items in drawn]
+            for name, drawn in batch.media_calls[micro_batch].items()
+            if name in media
+        },
+        exchanges={
+            c.name: _exchange(batch, c, micro_batch, sequence_slice if c.name in cut else None, groups.get(c.name))
+            for c in exchanged
+        },
         sequence_slice=sequence_slice,
         cut=cut,
         together=together,
     )
 
 
-def _group_of(layout: ModelLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:
-    """Return the ranks that exchange the component's features; of ranks that make a call together, one."""
-    if layout is None:
-        return None
-    plan = layout.components[component.name].plan
-    state, together = layout.calling_state_of(component.name), call_axes(plan)
-    if is_separate(plan) and component.place == "world":
-        return state.pp_loss_group if "tp" in together else state.section_group
-    if "sequence" in together:
-        return state.tp_group
-    if "tp" in together:
-        return state.loss_group if component.place == "world" else state.sequence_group
-    return state.stage_group if component.place == "world" else state.data_group
+def _is_exchanged(plan: StepPlan, component: Placement, micro_batch: int) -> bool:
+    moves = component.edge != "message" and plan.topology.moves(component.name)
+    return moves and plan.is_active(component.name, micro_batch)
+
+
+def _needs_all(component: Placement, together: Collection[str]) -> bool:
+    """Whether a rank needs the features of all tokens, where it has a slice of the sequence."""
+    return component.place == "world" or component.head is not None or component.name in together
+
+
+def _exchange(
+    batch: StepBatch,
+    component: Placement,
+    micro_batch: int,
+    sequence_slice: RankSlice | None,
+    group: dist.ProcessGroup | None,
+) -> Exchange:
+    """The exchange of a component's features; ``sequence_slice``: only those of this slice come back."""
+    plan, topology = batch.plan, batch.plan.topology
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    caller = topology.caller_of(rank, component.name)
+    made = [item for call in plan.calls_of(caller, component.name, micro_batch) for item in call.items]
+    routes = plan.routes(component.name, micro_batch)
+    if sequence_slice is not None:
+        positions = positions_of(batch.packs[micro_batch], component)
+        sharing = topology.data_groups[topology.group_of[caller]]
+        routes, made = routes_to_slices(routes, sharing, positions, sequence_slice.split, made)
+    to_stage = rank - caller
+    routes = replace(routes, producer=routes.producer + to_stage, consumer=routes.consumer + to_stage)
+    return Exchange(routes, group, made=made, is_differentiable=component.is_trained)

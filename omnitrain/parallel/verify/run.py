@@ -96,7 +96,7 @@ def train(
     first_loss, collectives = 0.0, 0
     routed = _Routing(model, routing)
     for step in range(steps):
-        counted = _Collectives() if step == 0 else None
+        counted = _Collectives() if step == 0 and layout is not None else None
         with counted or nullcontext():
             is_ahead = layout is not None and layout.encodes_ahead and step + 1 < steps
             loss = accumulate_gradients(
@@ -105,8 +105,8 @@ def train(
                 forward_context=partial(routed.forward_context, step),
                 upcoming=batches[step + 1] if is_ahead else None,
             ).item()
-        if counted is not None:
-            first_loss, collectives = _summed(loss), counted.count
+        if step == 0:
+            first_loss, collectives = _summed(loss), 0 if counted is None else counted.count
             gradients = whole({name: parameter.grad for name, parameter in trained.items()})
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

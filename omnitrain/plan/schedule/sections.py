@@ -226,7 +226,7 @@ def _actions(
     row_of: Mapping[str, int],
     trained: frozenset[str],
 ) -> Iterator[Action]:
-    """Yield the actions of a section's ranks.
+    """Return the actions of a section's ranks.
 
     Args:
         section: the section.
@@ -253,6 +253,11 @@ def _actions(
         actions += ahead[:1]  # between two messages, each of which waits until the first stage has room for it
         del ahead[:1]
     actions += ahead
+    return _with_weights(actions)
+
+
+def _with_weights(actions: Sequence[Action]) -> Iterator[Action]:
+    """Gather an encoder's weights for each of its passes, and reduce its gradients after its last backward."""
     last_backward = {action.component: i for i, action in enumerate(actions) if action.kind is Kind.ENCODE_B}
     for index, action in enumerate(actions):
         if action.kind not in (Kind.ENCODE, Kind.ENCODE_B):

@@ -279,24 +279,38 @@ def _encoders(schedule: Schedule) -> Iterator[Problem]:
     row = schedule.actions[rank]
     at = {part: index for index, action in enumerate(row) for part in action.passes or (action,)}
     for component in dict.fromkeys(action.component for action in row if action.kind in ENCODES):
-        starts = sorted({a.micro_batch or 0 for a in row if a.kind in ENCODES and a.component == component} | {0})
-        is_trained = any(a.kind in (Kind.ENCODE_B, Kind.REDUCE) and a.component == component for a in row)
+        mine = [action for action in row if action.component == component]
+        starts = sorted({action.micro_batch or 0 for action in mine if action.kind in ENCODES} | {0})
+        is_trained = any(action.kind in (Kind.ENCODE_B, Kind.REDUCE) for action in mine)
         for start, stop in pairwise([*starts, schedule.num_micro_batches]):
-            kinds = (Kind.ENCODE, Kind.EXCHANGE, *((Kind.ENCODE_B,) if is_trained else ()))
-            of_window = [Action(kind, micro_batch=start, component=component) for kind in kinds]
-            if missing := [action for action in of_window if action not in at]:
-                yield Problem(rank, f"rank {rank}: {missing[0]} is missing", tuple(missing))
-                continue
-            encode, exchange, *backward = of_window
-            forwards = [at[Action(Kind.F, 0, k)] for k in range(start, stop)]
-            ends = [at[a] for k in range(start, stop) for a in (Action(Kind.B, 0, k), Action(Kind.I, 0, k)) if a in at]
-            order = [at[encode], at[exchange], min(forwards), *([max(ends), at[backward[0]]] if backward else [])]
-            if order != sorted(order):
-                message = (
-                    f"rank {rank}, action {at[encode]}, {encode}: expected the exchange, the forwards of micro-batches "
-                    f"{start} to {stop - 1}, their backwards and the encoder's backward to follow in this order"
-                )
-                yield Problem(rank, message, tuple(of_window))
+            yield from _encoder_window(rank, at, component, range(start, stop), is_trained)
+
+
+def _encoder_window(
+    rank: int, at: Mapping[Action, int], component: str, micro_batches: range, is_trained: bool
+) -> Iterator[Problem]:
+    """A window is encoded, exchanged, read and run backward in this order; ``at`` has the index of each action."""
+    kinds = (Kind.ENCODE, Kind.EXCHANGE, *((Kind.ENCODE_B,) if is_trained else ()))
+    of_window = [Action(kind, micro_batch=micro_batches.start, component=component) for kind in kinds]
+    if missing := [action for action in of_window if action not in at]:
+        yield Problem(rank, f"rank {rank}: {missing[0]} is missing", tuple(missing))
+        return
+    encode, exchange, *backward = (at[action] for action in of_window)
+    forwards = [at[Action(Kind.F, 0, k)] for k in micro_batches]
+    ends = [at[action] for action in _ends(micro_batches, at)]
+    order = [encode, exchange, min(forwards), *([max(ends), *backward] if is_trained else [])]
+    if order != sorted(order):
+        message = (
+            f"rank {rank}, action {encode}, {of_window[0]}: expected the exchange, the forwards of micro-batches "
+            f"{micro_batches.start} to {micro_batches.stop - 1}, their backwards and the encoder's backward to follow "
+            "in this order"
+        )
+        yield Problem(rank, message, tuple(of_window))
+
+
+def _ends(micro_batches: range, there: Collection[Action]) -> list[Action]:
+    """The actions ``there`` after which the first stage has the gradients of its inputs."""
+    return [a for k in micro_batches for a in (Action(Kind.B, 0, k), Action(Kind.I, 0, k)) if a in there]
 
 
 def _sections(schedule: Schedule) -> Iterator[Problem]:
@@ -347,7 +361,7 @@ def _of_window(
     encode = Action(Kind.ENCODE, None, start, None, component)
     if reader is None:
         peer, uses = schedule.stage_ranks[0], [Action(Kind.F, 0, k) for k in micro_batches]
-        ends = [a for k in micro_batches for a in (Action(Kind.B, 0, k), Action(Kind.I, 0, k)) if a in places]
+        ends = _ends(micro_batches, places)
     else:
         peer, uses = reader[0], [encode._replace(component=reader[1])]
         ends = [encode._replace(kind=Kind.ENCODE_B, component=reader[1])]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from operator import add
 
 from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
 
@@ -31,28 +32,33 @@ def _chain(wave: Wavefront, sample: int) -> float:
 
 
 def _of_feeder(wave: Wavefront, feeder: Feeder, lanes: Sequence[Sequence[int]], whole: Sequence[float]) -> float:
-    own = [s for lane in feeder.lanes for s in lanes[lane]]
-    fed = [s for s in own if feeder.forward[s] > 0]
-    if not fed:
-        return 0.0
+    fed = [s for lane in feeder.lanes for s in lanes[lane] if feeder.forward[s] > 0]
+    return max([*_own_work(wave, feeder, fed), *_lanes_in_turn(feeder, lanes, whole)]) if fed else 0.0
+
+
+def _own_work(wave: Wavefront, feeder: Feeder, fed: Sequence[int]) -> Iterator[float]:
+    """A sample's lane and backward follow its last forward, and precede its first backward."""
     forwards, backwards = sum(feeder.forward[s] for s in fed), sum(feeder.backwards[s] for s in fed)
+    yield forwards + min(wave.work[s] + feeder.backwards[s] for s in fed)
     trained = [s for s in fed if feeder.backwards[s] > 0]
-    # Its own work: a sample's lane and backward follow its last forward, and precede its first backward.
-    found = [forwards + min(wave.work[s] + feeder.backwards[s] for s in fed)]
     if trained:
         first = min(feeder.forward[s] + wave.work[s] for s in trained)
-        found.append(max(forwards, first) + backwards)
-        chains = sum(feeder.forward[s] + wave.work[s] + feeder.backwards[s] for s in trained)
-        found.append(chains / feeder.keeps)
-    # Its lanes begin one after the other, and end one after the other.
+        yield max(forwards, first) + backwards
+        yield sum(feeder.forward[s] + wave.work[s] + feeder.backwards[s] for s in trained) / feeder.keeps
+
+
+def _lanes_in_turn(feeder: Feeder, lanes: Sequence[Sequence[int]], whole: Sequence[float]) -> Iterator[float]:
+    """Its lanes begin one after the other, and end one after the other."""
     with_work = [lane for lane in feeder.lanes if lanes[lane]]
     heads = [min(feeder.forward[s] for s in lanes[lane]) for lane in with_work]
     tails = [min(feeder.backwards[s] for s in lanes[lane]) for lane in with_work]
     loads = [whole[lane] for lane in with_work]
     begins, ends = list(accumulate(sorted(heads))), list(accumulate(sorted(tails)))
-    found.append(
-        max(map(sum, zip(begins, sorted(map(sum, zip(loads, tails, strict=True)), reverse=True), strict=True)))
-    )
-    found.append(max(map(sum, zip(ends, sorted(map(sum, zip(loads, heads, strict=True)), reverse=True), strict=True))))
-    found.append((sum(begins) + sum(loads) + sum(ends)) / len(loads))
-    return max(found)
+    yield _last_of(begins, map(add, loads, tails))
+    yield _last_of(ends, map(add, loads, heads))
+    yield (sum(begins) + sum(loads) + sum(ends)) / len(loads)
+
+
+def _last_of(begins: Sequence[float], seconds: Iterable[float]) -> float:
+    """When the last lane is done at the earliest: the longest one begins first."""
+    return max(map(add, begins, sorted(seconds, reverse=True)))

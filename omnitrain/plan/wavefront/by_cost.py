@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnitrain.plan.placement import Topology
 from omnitrain.plan.step import Rates
 from omnitrain.plan.tables import StepTables
-from omnitrain.plan.topology import Topology
 from omnitrain.plan.wavefront.deal import deal
 from omnitrain.plan.wavefront.step import LEAST_GAIN, Drawn, encoding_seconds
 

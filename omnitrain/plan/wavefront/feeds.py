@@ -94,6 +94,11 @@ class Wavefront:
             for s, lane in enumerate(self.lane)
         ]
 
+    @cached_property
+    def fed(self) -> list[set[int]]:
+        """For each feeder the samples that it encodes."""
+        return [{s for s, needs in enumerate(self.needs) if g in needs} for g in range(len(self.feeders))]
+
     def lanes_of(self, order: Sequence[int]) -> list[list[int]]:
         """Return the samples of each lane, in the order of ``order``."""
         lanes: list[list[int]] = [[] for _ in range(self.num_lanes)]

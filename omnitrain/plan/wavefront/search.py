@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, permutations, product
+from math import factorial, prod
 from random import Random
 
 from omnitrain.plan.wavefront.bounds import lower_bound
@@ -22,9 +23,9 @@ _EXACT = 1 + 1e-9
 def best_order(wave: Wavefront, budget: int = BUDGET) -> list[int]:
     """Return an order of all samples of a step that makes it short.
 
-    Seeds come first. Then the best one changes step by step while it does not become longer, until it reaches the
-    lower bound. The result is the same on all ranks and machines: the search ends after a number of simulated samples,
-    not after a time.
+    Seeds come first. Then, of a step with few samples, come all orders; of others, the best one changes step by step
+    while it does not become longer. The lower bound ends the search. The result is the same on all ranks and machines:
+    the search also ends after a number of simulated samples, not after a time.
 
     Args:
         wave: the step.
@@ -32,15 +33,23 @@ def best_order(wave: Wavefront, budget: int = BUDGET) -> list[int]:
     """
     bound = lower_bound(wave) * _EXACT
     best, shortest = list(range(wave.num_samples)), float("inf")
-    random = Random(0)
-    proposals = chain(seeds(wave, random), iter(lambda: _neighbour(best, random), None))
-    for order in islice(proposals, max(budget // max(wave.num_samples, 1), _NUM_SEEDS)):
+    random, most = Random(0), max(budget // max(wave.num_samples, 1), _NUM_SEEDS)
+    # Only the orders inside of lanes that wait for each other differ.
+    apart = wave.lanes_of(best) if wave.coupled else [best]
+    few = prod(factorial(len(samples)) for samples in apart) <= most
+    others = _all_orders(apart) if few else iter(lambda: _neighbour(best, random), None)
+    for order in islice(chain(seeds(wave, random), others), None if few else most):
         seconds = makespan(wave, order)
         if seconds <= shortest * _EXACT:
             best, shortest = order, min(seconds, shortest)
         if shortest <= bound:
             break
     return best
+
+
+def _all_orders(apart: Lanes) -> Iterator[list[int]]:
+    """Every order of the samples of each list, list after list."""
+    return ([*chain.from_iterable(orders)] for orders in product(*map(permutations, apart)))
 
 
 def _neighbour(best: list[int], random: Random) -> list[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import chain
 
-from omnitrain.plan.wavefront.feeds import Wavefront
+from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
 
 NEVER = float("inf")
 FeederAction = tuple[int, bool, float, float]  # sample, whether it is its backward, seconds of its start and end
@@ -43,95 +44,146 @@ def simulate(wave: Wavefront, order: Sequence[int]) -> Timeline:
     Lanes and feeders follow the same order, each with its own samples. So no cycle of waits exists: the first sample in
     the order that no lane has begun can always be encoded.
 
-    This is the inner loop of a search, so it is one function over plain lists.
+    This is the inner loop of a search. After each action of a feeder it looks only at the feeders whose next action can
+    be another one now.
 
     Args:
         wave: the step.
         order: ``[samples]`` a permutation of all samples.
     """
-    lanes = wave.lanes_of(order)
-    if wave.coupled:
-        rounds = list(zip(*lanes, strict=True))
-        order = [sample for samples in rounds for sample in samples]
-        lanes = [[samples[0] for samples in rounds]]  # a round goes by the name of its first sample
-        first = {sample: samples[0] for samples in rounds for sample in samples}
-    else:
-        rounds, first = [], {}
-    needs, works, lane_of, num_feeders = wave.needs, list(wave.work), wave.lane, len(wave.feeders)
-    waits = [len(feeders) for feeders in needs]  # features of a sample (of a round) that are not there yet
-    arrived = [0.0] * wave.num_samples
-    for samples in rounds:
-        waits[samples[0]] = sum([waits[sample] for sample in samples])
-        works[samples[0]] = max([works[sample] for sample in samples])
-    start, end = [NEVER] * wave.num_samples, [NEVER] * wave.num_samples
-    lane_next, lane_free = [0] * len(lanes), [0.0] * len(lanes)
-    feeder_next, feeder_free, kept = [0] * num_feeders, [0.0] * num_feeders, [0] * num_feeders
-    ready: list[list[tuple[float, int]]] = [[] for _ in range(num_feeders)]  # backwards that became possible
-    actions: list[list[FeederAction]] = [[] for _ in range(num_feeders)]
-    forwards, backwards = [feeder.forward for feeder in wave.feeders], [feeder.backwards for feeder in wave.feeders]
-    queues, frees = _queues(wave, order)
-
-    def advance(lane: int) -> None:
-        """Run the lane as far as its features are there."""
-        samples, index, free = lanes[lane], lane_next[lane], lane_free[lane]
-        while index < len(samples) and not waits[samples[index]]:
-            name = samples[index]
-            begin = max(free, arrived[name])
-            free = begin + works[name]
-            for sample in rounds[index] if rounds else (name,):
-                start[sample], end[sample] = begin, free
-                for feeder in needs[sample]:
-                    if backwards[feeder][sample] > 0:
-                        heapq.heappush(ready[feeder], (free, sample))
-            index += 1
-        lane_next[lane], lane_free[lane] = index, free
-
-    for lane in range(len(lanes)):
-        advance(lane)
-    while True:
-        soonest, which, is_backward = NEVER, -1, False
-        for feeder in range(num_feeders):
-            free, index = feeder_free[feeder], feeder_next[feeder]
-            if index < len(queues[feeder]) and kept[feeder] < wave.feeders[feeder].keeps:
-                frees_slot = frees[feeder][index]
-                time = free if frees_slot < 0 else max(free, start[frees_slot])
-                if time < soonest:
-                    soonest, which, is_backward = time, feeder, False
-            if ready[feeder]:
-                time = max(free, ready[feeder][0][0])
-                if time < soonest:
-                    soonest, which, is_backward = time, feeder, True
-        if which < 0:
-            break
-        if is_backward:
-            sample = heapq.heappop(ready[which])[1]
-            done = soonest + backwards[which][sample]
-            kept[which] -= 1
+    lanes = _RunningLanes(wave, order)
+    for lane in range(len(lanes.rounds)):
+        lanes.advance(lane)
+    feeders, changed = lanes.feeders, lanes.changed
+    begins = [*(feeder.next_begin() for feeder in feeders), NEVER]
+    while (soonest := min(begins)) < NEVER:
+        number = begins.index(soonest)
+        feeder = feeders[number]
+        if feeder.is_backward_next:
+            feeder.run_backward(soonest)
         else:
-            sample = queues[which][feeder_next[which]]
-            done = soonest + forwards[which][sample]
-            feeder_next[which] += 1
-            kept[which] += backwards[which][sample] > 0
-            name = first[sample] if rounds else sample
-            waits[name] -= 1
-            arrived[name] = max(arrived[name], done)
-        feeder_free[which] = done
-        actions[which].append((sample, is_backward, soonest, done))
-        if not is_backward and not waits[name]:
-            advance(0 if rounds else lane_of[sample])
-    return Timeline(start, end, actions)
+            lanes.receive(feeder.run_forward(soonest), feeder.free)
+        changed.add(number)
+        for number in changed:
+            begins[number] = feeders[number].next_begin()
+        changed.clear()
+    return Timeline(lanes.start, lanes.end, [feeder.actions for feeder in feeders])
 
 
-def _queues(wave: Wavefront, order: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """For each feeder its samples in order, and for each of them the sample whose begin frees its slot, or -1."""
-    queues: list[list[int]] = [[] for _ in wave.feeders]
-    frees: list[list[int]] = [[] for _ in wave.feeders]
-    before: list[list[list[int]]] = [[[] for _ in range(wave.num_lanes)] for _ in wave.feeders]
-    slots, needs = [feeder.slots for feeder in wave.feeders], wave.needs
-    for sample in order:
-        for feeder in needs[sample]:
-            mine = before[feeder][wave.lane[sample]]
-            frees[feeder].append(mine[-slots[feeder]] if len(mine) >= slots[feeder] else -1)
-            mine.append(sample)
-            queues[feeder].append(sample)
-    return queues, frees
+class _RunningFeeder:
+    """A feeder during a step.
+
+    Attributes:
+        free: when its last action ends.
+        is_backward_next: whether its next action is a backward.
+        ready: seconds at which a backward became possible, and its sample; a heap.
+        actions: its actions so far.
+    """
+
+    def __init__(self, feeder: Feeder, queue: list[int], lane: Sequence[int], start: list[float]) -> None:
+        self.forward, self.backwards, self.keeps = feeder.forward, feeder.backwards, feeder.keeps
+        self.queue, self.start = queue, start  # its samples in order; when lanes begin samples
+        self.frees: list[int] = []  # for each of its samples the one whose begin frees its slot, or -1
+        before: dict[int, list[int]] = {number: [] for number in feeder.lanes}
+        for sample in queue:
+            of_lane = before[lane[sample]]
+            self.frees.append(of_lane[-feeder.slots] if len(of_lane) >= feeder.slots else -1)
+            of_lane.append(sample)
+        self.ready: list[tuple[float, int]] = []
+        self.actions: list[FeederAction] = []
+        self.is_backward_next, self.free = False, 0.0
+        self.encoded, self.kept = 0, 0  # samples of the queue; samples whose activations it keeps
+
+    def next_begin(self) -> float:
+        """Return when its next action can begin: a forward if its limits allow one, unless a backward begins sooner."""
+        free, index = self.free, self.encoded
+        begin, self.is_backward_next = NEVER, False
+        if index < len(self.queue) and self.kept < self.keeps:
+            frees_slot = self.frees[index]
+            freed = 0.0 if frees_slot < 0 else self.start[frees_slot]
+            begin = free if free > freed else freed
+        if self.ready:
+            possible = self.ready[0][0]
+            if free < begin and possible < begin:
+                begin, self.is_backward_next = free if free > possible else possible, True
+        return begin
+
+    def run_forward(self, begin: float) -> int:
+        """Encode the next sample, and return it."""
+        sample = self.queue[self.encoded]
+        self.encoded += 1
+        self.kept += self.backwards[sample] > 0
+        self.free = begin + self.forward[sample]
+        self.actions.append((sample, False, begin, self.free))
+        return sample
+
+    def run_backward(self, begin: float) -> None:
+        """Run the backward that became possible first."""
+        sample = heappop(self.ready)[1]
+        self.kept -= 1
+        self.free = begin + self.backwards[sample]
+        self.actions.append((sample, True, begin, self.free))
+
+
+class _RunningLanes:
+    """The lanes during a step, and the feeders; coupled lanes are one lane.
+
+    Attributes:
+        rounds: for each lane the samples that begin together, in order: one, or one of each coupled lane. The first of
+            them is the round's name.
+        changed: numbers of the feeders whose next action a lane may have changed.
+    """
+
+    def __init__(self, wave: Wavefront, order: Sequence[int]) -> None:
+        lanes = wave.lanes_of(order)
+        self.needs, self.lane, self.work = wave.needs, wave.lane, list(wave.work)
+        self.rounds: list[list[tuple[int, ...]]] = [list(zip(samples, strict=True)) for samples in lanes]
+        self.round_of = list(range(wave.num_samples))
+        self.waits = list(map(len, wave.needs))  # features of a round that are not there yet
+        self.arrived = [0.0] * wave.num_samples  # when the last feature of a round came
+        if wave.coupled:
+            self._couple(list(zip(*lanes, strict=True)))
+            order = list(chain.from_iterable(self.rounds[0]))
+        self.run, self.free = [0] * len(self.rounds), [0.0] * len(self.rounds)  # rounds that a lane has run; its end
+        self.start, self.end = [NEVER] * wave.num_samples, [NEVER] * wave.num_samples
+        queues = [[sample for sample in order if sample in fed] for fed in wave.fed]
+        self.feeders = [
+            _RunningFeeder(feeder, queue, wave.lane, self.start)
+            for feeder, queue in zip(wave.feeders, queues, strict=True)
+        ]
+        self.changed: set[int] = set()
+
+    def _couple(self, rounds: list[tuple[int, ...]]) -> None:
+        self.rounds, self.lane = [rounds], [0] * len(self.waits)
+        for samples in rounds:
+            name = samples[0]
+            self.waits[name] = sum([self.waits[sample] for sample in samples])
+            self.work[name] = max([self.work[sample] for sample in samples])
+            for sample in samples:
+                self.round_of[sample] = name
+
+    def receive(self, sample: int, time: float) -> None:
+        """Take a sample's features of one feeder at ``time``, and run the lane on if it waited only for them."""
+        name = self.round_of[sample]
+        self.waits[name] -= 1
+        if time > self.arrived[name]:
+            self.arrived[name] = time
+        if not self.waits[name]:
+            self.advance(self.lane[name])
+
+    def advance(self, lane: int) -> None:
+        """Run the lane as far as its features are there."""
+        rounds, index, free = self.rounds[lane], self.run[lane], self.free[lane]
+        while index < len(rounds) and not self.waits[rounds[index][0]]:
+            samples = rounds[index]
+            begin = max(free, self.arrived[samples[0]])
+            free = begin + self.work[samples[0]]
+            for sample in samples:
+                self.start[sample], self.end[sample] = begin, free
+                for number in self.needs[sample]:
+                    feeder = self.feeders[number]
+                    if feeder.backwards[sample] > 0:
+                        heappush(feeder.ready, (free, sample))
+                    self.changed.add(number)
+            index += 1
+        self.run[lane], self.free[lane] = index, free

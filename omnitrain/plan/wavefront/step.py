@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from omnitrain.plan.placement import Topology
 from omnitrain.plan.radix_sort import stable_order
 from omnitrain.plan.step import Rates
 from omnitrain.plan.tables import StepTables
-from omnitrain.plan.topology import Topology
 from omnitrain.plan.wavefront.deal import deal
 from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
 from omnitrain.plan.wavefront.search import best_order

@@ -45,6 +45,6 @@ def encoder_metrics(model: OmniModel, plan: StepPlan, times: Mapping[str, Encode
             taken = times.get(name, EncoderTimes(0.0, 0.0, 0.0))
             cost = cost_metrics(plan.loads(name).sum(axis=0))
             rows[name] = {**balance._asdict(), "cost": cost, "bytes_moved": moved, "waited": taken.waited}
-            if layout.section_of[name] != MAIN:
+            if layout.states[name].section != MAIN:
                 rows[name] |= {"busy": taken.busy, "busy_share": taken.busy_share}
     return {"encoders": rows} if rows else {}

@@ -64,18 +64,11 @@ class StepFlops:
 
     def __init__(self, counter: ModelFlops, layout: ModelLayout | None) -> None:
         self._counter, self.left_out = counter, dict[str, str]()
-        self._rank, self._counts = 0, True
-        if layout is not None:
-            self._rank = layout.planned_ranks.index(layout.state.rank)
-            # Stages that plan for themselves have the same plan, and the first one counts.
-            repeats = layout.pipeline is not None and layout.planned_ranks == layout.state.stage_ranks
-            self._counts = not repeats or layout.state.pp_rank == 0
+        self._rank = 0 if layout is None else layout.state.rank
 
     def of(self, batch: StepBatch) -> PackFlops:
         """Return the FLOPs of this rank's part of a step; those of all ranks add up to those of the step."""
         found, topology = PackFlops(), batch.plan.topology
-        if not self._counts:
-            return found
         lists = self._rank in topology.readers and topology.is_owner(self._rank)
         for pack, calls in zip(batch.packs if lists else (), batch.media_calls, strict=False):
             if pack.info.indices != (_IDLE,):
@@ -93,7 +86,7 @@ class StepFlops:
         """Whether this rank's calls for media of this name count; ranks that make a call together count once."""
         component = next(component.name for component in topology.components if name in component.media)
         first = int(topology.call_group_of(component)[self._rank, 0])
-        return topology.acts_as(self._rank, component) == self._rank == first
+        return topology.caller_of(self._rank, component) == self._rank == first
 
     def _add(self, found: PackFlops, name: str, count: Callable[[], PackFlops]) -> None:
         if name in self.left_out:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from omnitrain.checkpoint.model_files import ADAPTERS
 from omnitrain.checkpoint.optimizer import optimizer_state
 from omnitrain.checkpoint.pieces import PieceOwners
 from omnitrain.checkpoint.shared_memory import require_sendable
 from omnitrain.checkpoint.store import write_metrics
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.models.adapters.files import FOLDER
 from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import files_of, model_pieces, small_files
@@ -205,7 +205,7 @@ class _Snapshots:
         self._processor = self._on_first(processor.save_pretrained)
         if token_matrices(model):  # peft's AutoPeftModel makes rows for all tokens of a tokenizer beside the adapters
             save_tokenizer = processor.tokenizer.save_pretrained
-            self._processor |= self._on_first(lambda folder: save_tokenizer(folder / FOLDER / FOUNDATION))
+            self._processor |= self._on_first(lambda folder: save_tokenizer(folder / ADAPTERS / FOUNDATION))
 
     def take(self, state: TrainingState, line: Mapping[str, Any] | None) -> Snapshot:
         """Return a snapshot, whose tensors are those that train, without copies.

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnitrain.checkpoint.model_files import ModelFiles, on_host, write_model, write_small
 from omnitrain.checkpoint.optimizer import OptimizerState, write_optimizer
 from omnitrain.checkpoint.pieces import Piece
 from omnitrain.checkpoint.store import CheckpointStore
-from omnitrain.models.omni.save import ModelFiles, on_host, write_model, write_small
 from omnitrain.peers import Peers, all_or_raise
 
 OPTIMIZER = "optimizer"  # folder of the optimizer's state

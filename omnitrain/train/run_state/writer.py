@@ -137,7 +137,7 @@ def _meet(rendezvous: Rendezvous, number: int) -> Peers:
     store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=_PATIENCE)
     prefixed = dist.PrefixStore(f"checkpoint writers {number}", store)
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=rendezvous.world_size, timeout=_PATIENCE)
-    return GlooGroup()
+    return GlooGroup.of_default_group()
 
 
 if __name__ == "__main__":

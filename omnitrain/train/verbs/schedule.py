@@ -10,12 +10,14 @@ from rich.table import Table
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import is_separate, section_text
+from omnitrain.parallel.layout import section_text
 from omnitrain.parallel.pipeline.apply import complete_schedule
 from omnitrain.parallel.pipeline.stages import PipelineStages, holders, path_of_blocks, stages_of
+from omnitrain.parallel.placement import place_components
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.resolve.sections import full_windows
-from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.state import ParallelState, states_of_components
+from omnitrain.plan.placement import Topology
 from omnitrain.plan.schedule import Action, Kind, Schedule, Timeline, as_json, gantt, grid, simulate, validate
 from omnitrain.plan.schedule.draw import row_names
 from omnitrain.plan.schedule.generators import accumulate
@@ -73,6 +75,57 @@ class _Times:
         return sum(self.stages[part.kind, part.stage] for part in action.passes if part.stage is not None)
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """A recipe on its ranks, which need not exist.
+
+    Attributes:
+        recipe: the recipe.
+        model: its model, without weights.
+        state: the factorisation of the ranks of ``main``.
+        plans: component -> its complete plan.
+        topology: where and when each component runs.
+        number: micro-batches of a rank in a step.
+        advice: what would be a better number.
+    """
+
+    recipe: Recipe
+    model: OmniModel
+    state: ParallelState
+    plans: Mapping[str, ComponentPlan]
+    topology: Topology
+    number: int
+    advice: Sequence[str]
+
+    @property
+    def sections(self) -> Mapping[str, Section]:
+        """Section -> its settings."""
+        return self.recipe.parallel.sections
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the foundation is cut into stages."""
+        return self.state.size("pp") > 1
+
+    @property
+    def settings(self) -> PipelineSchedule:
+        """How a step runs through the stages."""
+        return self.plans[FOUNDATION].schedule or PipelineSchedule()
+
+    def stages(self) -> list[StageRow]:
+        """The stages of the pipeline; none without one."""
+        if not self.has_pipeline:
+            return []
+        stages = stages_of(self.model, self.settings, self.state)
+        return _stage_rows(self.model, stages, self.topology.names("exchange"), self.topology.names("message"))
+
+    def main(self) -> Schedule:
+        """The schedule of the ranks that read packs."""
+        if not self.has_pipeline:
+            return accumulate(self.number)
+        return complete_schedule(self.settings, self.state.size("pp"), self.number)
+
+
 def show_schedule(
     recipe: Recipe,
     num_ranks: int | None = None,
@@ -81,7 +134,7 @@ def show_schedule(
     backward: float | None = None,
     encode: float | None = None,
 ) -> dict[str, Any]:
-    """Print the stages of a recipe's pipeline, its sections, and its simulated step.
+    """Print the stages of a recipe's pipeline, where its components run, and its simulated step.
 
     The time of a stage follows from its cost, the number of parameters that a token meets in it. A backward takes twice
     as long as a forward, unless both are given. Messages take no time, and encoders that run on all pipeline ranks are
@@ -98,11 +151,44 @@ def show_schedule(
             encoder of a section. None: as its parameters say.
 
     Returns:
-        The stages and the simulated step for JSON.
+        The stages, the placements and the simulated step for JSON.
 
     Raises:
         UserError: the recipe has neither a pipeline nor sections, or its plan does not fit the model or the ranks.
     """
+    planned = _planned(recipe, num_ranks)
+    if encode is not None and not planned.sections:
+        raise UserError("--encode: this recipe has no sections (parallel.sections), so no encoder has times of its own")
+    main, rows = planned.main(), planned.stages()
+    is_in_seconds = forward is not None or backward is not None
+    forward = forward or (backward / 2 if backward is not None else float(main.num_stages))
+    backward = backward or 2 * forward
+    shares = [row.share for row in rows] or [1.0]
+    times = _Times(
+        _durations(shares, forward, backward),
+        _encodes(planned.model, planned.sections, planned.state.dp_size, forward, encode),
+        frozenset(name for section in planned.sections.values() if section.encode_twice for name in section.components),
+    )
+    windows = [_windows(recipe.parallel, planned.plans, name, planned.number) for name in planned.sections]
+    schedule = with_sections(main, windows, times, lambda component, _: times.encodes[component])
+    validate(schedule)
+    timeline = simulate(schedule, times)
+    equal = simulate(main, _durations([1 / len(shares)] * len(shares), forward, backward))
+    _show_plan(planned, schedule, rows)
+    _show_timeline(timeline)
+    _show_times(timeline, equal.bubble, is_in_seconds)
+    _show_remarks(planned, encodes_as_estimated=bool(planned.sections) and encode is None)
+    return {
+        "kind": planned.settings.resolved_kind if planned.has_pipeline else "accumulate",
+        "micro_batches": schedule.num_micro_batches,
+        "stages": [asdict(row) for row in rows],
+        "placements": planned.topology.facts(),
+        "bubble_of_equal_stages": equal.bubble,
+        **as_json(timeline),
+    }
+
+
+def _planned(recipe: Recipe, num_ranks: int | None) -> _Planned:
     if recipe.train.samples_per_step is not None:
         raise UserError(
             f"train.samples_per_step: found {recipe.train.samples_per_step}, but `schedule` reads no data to find the "
@@ -115,59 +201,57 @@ def show_schedule(
         state, plans = resolve_without_ranks(model, recipe.parallel, mixed, num_ranks)
     except PlanError as error:
         raise error.under("parallel") from None
-    sections, has_pipeline = recipe.parallel.sections, state.size("pp") > 1
-    if not has_pipeline and not sections:
+    if state.size("pp") == 1 and not recipe.parallel.sections:
         raise UserError(
             "this recipe has no pipeline (pp is 1): each rank runs all blocks, and a forward and its backward in turn; "
             f"set parallel.components.{FOUNDATION}.pp=2"
         )
-    if encode is not None and not sections:
-        raise UserError("--encode: this recipe has no sections (parallel.sections), so no encoder has times of its own")
-    settings = plans[FOUNDATION].schedule or PipelineSchedule()
-    advice, number = check_micro_batches(recipe, state), micro_batches_of_rank(recipe, state)
-    apart = {name for section in sections.values() for name in section.components}
-    separate = [name for name, plan in plans.items() if is_separate(plan) and name not in apart]
-    main = complete_schedule(settings, state.size("pp"), number) if has_pipeline else accumulate(number)
-    rows = _stage_rows(model, stages_of(model, settings, state), separate, apart) if has_pipeline else []
-    is_in_seconds = forward is not None or backward is not None
-    forward = forward or (backward / 2 if backward is not None else float(main.num_stages))
-    backward = backward or 2 * forward
-    shares = [row.share for row in rows] or [1.0]
-    times = _Times(
-        _durations(shares, forward, backward),
-        _encodes(model, sections, state.dp_size, forward, encode),
-        frozenset(name for section in sections.values() if section.encode_twice for name in section.components),
-    )
-    windows = [_windows(recipe.parallel, plans, name, number) for name in sections]
-    schedule = with_sections(main, windows, times, lambda component, _: times.encodes[component])
-    validate(schedule)
-    timeline = simulate(schedule, times)
-    equal = simulate(main, _durations([1 / len(shares)] * len(shares), forward, backward))
-    _show_head(settings, schedule, state)
-    for name, section in sections.items():
-        _show_section(name, section, state)
-    if has_pipeline:
+    topology = place_components(model, plans, states_of_components(state, recipe.parallel, plans))
+    advice = check_micro_batches(recipe, state)
+    return _Planned(recipe, model, state, plans, topology, micro_batches_of_rank(recipe, state), advice)
+
+
+def _show_plan(planned: _Planned, schedule: Schedule, rows: list[StageRow]) -> None:
+    _show_head(planned.settings, schedule, planned.state)
+    for name, section in planned.sections.items():
+        _show_section(name, section, planned.state)
+    if rows:
         _show_stages(rows)
+    _show_placements(planned.topology)
+
+
+def _show_placements(topology: Topology) -> None:
+    """Print where and when each component runs, if there are several."""
+    facts = topology.facts()
+    if len(facts) == 1:
+        return
+    table = Table(title="Placements", title_justify="left")
+    shown = [key for key in facts[0] if key != "section" or any(row["section"] != "main" for row in facts)]
+    for column in shown:
+        table.add_column(column, overflow="fold")
+    for row in facts:
+        table.add_row(*(row[column] for column in shown))
+    console.print(table)
+
+
+def _show_timeline(timeline: Timeline) -> None:
+    schedule = timeline.schedule
     console.print(grid(schedule, width=console.width), soft_wrap=True, markup=False)
     margin = _GANTT_MARGIN + max(len(name) for name in row_names(schedule))
     console.print(gantt(timeline, width=max(20, console.width - margin)), soft_wrap=True, markup=False)
-    _show_times(timeline, equal.bubble, is_in_seconds)
-    if sections and encode is None:
+
+
+def _show_remarks(planned: _Planned, *, encodes_as_estimated: bool) -> None:
+    """Print what the times leave out, and advice."""
+    if encodes_as_estimated:
         console.print("encoders take as long as their parameters say, as if they encoded all tokens", soft_wrap=True)
-    for name in separate:
-        window = plans[name].window
+    for name in planned.topology.names("exchange"):
+        window = planned.plans[name].window
         several = {"step": "all micro-batches of a step", "auto": "as many micro-batches as are fastest in simulation"}
         of = several.get(str(window), f"{window} micro-batch{'es' * (window != 1)} at a time")
         console.print(f"{name}: all pipeline ranks encode the items of {of} (not in these times)", soft_wrap=True)
-    for line in advice:
+    for line in planned.advice:
         console.print(f"advice: {line}", soft_wrap=True)
-    return {
-        "kind": settings.resolved_kind if has_pipeline else "accumulate",
-        "micro_batches": schedule.num_micro_batches,
-        "stages": [asdict(row) for row in rows],
-        "bubble_of_equal_stages": equal.bubble,
-        **as_json(timeline),
-    }
 
 
 def _encodes(

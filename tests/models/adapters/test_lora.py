@@ -128,7 +128,7 @@ def test_adapters_of_another_model_do_not_stay_beside_new_weights(tmp_path: Path
     ("save", "writer"),
     [
         (OmniModel.save_pretrained, "transformers.modeling_utils.safe_save_file"),
-        (partial(save_whole, peers=SINGLE_PROCESS), "omnitrain.models.omni.save._write_weights"),
+        (partial(save_whole, peers=SINGLE_PROCESS), "omnitrain.checkpoint.model_files._write_weights"),
     ],
 )
 def test_a_model_saved_by_half_is_not_taken_for_one_without_adapters(tmp_path: Path, save: Any, writer: str) -> None:

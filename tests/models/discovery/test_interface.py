@@ -1,8 +1,10 @@
 import pickle
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.discovery.discover import discover
@@ -126,7 +128,8 @@ def test_a_model_without_weights_is_described_like_one_with_weights(family: str)
     assert {m: p.layout for m, p in described.interfaces.items()} == {m: p.layout for m, p in found.interfaces.items()}
 
 
-def test_discovery_leaves_the_model_as_it_was() -> None:
+def test_discovery_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[discover.__module__], "_DISCOVERED", {})  # of other tests
     config = FAMILIES["qwen3_vl"]()
     model = foundation_class(config)(config).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -134,6 +137,20 @@ def test_discovery_leaves_the_model_as_it_was() -> None:
     assert model.training and model.model.rope_deltas is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_models_of_one_class_config_and_tree_of_modules_are_discovered_once_in_a_process() -> None:
+    def model(**values: int) -> PreTrainedModel:
+        config = FAMILIES["qwen3_vl"]()
+        config.text_config.update(values)
+        return foundation_class(config)(config)
+
+    found, other, adapted = discover(model()), model(), model()
+    adapted.lm_head = torch.nn.Sequential(adapted.lm_head)
+    assert discover(other) is found
+    for differs in (model(num_hidden_layers=1), model().double(), adapted):
+        assert discover(differs) is not found
+    assert "lm_head.0.weight" in discover(adapted).components["foundation"]
 
 
 @pytest.mark.parametrize("surplus", [1, -1])

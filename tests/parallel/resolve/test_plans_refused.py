@@ -74,7 +74,7 @@ def by_default(**fields: Any) -> ot.ParallelPlan:
         ),
         (plan("foundation", async_ulysses=True), r"foundation.async_ulysses: found true with ulysses 1, where it does"),
         (plan("foundation", sequence_parallel=True), r"sequence_parallel: found true with tp 1, .*; set tp above 1"),
-        (plan(sequence_parallel=True), r"image_encoder.sequence_parallel: only the foundation supports it"),
+        (plan(sequence_parallel=True), r"sequence_parallel: found true, but only the foundation supports it"),
         (
             ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
             r"matches no weights of experts; the model has none",
@@ -337,8 +337,8 @@ def test_stages_that_do_not_fit_are_refused(
             r"image_decoder.place: found world with pp 2, but only encod",
         ),
         ({}, plan("image_decoder", features_on="cpu"), r"image_decoder.features_on: found cpu, but it is for encoders"),
-        ({}, plan("foundation", place="group"), r"foundation.place: found group; expected `local` \(a rank runs the"),
-        ({}, plan("foundation", window=2), r"foundation.window: the foundation encodes no media; set it on an"),
+        ({}, plan("foundation", place="group"), r"foundation.place: found group, but .*: use `local` \(a rank"),
+        ({}, plan("foundation", window=2), r"foundation.window: found 2, but the foundation encodes no media; set"),
         ({}, plan("foundation", quadratic_cost=0.5), r"foundation.quadratic_cost: found 0.5 without `place: world`"),
     ],
 )

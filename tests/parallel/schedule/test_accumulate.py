@@ -19,7 +19,7 @@ from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.step.rendezvous import Rendezvous
-from omnitrain.plan.topology import Place
+from omnitrain.plan.placement import Place
 from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
 ALONE = Rendezvous("", 0, 0, 1)

@@ -10,7 +10,7 @@ import torch
 
 from omnitrain.parallel.sections.edges import _shares, messages_of
 from omnitrain.parallel.sections.message import Rows
-from omnitrain.plan import PlannedComponent, StepPlan, Topology
+from omnitrain.plan import Placement, StepPlan, Topology
 from tests.plan.random_steps import plan_of, random_facts
 
 ROWS = (Rows((1,), torch.int64),)
@@ -25,12 +25,12 @@ def random_plan(rng: np.random.Generator) -> StepPlan:
     topology = Topology(
         world_size=len(everyone),
         components=(
-            PlannedComponent(
+            Placement(
                 "image_encoder", everyone[main:], ("image", "video"), place="world", window=int(rng.integers(1, 4))
             ),
-            PlannedComponent("audio_encoder", readers[:of_stage], ("audio",)),
-            PlannedComponent("image_decoder", readers[:of_stage], ("drawing",), head="drawing"),
-            PlannedComponent("foundation", readers[:of_stage], reads_packs=True),
+            Placement("audio_encoder", readers[:of_stage], ("audio",)),
+            Placement("image_decoder", readers[:of_stage], ("drawing",), head="drawing"),
+            Placement("foundation", readers[:of_stage], reads_packs=True),
         ),
         losses=("text", "drawing"),
         data_groups=(*groups, *((rank,) for rank in everyone[main:])),

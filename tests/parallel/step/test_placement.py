@@ -10,7 +10,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.verify.verify import verify
-from omnitrain.plan.topology import Place
+from omnitrain.plan.placement import Place
 from omnitrain.recipe.layout import parse_layout
 from tests.parallel import factories
 from tests.parallel.laid_out import PLAIN

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from omnitrain.errors import ScheduleError
+from omnitrain.parallel.pipeline.apply import schedule_of_plan
+from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.plan.schedule import Action, Kind, Schedule, interleaved, lower, one_f_one_b, problems_in, validate
 from omnitrain.plan.schedule.actions import RECEIVES
 from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
 from omnitrain.plan.schedule.generators import KINDS, generate
+from omnitrain.plan.schedule.sections import with_sections
+from omnitrain.recipe import ComponentPlan, ParallelPlan, Recipe
+from omnitrain.recipe.layout import parse_layout
+from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
+from tests.parallel.schedule import paired, pipelines, separate
+from tests.parallel.sections import layouts
 from tests.plan.schedule.test_sections import random_schedule
 
 RECEIVE_FOR = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
@@ -97,3 +107,48 @@ def test_two_hundred_random_schedules_with_sections_end_once_their_ranks_are_con
             assert problems_in(schedule, connected=schedule.channels) == (), schedule.to_csv()
             stopped += problems_in(schedule, connected=()) != ()
     assert stopped > 50
+
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+
+
+def schedule_of(plan: ParallelPlan, m: int) -> Schedule:
+    """The schedule of a step of a plan in which each micro-batch has media for all encoders, and all are trained."""
+    apart = [name for section in plan.sections.values() for name in section.components]
+    plans = {name: plan.of(name) for name in (FOUNDATION, *plan.components, *apart)}
+    pp = plans[FOUNDATION].pp or 1
+    encoders = tuple(
+        EncoderWindows(name, own.window if isinstance(own.window, int) else m if own.window else 1, True)
+        for name, own in plans.items()
+        if name not in (FOUNDATION, *apart) and (own.window or (pp > 1 and own.place == "world"))
+    )
+    main = schedule_of_plan(plans[FOUNDATION], m, encoders)
+    windows = [full_windows(plan, plans, name, m) for name in plan.sections]
+    return with_sections(main, windows, lambda action: len(action.passes), lambda component, window: 0.5)
+
+
+def plans_of_tests() -> Iterator[tuple[str, ParallelPlan, int]]:
+    """The layouts of the tables of tests, with the micro-batches of a rank."""
+    for words in pipelines.table():
+        yield words.layout, parse_layout(words.layout).plan(), 4
+    for case in paired.table():
+        pp, chunks, _ = paired.STAGES[case.stages]
+        schedule = PipelineSchedule(overlap=True, chunks=chunks if chunks > 1 else None)
+        foundation = ComponentPlan(pp=pp, schedule=schedule)
+        yield " ".join(case), ParallelPlan(components={FOUNDATION: foundation}), int(case.micro_batches)
+    for row in (*separate.table(), *layouts.table()):
+        yield str(row.layout), row.layout.plan(), separate.MICRO_BATCHES
+
+
+def test_the_schedules_of_all_recipes_and_of_the_tables_of_tests_end_once_their_ranks_are_connected() -> None:
+    plans = [*plans_of_tests()]
+    plans += [(recipe.name, Recipe.load(recipe).parallel, m) for recipe in RECIPES for m in (2, 8)]
+    seen = {}
+    for name, plan, m in plans:
+        schedule = schedule_of(plan, m)
+        if schedule.num_ranks > 1:
+            seen.setdefault(schedule, name)
+    stopped = [name for schedule, name in seen.items() if problems_in(schedule, connected=schedule.channels)]
+    unconnected = [name for schedule, name in seen.items() if problems_in(schedule, connected=())]
+    assert stopped == [] and len(seen) >= 40 and len(unconnected) >= 10
+    assert {"pipeline.yaml", "overlapped_experts.yaml", "separate_encoder.yaml"} <= {name for name, *_ in plans}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from omnitrain.plan import PlannedComponent, Topology
+from omnitrain.plan import Placement, Topology
 from omnitrain.plan.step import Rates
 from omnitrain.plan.wavefront.by_cost import CostOrder, dealt_packs, step_seconds
 from tests.plan.wavefront.test_step import tables_of
@@ -52,8 +52,8 @@ def test_packs_stay_where_they_were_drawn_if_that_is_as_fast() -> None:
 
 def test_the_cost_of_a_pack_has_the_squares_of_its_lengths_and_the_items_of_its_encoders() -> None:
     """Two packs of 40 tokens: one sample of 40 costs as much as four of 10 only without attention."""
-    vision = PlannedComponent("vision", (0, 1), ("vision",))
-    topology = Topology(2, (vision, PlannedComponent("foundation", (0, 1), reads_packs=True)), ("text",))
+    vision = Placement("vision", (0, 1), ("vision",))
+    topology = Topology(2, (vision, Placement("foundation", (0, 1), reads_packs=True)), ("text",))
     tables = tables_of(topology, {0: [([40], []), ([40], [])], 1: [([10] * 4, []), ([10] * 4, [])]})
     assert tables.squares.tolist() == [[1600, 400], [1600, 400]]
     order = CostOrder((), coupled=False)

@@ -10,7 +10,7 @@ import pytest
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
-    PlannedComponent,
+    Placement,
     RankFacts,
     StepTables,
     Topology,
@@ -29,8 +29,8 @@ def topology_of(lanes: int, *, copies: int = 1, section: int = 1) -> Topology:
     main = tuple(range(lanes * copies))
     apart = tuple(range(len(main), len(main) + section))
     components = (
-        PlannedComponent("vision", apart, ("vision",), place="world"),
-        PlannedComponent("foundation", main, reads_packs=True),
+        Placement("vision", apart, ("vision",), place="world", section="vision", edge="message"),
+        Placement("foundation", main, reads_packs=True),
     )
     groups = [tuple(range(start, start + copies)) for start in range(0, len(main), copies)]
     return Topology(len(main) + section, components, ("text",), (*groups, *((rank,) for rank in apart)), readers=main)

@@ -5,7 +5,7 @@ import pytest
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
-    PlannedComponent,
+    Placement,
     RankFacts,
     StepPlan,
     Topology,
@@ -20,8 +20,8 @@ from omnitrain.train.metrics.throughput import Stopwatch
 def plan_of_two_ranks() -> StepPlan:
     """Rank 0 has samples of 10 and 20 tokens and two images of 4 and 6 tokens, rank 1 a sample of 10 tokens."""
     components = (
-        PlannedComponent("vision", (0, 1), media=("vision",)),
-        PlannedComponent("foundation", (0, 1), reads_packs=True),
+        Placement("vision", (0, 1), media=("vision",)),
+        Placement("foundation", (0, 1), reads_packs=True),
     )
     topology = Topology(2, components, ("text",))
     images = (ItemFacts(4, 1), ItemFacts(6, 1))

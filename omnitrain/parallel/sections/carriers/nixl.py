@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.errors import LostRankError, UserError
+from omnitrain.groups import new_group
 from omnitrain.packages import install_command
 from omnitrain.parallel.sections.message import Message, Part
-from omnitrain.peers import new_gloo_group
 
 _ALIGNMENT = 64  # bytes; of slots, and of the tensors in a slot
 _HEAD = 64  # bytes at the start of each rank's memory, which others write to learn whether the rank lives
@@ -291,13 +291,14 @@ class GrowingNixlCarrier:
     def __init__(self, senders: Sequence[int], receivers: Sequence[int], slots: int) -> None:
         _api()
         self._senders, self._receivers, self._slots, self._slot_bytes = senders, receivers, slots, 0
-        self._group = new_gloo_group(sorted({*senders, *receivers}), "section_edge")
+        self._group = new_group(sorted({*senders, *receivers}), "section_edge", "gloo")
         self._carrier: NixlCarrier | None = None
 
     def prepare(self, messages: Sequence[Message]) -> None:
         """Make the slots larger if a message does not fit. All ranks of the edge call it with the same messages."""
         largest = max((_offsets(message)[-1] for message in messages), default=0)
         if largest > self._slot_bytes:
+            assert self._group is not None
             self._slot_bytes = 2 * largest
             self._carrier = _connected(self._senders, self._receivers, self._slots, self._slot_bytes, self._group)
 

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.errors import LostRankError
+from omnitrain.groups import new_group
 from omnitrain.parallel.sections.message import Message, Part
-from omnitrain.peers import new_gloo_group
 
 _TENSOR_BITS = 8  # of a tag; the others count messages
 _MESSAGE_BITS = 22
-_CTAS = 4  # of a kernel of NCCL that brings messages between sections
+_CTAS = 4  # of a kernel of NCCL between sections: it may wait long, and then occupies these multiprocessors
 
 
 @dataclass
@@ -108,6 +108,25 @@ def _left(until: float) -> timedelta:
     return timedelta(milliseconds=max(1, math.ceil(1e3 * (until - time.monotonic()))))
 
 
+def connect(group: dist.ProcessGroup, senders: Sequence[int], receivers: Sequence[int], device: torch.device) -> None:
+    """Send a number from each sender to each receiver, so that no later message waits on the host for its other end.
+
+    NCCL makes the connection of two ranks at the first message from one to the other, and both wait for it; its
+    collectives use connections of their own.
+
+    Args:
+        group: its ranks all call this, in the same order relative to other groups.
+        senders: global ranks.
+        receivers: global ranks; none of them sends.
+        device: of the messages.
+    """
+    is_sender = dist.get_rank() in senders
+    operation, peers = (dist.isend, receivers) if is_sender else (dist.irecv, senders)
+    number = torch.zeros(1, device=device)
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, number.clone(), peer, group) for peer in peers]):
+        work.wait()
+
+
 @contextmanager
 def _named(peer: int, until: float | None = None, timeout_s: float | None = None) -> Iterator[None]:
     """Name the rank at the other end of a connection that breaks, or that is silent at time ``until``."""
@@ -137,8 +156,9 @@ class TorchCarrier:
     """:class:`~omnitrain.parallel.sections.carriers.carrier.Carrier` over process groups.
 
     Both ends of each message post it in the order of the edge's messages, which is one order for all ranks: so no two
-    ranks wait for each other, though NCCL runs what a rank posts in a group one after the other. A receive that is
-    posted ahead occupies some of the GPU until its message comes, and those after it wait in the group's stream.
+    ranks wait for each other, though NCCL runs what a rank posts in a group one after the other. So only the first
+    of the receives that are posted ahead occupies multiprocessors until its message comes, a few of them; the others
+    wait in the group's stream.
 
     Args:
         group: all ranks of the edge, connected, used by this direction of this edge alone; None on other ranks.
@@ -182,18 +202,9 @@ def torch_carrier(senders: Sequence[int], receivers: Sequence[int], device: torc
         device: of the messages: gloo on the host, the default backend on GPUs.
     """
     members = sorted({*senders, *receivers})
-    group = new_gloo_group(members, "section_edge") if device.type == "cpu" else _connected(members, device)
-    return TorchCarrier(group if dist.get_rank() in members else None, device)
-
-
-def _connected(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
-    """A group of NCCL whose ranks are connected, so that its first message waits for none but the two ranks.
-
-    Its kernels, which may wait long for their messages, occupy few of the GPU's multiprocessors.
-    """
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = _CTAS
-    group = dist.new_group(ranks, backend="nccl", pg_options=options, group_desc="section_edge")
-    if dist.get_rank() in ranks:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return group
+    if device.type == "cpu":
+        return TorchCarrier(new_group(members, "section_edge", "gloo"), device)
+    group = new_group(members, "section_edge", "nccl", max_ctas=_CTAS)
+    if group is not None:
+        connect(group, senders, receivers, device)
+    return TorchCarrier(group, device)

@@ -1,4 +1,4 @@
-"""What every rank knows before it draws data: the components, their ranks, and their call sites."""
+"""What every rank knows before it draws data: where and when each component runs, and its call sites."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Literal
 import numpy as np
 
 Place = Literal["local", "group", "world"]
+EdgeKind = Literal["forward", "exchange", "message"]
 CallSiteKind = Literal["encode", "forward", "head"]
 
 
 @dataclass(frozen=True)
-class PlannedComponent:
-    """A component as the step plan needs it.
+class Placement:
+    """Where and when a component runs, and how its features reach who reads them. Ranks are global.
 
     Attributes:
         name: name of the component.
@@ -36,6 +37,12 @@ class PlannedComponent:
         call_elements: most input elements of a call; a larger item has a call of its own. None: no limit.
         reads: the component whose features are its input; empty: it reads media. Its items are those of this component,
             under a name of their own.
+        section: name of the section that has it.
+        edge: how its features reach who reads them. ``forward``: each micro-batch's forward calls it. ``exchange``: an
+            action of the schedule calls it, window by window, and another one exchanges the features, which all of its
+            ranks run. ``message``: the ranks of its section call it, and send the features.
+        exchange: the axis (or product of axes) whose ranks exchange its features, without ``message``; of ranks that
+            make a call together, one of each group takes part.
     """
 
     name: str
@@ -51,11 +58,33 @@ class PlannedComponent:
     window: int | None = 1
     call_elements: int | None = None
     reads: str = ""
+    section: str = "main"
+    edge: EdgeKind = "forward"
+    exchange: str = ""
 
     @property
     def num_shards(self) -> int:
         """Number of ranks that share one copy of the parameters."""
         return len(self.ranks) // self.num_replicas
+
+    def facts(self, reader: str) -> dict[str, str]:
+        """Return what a table shows of it.
+
+        Args:
+            reader: the component that reads its features; empty: nobody does.
+        """
+        together = len(self.call_groups[0]) if self.call_groups else 1
+        windows = {None: "the step", 1: "1 micro-batch"}.get(self.window, f"{self.window} micro-batches")
+        roads = {"forward": f"in the forwards{' (all-to-all)' * (self.place != 'local')}", "exchange": "all-to-all"}
+        return {
+            "component": self.name,
+            "section": self.section,
+            "ranks": _ranges(self.ranks),
+            "ranks of a call": str(together),
+            "encodes the items of": windows if self.media else "",
+            "features go to": reader,
+            "by": roads.get(self.edge, "messages") if reader else "",
+        }
 
 
 @dataclass(frozen=True)
@@ -94,7 +123,7 @@ class Topology:
     """
 
     world_size: int
-    components: tuple[PlannedComponent, ...]
+    components: tuple[Placement, ...]
     losses: tuple[str, ...]
     data_groups: tuple[tuple[int, ...], ...] = ()
     first_stage: tuple[int, ...] = ()
@@ -145,14 +174,10 @@ class Topology:
         """Return the rank that lists the samples of ``rank``."""
         return self.data_groups[self.group_of[self.first_stage[rank]]][0]
 
-    def acts_as(self, rank: int, component: str) -> int:
+    def caller_of(self, rank: int, component: str) -> int:
         """Return the rank whose calls of a component ``rank`` makes: itself, or its peer on the first stage."""
-        is_own = rank in self.component(component).ranks or self.is_apart(component)
-        return rank if is_own else self.first_stage[rank]
-
-    def is_apart(self, component: str) -> bool:
-        """Whether only ranks without packs have the component."""
-        return self._drawing.isdisjoint(self.component(component).ranks)
+        placement = self.component(component)
+        return rank if rank in placement.ranks or placement.edge == "message" else self.first_stage[rank]
 
     @cached_property
     def _drawing(self) -> set[int]:
@@ -177,13 +202,33 @@ class Topology:
         together = self.call_group_of(component).shape[1]
         return self.component(component).place == "world" or any(len(group) > together for group in self.data_groups)
 
-    def component(self, name: str) -> PlannedComponent:
+    def component(self, name: str) -> Placement:
         """Return the component of that name."""
         return next(component for component in self.components if component.name == name)
 
     def reader_of(self, component: str) -> str | None:
         """Return the component that reads the features of another one; None: the foundation does."""
         return next((reader.name for reader in self.components if reader.reads == component), None)
+
+    def names(self, edge: EdgeKind) -> list[str]:
+        """Return the components whose features go this way."""
+        return [component.name for component in self.components if component.edge == edge]
+
+    @property
+    def call_elements(self) -> dict[str, int]:
+        """Medium -> the most input elements of a call, where there is a limit."""
+        limits = {name: component.call_elements for component in self.components for name in component.media}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    @property
+    def exchanges(self) -> dict[str, str]:
+        """Component -> the axis whose ranks exchange its features."""
+        return {component.name: component.exchange for component in self.components if component.exchange}
+
+    def facts(self) -> list[dict[str, str]]:
+        """Return a row for each component: where and when it runs, and who reads its features."""
+        reads_packs = next((c.name for c in self.components if c.reads_packs), "")
+        return [c.facts(self.reader_of(c.name) or (reads_packs if c.media else "")) for c in self.components]
 
     def call_sites_of(self, component: str) -> tuple[int, ...]:
         """Return the indices of the component's call sites, in the order in which a micro-batch calls them."""
@@ -212,7 +257,7 @@ class Topology:
                 yield from self._place_problems(component)
                 yield from self._call_group_problems(component)
 
-    def _place_problems(self, component: PlannedComponent) -> Iterable[str]:
+    def _place_problems(self, component: Placement) -> Iterable[str]:
         ranks, drawing = set(component.ranks), self._drawing
         if component.place == "local" and drawing - ranks:
             missing = sorted(drawing - ranks)
@@ -221,7 +266,7 @@ class Topology:
         if component.place == "group" and without:
             yield f"{component.name}: `place: group`, but no rank of {without} holds it; use `place: world`"
 
-    def _call_group_problems(self, component: PlannedComponent) -> Iterable[str]:
+    def _call_group_problems(self, component: Placement) -> Iterable[str]:
         groups = component.call_groups
         if not groups:
             return
@@ -242,3 +287,14 @@ class Topology:
         for component in self.components:
             if component.head is not None and component.head not in self.losses:
                 yield f"{component.name}: its loss {component.head!r} is not in {list(self.losses)}"
+
+
+def _ranges(ranks: Iterable[int]) -> str:
+    """Ranks in words: ``0 to 3, 6``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

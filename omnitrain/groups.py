@@ -1,0 +1,105 @@
+"""Process groups: every group is made here, and ranks that need one for the same use share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+# One rank may score or write without a time limit. Gloo notices a dead rank at once, the monitor a stalled run.
+PATIENCE = timedelta(days=7)
+
+# Groups by use and ranks, on their members and on all others, so that all ranks make the same ones next.
+_Made = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]
+_shared: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()  # they end with the default group
+
+
+def new_group(
+    ranks: Sequence[int],
+    name: str,
+    backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    high_priority: bool = False,
+    max_ctas: int | None = None,
+) -> dist.ProcessGroup | None:
+    """Make a process group. All ranks call it, in the same order relative to other groups.
+
+    A rank that is not in the group sends nothing; one of ``n`` ranks asks the store ``2 n + 1`` times for its part on
+    the host. Torch's ``use_local_synchronization`` would spare the others the call, but it names a group after the
+    number of groups that a rank is in, which differs: the first stage of a pipeline is in fewer than the second.
+
+    Where ``init_process_group(device_id=...)`` has bound a GPU, torch lets the ranks that are not in a new group take
+    part in a split of NCCL's communicator, for which those in a gloo group never come (pytorch#197568). So the GPU is
+    not bound meanwhile.
+
+    Args:
+        ranks: global ranks of the group.
+        name: its description.
+        backend: None: that of the default group.
+        timeout: of its collectives; None: that of the default group.
+        high_priority: whether NCCL's kernels run in streams of high priority.
+        max_ctas: the most multiprocessors that a kernel of NCCL occupies; None: that of NCCL.
+
+    Returns:
+        The group; None on ranks that are not in it.
+    """
+    timeout = timeout or _default_timeout()
+    uses_nccl = "nccl" in (backend or dist.get_backend_config())
+    options = _nccl_options(high_priority, max_ctas, timeout) if uses_nccl else None
+    with _unbound():
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=name)
+    return group if dist.get_rank() in ranks else None
+
+
+def shared_group(use: str, ranks: Sequence[int], name: str, **settings: Any) -> dist.ProcessGroup | None:
+    """Return the group of some ranks for a use, which the first call makes. All ranks call it, as :func:`new_group`.
+
+    Args:
+        use: calls with the same use have the same settings, and are never waited for in two threads at once.
+        ranks: global ranks of the group.
+        name: its description, of the first call.
+        settings: see :func:`new_group`.
+    """
+    made = _shared.setdefault(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
+    key = (use, tuple(ranks))
+    if key not in made:
+        made[key] = new_group(ranks, name, **settings)
+    return made[key]
+
+
+def _default_timeout() -> timedelta | None:
+    """The time limit of the default group; torch itself gives a new group 10 or 30 minutes, whatever the user set."""
+    world: Any = dist.group.WORLD
+    backends = [] if world is None else [world._get_backend(device) for device in world._device_types]
+    return next((backend.options._timeout for backend in backends if backend.options is not None), None)
+
+
+def _nccl_options(high_priority: bool, max_ctas: int | None, timeout: timedelta | None) -> Any:
+    """Options of NCCL's part of a group; None: none differ from torch's. Torch warns of two different timeouts."""
+    if not high_priority and max_ctas is None:
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Bind no GPU to the default group meanwhile."""
+    world: Any = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is not None:
+        world.bound_device_id = None
+    try:
+        yield
+    finally:
+        if bound is not None:
+            world.bound_device_id = bound

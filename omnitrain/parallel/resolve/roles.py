@@ -1,0 +1,147 @@
+"""What each role may set in its plan: one table, from which refusals and the page on roles come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, Literal, NamedTuple
+
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.recipe.parallel import AXES, FOUNDATION, MAIN, ComponentPlan, ParallelPlan
+
+Role = Literal["foundation", "not the foundation", "decoder", "projector", "teacher", "main", "section"]
+
+
+class Refusal(NamedTuple):
+    """Fields that components of a role may not set.
+
+    Attributes:
+        whose: these components in words.
+        roles: a component that has all of these roles may not set the fields.
+        fields: fields of :class:`~omnitrain.recipe.parallel.ComponentPlan`.
+        reason: why, and what to do; it follows "found VALUE, but".
+        values: the values that are refused; empty: all that have an effect.
+    """
+
+    whose: str
+    roles: tuple[Role, ...]
+    fields: tuple[str, ...]
+    reason: str
+    values: tuple[object, ...] = ()
+
+
+_OF_WINDOWS = ("window", "features_on", "feature_bytes")
+
+# For each field, the first refusal that applies is told.
+REFUSALS = (
+    Refusal(
+        "the foundation",
+        ("foundation",),
+        (*_OF_WINDOWS, "call_elements"),
+        "the foundation encodes no media; set it on an encoder, or remove it",
+    ),
+    Refusal(
+        "the foundation",
+        ("foundation",),
+        ("place",),
+        "the foundation runs packs: use `local` (a rank runs those that it drew) or `world` (divided by cost)",
+        ("group",),
+    ),
+    Refusal(
+        "a component of a section",
+        ("section",),
+        ("pp", "cp"),
+        "components of a section have only dp_replicate, dp_shard, tp, ulysses and ep; remove it",
+    ),
+    Refusal(
+        "a component of a section",
+        ("section",),
+        ("place", "window", "feature_bytes"),
+        "the ranks of a section encode for all others; remove it",
+    ),
+    Refusal(
+        "a teacher",
+        ("teacher",),
+        ("tp", "ulysses"),
+        "a teacher is only sharded (dp_shard, ep) or copied (dp_replicate); remove it",
+    ),
+    Refusal("a projector", ("projector",), ("ulysses",), "a projector has no attention; remove it"),
+    Refusal(
+        "a projector in `main`",
+        ("projector", "main"),
+        (*_OF_WINDOWS, "quadratic_cost", "call_elements"),
+        "a projector in `main` runs in the forwards; remove it",
+    ),
+    Refusal(
+        "a projector in `main`",
+        ("projector", "main"),
+        ("place",),
+        "a projector runs where its features are used; remove it",
+        ("world",),
+    ),
+    Refusal("a decoder", ("decoder",), (*_OF_WINDOWS, "call_elements"), "it is for encoders; remove it"),
+    Refusal(
+        "all but the foundation",
+        ("not the foundation",),
+        ("pp", "schedule"),
+        "only the foundation is cut into stages; remove it",
+    ),
+    Refusal(
+        "all but the foundation",
+        ("not the foundation",),
+        ("cp",),
+        "only the foundation supports ring attention; remove it (`place: group` divides items among the ranks)",
+    ),
+    Refusal(
+        "all but the foundation",
+        ("not the foundation",),
+        ("async_ulysses", "sequence_parallel"),
+        f"only the foundation supports it; set it on {FOUNDATION}",
+    ),
+    Refusal(
+        "all but the foundation",
+        ("not the foundation",),
+        ("compile",),
+        f"only the foundation can be compiled; set it on {FOUNDATION}",
+    ),
+)
+
+
+def roles_of(model: OmniModel, plan: ParallelPlan, component: str) -> frozenset[Role]:
+    """Return the roles of a component of a model, under a plan."""
+    roles: dict[Role, bool] = {
+        "foundation": component == FOUNDATION,
+        "not the foundation": component != FOUNDATION,
+        "decoder": component in model.decoder_names,
+        "projector": component in model.reads,
+        "teacher": component in model.teachers,
+        "main": plan.section_of(component) == MAIN,
+        "section": plan.section_of(component) != MAIN,
+    }
+    return frozenset(role for role, has_it in roles.items() if has_it)
+
+
+def refused(roles: Collection[Role], explicit: ComponentPlan) -> Iterator[tuple[str, str]]:
+    """Yield (field, what is wrong) for the fields that a component sets and may not set.
+
+    Args:
+        roles: of the component.
+        explicit: its plan, without the default plan.
+    """
+    told = set[str]()
+    for refusal in REFUSALS:
+        for field in refusal.fields if set(refusal.roles) <= set(roles) else ():
+            value = getattr(explicit, field)
+            is_refused = value in refusal.values if refusal.values else _has_effect(field, value)
+            if is_refused and field not in told:
+                told.add(field)
+                yield field, f"found {_shown(value)}, but {refusal.reason}"
+
+
+def _has_effect(field: str, value: object) -> bool:
+    return value not in (None, False) and not (field in AXES and value == 1)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, str | int | float) else str(value.model_dump(exclude_defaults=True))
