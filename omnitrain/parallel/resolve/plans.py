@@ -98,7 +98,7 @@ def resolve_plans(
             plans[name] = resolved
             problems += () if name in adapters else _fp32_problems(model, name, resolved)
             problems += router_problems(model, plan, name, layers[name], resolved)
-    problems += _low_precision_problems(model, plans)
+    problems += () if problems else _low_precision_problems(model, plans)  # measured in seconds
     raise_problems(
         problems or [*unused_problems(plan, plans), *idle_settings(plan, plans), *starving_sections(plan, plans)]
     )
