@@ -7,8 +7,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TORCH := torch==2.13.0
 LOW_BIT := tests/optim/test_low_bit.py tests/parallel/random_layouts/test_low_bit_layouts.py
+DEVICE_THREAD := tests/test_device_thread.py tests/parallel/step/test_device_thread.py tests/ops tests/optim/test_offload.py \
+	$(addprefix tests/parallel/,expert memory schedule sections sequence tensor test_garbage.py test_state.py) tests/train/test_hooks.py
 
-.PHONY: install quickstart test test-slow test-low-bit test-families test-layouts coverage lint bench
+# The machine's own Python where it has torch, which may be built for its GPU; else that of $(VENV).
+RUN_WHERE_TORCH_IS = python=$$($(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python); $$python
+
+.PHONY: install quickstart test test-slow test-low-bit test-device-thread test-families test-layouts test-versions test-gpu coverage lint bench gpu
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -32,7 +37,7 @@ quickstart: install
 	@$(BIN)/omnitrain run recipes/quickstart.yaml --nproc $(NPROC)
 
 # One thread: figures that repeat, and tests that do not fight over cores.
-test test-slow test-low-bit test-families test-layouts coverage bench: export OMP_NUM_THREADS := 1
+test test-slow test-low-bit test-device-thread test-families test-layouts test-versions coverage bench: export OMP_NUM_THREADS := 1
 
 test: install
 	@$(BIN)/python -m tests.side_by_side
@@ -45,6 +50,10 @@ test-low-bit: install
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade -c constraints.txt --target $(VENV)/torchao torchao
 	@PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -q -m slow $(LOW_BIT)
 
+# Backwards in autograd's worker thread, as on a GPU: tests/device_thread.py says how.
+test-device-thread: install
+	@$(BIN)/python -m pytest -q --device-thread -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(DEVICE_THREAD)
+
 # All families of transformers, in one process and on two ranks, in fp32 and in bf16; prints which that nothing here names
 # are exact, and why not.
 test-families: install
@@ -53,6 +62,16 @@ test-families: install
 # 150 random layouts against plain transformers; a failed row is run alone by python -m tests.parallel.random_layouts "ROW".
 test-layouts: install
 	@$(BIN)/python -m pytest -q -m slow tests/parallel/random_layouts/test_random_layouts.py
+
+# A short suite with the lowest and the highest torch and transformers (omnitrain.packages.WINDOW), each in .versions: 6 GB
+# to install, so CI does not run it. Who changes pyproject.toml, constraints.txt, torch_private.py or
+# transformers_private.py does, and says in the commit or in the issue's note what passed, when, and at which commit.
+test-versions: install
+	@$(BIN)/python -m tests.versions
+
+# On GPUs, by the machine's own Python where it has torch (and pytest).
+test-gpu:
+	@$(RUN_WHERE_TORCH_IS) -m pytest -q -m gpu $(ARGS)
 
 coverage: install
 	@$(BIN)/python -m pytest -q --cov --cov-report=term
@@ -65,6 +84,10 @@ lint: install
 
 bench: install
 	@mkdir -p benchmarks/results
-	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py simulated_ranks.py expert_loopback.py two_commits.py gpu_%.py),$(wildcard benchmarks/*.py)); do \
+	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py simulated_ranks.py two_commits.py gpu_day.py),$(wildcard benchmarks/*.py)); do \
 		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json; \
 	done
+
+# One visit to a machine with a GPU (docs/gpu.md): ARGS="--only right,dense", ARGS=--tiny.
+gpu:
+	@$(RUN_WHERE_TORCH_IS) benchmarks/gpu_day.py $(ARGS)

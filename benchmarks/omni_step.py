@@ -31,6 +31,7 @@ class OmniStep:
 
     Attributes:
         model: as it lies on the ranks.
+        optimizer: of its weights.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class OmniStep:
         settings: Optimizer,
         device: torch.device,
         full_shard: bool = True,
+        ops: Ops | None = None,
     ) -> None:
         """Lay ``foundation`` out over the ranks as ``plan`` says; every rank calls this.
 
@@ -49,11 +51,12 @@ class OmniStep:
             settings: of the optimizer.
             device: of this rank.
             full_shard: weights go back to their shards between forward and backward.
+            ops: backends of operations; None: those of the device.
         """
         self._settings = settings
         self._ranks = join_ranks(plan, device)
         self.model = build_omni_model(foundation=foundation, init_device=str(device)).train()
-        use_ops(self.model, Ops(), device, compute_dtype(plan, None))
+        use_ops(self.model, ops or Ops(), device, compute_dtype(plan, None))
         build_parallelize_model(
             self.model,
             parallel_state=self._ranks.state,
@@ -63,7 +66,7 @@ class OmniStep:
         )
         layout = layout_of(self.model)
         assert layout is not None
-        self._optimizer = build_optimizer(self.model, settings, layout.offloaded(self.model))
+        self.optimizer = build_optimizer(self.model, settings, layout.offloaded(self.model))
         self._planner = step_planner(self.model, self._ranks.rendezvous)
         self._meter = LossMeter()
         self._watch = self._ranks.watch(STALL_SECONDS)
@@ -73,21 +76,20 @@ class OmniStep:
 
     def run(self, packs: Sequence[Pack]) -> float:
         """Run one optimizer step over the packs of all ranks, and return the loss of all."""
-        self._step += 1
-        self._watch.at(step=self._step, phase="data")
-        batch = self._planner(packs)
-        part = accumulate_gradients(
-            self.model,
-            batch,
-            on_output=self._meter.add,
-            on_phase=self._watch.at,
-        )
+        part = self.accumulate(packs)
         self._watch.at(phase="optimizer")
         clip_gradients(self.model.parameters(), self._settings.max_grad_norm).item()
         loss = self._ranks.peers.sum(part.item())
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return loss
+
+    def accumulate(self, packs: Sequence[Pack]) -> torch.Tensor:
+        """Add up the gradients of a step, and return this rank's part of the loss."""
+        self._step += 1
+        self._watch.at(step=self._step, phase="data")
+        batch = self._planner(packs)
+        return accumulate_gradients(self.model, batch, on_output=self._meter.add, on_phase=self._watch.at)
 
     def close(self) -> None:
         """Let the other ranks continue without this one."""

@@ -52,7 +52,7 @@ def mixed_samples(number: int, longest: int, sides: tuple[int, int], config: Any
     made = text_samples(number, longest)
     for sample in made[::2]:
         height, width = generator.integers(*sides, 2, endpoint=True).tolist()
-        media = processor(_mosaic(generator, height * UNIT, width * UNIT), return_tensors="np")
+        media = processor(mosaic(generator, height * UNIT, width * UNIT), return_tensors="np")
         placeholders = [config.image_token_id] * (height * width)
         image = np.array([config.vision_start_token_id, *placeholders, config.vision_end_token_id])
         labels = np.concatenate([np.full(len(image), IGNORED), sample["labels"]])
@@ -60,7 +60,7 @@ def mixed_samples(number: int, longest: int, sides: tuple[int, int], config: Any
     return made
 
 
-def _mosaic(generator: np.random.Generator, height: int, width: int) -> Image.Image:
+def mosaic(generator: np.random.Generator, height: int, width: int) -> Image.Image:
     """Fill a picture with handwritten digits side by side."""
     digits = _digits()
     rows, columns = height // digits.shape[1], width // digits.shape[2]

@@ -9,6 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from omnitrain.exports import on_first_use
+from omnitrain.packages import warn_of_untested_versions
 
 if TYPE_CHECKING:
     from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
@@ -188,6 +189,7 @@ __all__ = [
 ]
 
 
+warn_of_untested_versions()
 _on_first_use = on_first_use(__name__, _HOMES)
 _RENAMED = {"AppliedComponent": "ComponentLayout", "AppliedLayout": "ModelLayout"}
 

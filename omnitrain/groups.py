@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from omnitrain.torch_private import set_timeout_of_options, timeout_of
+
 # One rank may score or write without a time limit. Gloo notices a dead rank at once, the monitor a stalled run.
 PATIENCE = timedelta(days=7)
 
@@ -74,9 +76,7 @@ def shared_group(use: str, ranks: Sequence[int], name: str, **settings: Any) -> 
 
 def _default_timeout() -> timedelta | None:
     """The time limit of the default group; torch itself gives a new group 10 or 30 minutes, whatever the user set."""
-    world: Any = dist.group.WORLD
-    backends = [] if world is None else [world._get_backend(device) for device in world._device_types]
-    return next((backend.options._timeout for backend in backends if backend.options is not None), None)
+    return None if dist.group.WORLD is None else timeout_of(dist.group.WORLD)
 
 
 def _nccl_options(high_priority: bool, max_ctas: int | None, timeout: timedelta | None) -> Any:
@@ -87,7 +87,7 @@ def _nccl_options(high_priority: bool, max_ctas: int | None, timeout: timedelta 
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     if timeout is not None:
-        options._timeout = timeout
+        set_timeout_of_options(options, timeout)
     return options
 
 

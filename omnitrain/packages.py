@@ -1,15 +1,46 @@
-"""Optional packages: the command that installs each, and whether the installed torchvision fits the installed torch."""
+"""Other packages: versions that omnitrain was tested with, and the commands that install optional ones."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
+import warnings
+
+from packaging.version import Version
 
 from omnitrain.errors import UserError
 
+# The lowest and the highest minor version that `make test-versions` runs with. omnitrain uses private names of both
+# packages (torch_private.py, transformers_private.py), which another version may lack.
+WINDOW = {"torch": ("2.11", "2.15"), "transformers": ("5.23", "5.24")}
+_WARNED = "OMNITRAIN_WARNED_OF_VERSIONS"  # in the environment, which the processes of a run inherit
+
 _INDEX = "https://download.pytorch.org/whl"
 _LABEL_WITH_INDEX = re.compile(r"cpu|cu\d+|rocm[\d.]+|xpu")  # of a torch version, after the plus sign
+
+
+def warn_of_untested_versions() -> None:
+    """Warn of a torch or transformers that omnitrain was not tested with, once in all processes of a run."""
+    if _WARNED in os.environ or os.environ.get("RANK", "0") != "0":
+        return
+    for package in WINDOW:
+        version = installed_version(package)
+        if version is not None and (problem := untested(package, version)):
+            os.environ[_WARNED] = "1"
+            warnings.warn(problem, stacklevel=3)
+
+
+def untested(package: str, version: str) -> str | None:
+    """Return what to say of an installed version of torch or transformers; None: it is in :data:`WINDOW`."""
+    lowest, highest = WINDOW[package]
+    if Version(lowest).release <= Version(version).release[:2] <= Version(highest).release:
+        return None
+    return (
+        f"omnitrain was tested with {package} {lowest} to {highest}, and uses private names of it; found {version}. "
+        f"If something fails that should not, run: pip install '{package}=={highest}.*'"
+    )
 
 
 def install_command(extra: str) -> str:

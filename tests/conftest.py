@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import leave_process_groups
+from tests import device_thread
 from tests.side_by_side import CACHE
 
 # No test needs a name server. torch's store asks for the name of each address that connects, on both sides, one after
@@ -22,15 +23,27 @@ os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without its warnings about these names
 torch.set_num_threads(1)  # with more, a row's last bits depend on the rows beside it
 
-_POOL_NAMES = {"ranks", "sections"}  # fixtures
+_POOL_NAMES = {"ranks", "sections", "fresh_rank"}  # fixtures
 _POOLS: list[RankPool] = []
-_PRELOAD = ["omnitrain.train.trainer", "tests.tiny", "pytest"]  # what ranks of most tests import
+_PRELOAD = ["tests.device_thread", "omnitrain.train.trainer", "tests.tiny", "pytest"]  # what ranks of most tests import
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "run backwards in a worker thread of autograd, as on a GPU (tests/device_thread.py)"
+    parser.addoption("--device-thread", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("device_thread"):
+        os.environ[device_thread.ASKED] = "1"
+        device_thread.install()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _rank_server(request: pytest.FixtureRequest, _own_cache: None) -> None:
     """The process that forks ranks imports beside the first tests; a benchmark would start one that imports less."""
-    if sys.platform == "linux" and any(_POOL_NAMES.intersection(item.fixturenames) for item in request.session.items):
+    has_pool = any(_POOL_NAMES.intersection(item.fixturenames) for item in request.session.items)
+    if sys.platform == "linux" and (has_pool or request.config.getoption("device_thread")):
         forkserver.set_forkserver_preload(_PRELOAD)
         forkserver.ensure_running()
 
@@ -51,6 +64,13 @@ def ranks(_rank_server: None) -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture
+def fresh_rank(_rank_server: None) -> Iterator[RankPool]:
+    """One rank that has run no backward; the first one starts the threads of autograd."""
+    with RankPool(1, preload=_PRELOAD) as pool:
+        yield pool
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_group_is_left() -> Iterator[None]:
     """A module whose tests made a process group in this process leaves it: tests of later ones count on none."""
@@ -60,10 +80,18 @@ def _no_group_is_left() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if _POOL_NAMES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("ranks")
+        for mark in item.iter_markers("gpu"):
+            needed, found = mark.args[0] if mark.args else 1, torch.cuda.device_count()
+            if found < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs GPUs: {needed}; found {found}"))
+    if not config.getoption("device_thread"):
+        only = [item for item in items if item.get_closest_marker("device_thread")]
+        items[:] = [item for item in items if item not in only]
+        config.hook.pytest_deselected(items=only)
 
 
 def pytest_collection_finish() -> None:

@@ -1,19 +1,21 @@
-import importlib.metadata
-import re
-import shutil
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 import omnitrain
+from omnitrain import packages
+from omnitrain.packages import WINDOW
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_import_is_lazy() -> None:
@@ -43,67 +45,54 @@ def test_dir_lists_each_name_once() -> None:
     assert [name for name, count in Counter(dir(omnitrain)).items() if count > 1] == []
 
 
-def test_the_extra_vision_pins_the_torchvision_of_the_torch_that_is_allowed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    torch = next(one for one in project["dependencies"] if one.startswith("torch>"))
-    minors = [int(minor) for minor in re.findall(r"2\.(\d+)", torch)]
-    assert project["optional-dependencies"]["vision"] == [f"torchvision>=0.{minors[0] + 15},<0.{minors[1] + 15}"]
+def _lowest(requirements: list[str], package: str) -> str:
+    """The only bound of a package among requirements, which is a lower one."""
+    (bound,) = next(r.specifier for r in map(Requirement, requirements) if r.name == package)
+    assert bound.operator == ">="
+    return bound.version
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_ci_runs_with_the_lowest_version_that_is_allowed(package: str) -> None:
-    """The tests run with constraints.txt; the next minor version, with other private names, is not allowed."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+@pytest.mark.parametrize("package", WINDOW)
+def test_the_window_begins_with_the_lowest_version_that_installs_and_has_no_upper_bound(package: str) -> None:
+    assert WINDOW[package][0] == _lowest(PROJECT["dependencies"], package)
+
+
+def test_the_extra_vision_has_the_torchvision_of_the_lowest_torch() -> None:
+    minor = Version(_lowest(PROJECT["dependencies"], "torch")).minor
+    assert _lowest(PROJECT["optional-dependencies"]["vision"], "torchvision") == f"0.{minor + 15}"
+
+
+@pytest.mark.parametrize("package", WINDOW)
+def test_ci_runs_with_a_version_of_the_window(package: str) -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
-    allowed = next(r.specifier for r in map(Requirement, project["dependencies"]) if r.name == package)
-    lowest = next(Version(one.version) for one in allowed if one.operator == ">=")
-    assert lowest == Version(pins[package]) == Version(importlib.metadata.version(package).partition("+")[0])
-    assert not allowed.contains(f"{lowest.major}.{lowest.minor + 1}")
+    lowest, highest = (Version(minor).release for minor in WINDOW[package])
+    assert lowest <= Version(pins[package]).release[:2] <= highest
 
 
-def test_make_says_that_an_existing_environment_keeps_its_python(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    commands = {".venv/bin/python": "Python 3.11.7", "python3.12": "Python 3.12.3", "python3.11": "Python 3.11.7"}
-    for name, version in commands.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"#!/bin/sh\necho {version}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / ".venv" / ".installed").touch()
-    said = {
-        asked: subprocess.run(
-            ["make", "install", *asked], cwd=tmp_path, capture_output=True, text=True, check=True
-        ).stderr
-        for asked in ((), ("PYTHON=./python3.11",), ("PYTHON=./python3.12",))
-    }
-    assert list(said.values()) == [
-        "",
-        "",
-        ".venv has Python 3.11.7 and stays so; for PYTHON=./python3.12 (Python 3.12.3), first remove it: rm -r .venv\n",
-    ]
+def _warnings(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], times: int = 1) -> list[str]:
+    monkeypatch.setattr(packages, "installed_version", found.get)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            packages.warn_of_untested_versions()
+    return [str(one.message) for one in caught]
 
 
-def test_version_is_the_one_of_the_metadata() -> None:
-    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert declared is not None
-    assert declared[1] == omnitrain.__version__
-
-
-def test_constraints_pin_every_direct_dependency_and_the_tested_torch() -> None:
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
-    project = (ROOT / "pyproject.toml").read_text()
-    block = re.search(r"^dependencies = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)
-    dev = re.search(r"^dev = \[(.*?)\]", project, re.MULTILINE)
-    assert block is not None
-    assert dev is not None
-    needed = re.findall(r'"([\w-]+)', block[1] + dev[1])
-    pinned = {name.lower() for name in pins}
-    assert [name for name in needed if name not in pinned] == []
-    assert (pins["torch"], pins["transformers"]) == ("2.13.0", "5.23.0")
-    assert f"TORCH := torch=={pins['torch']}" in (ROOT / "Makefile").read_text()
-
-
-@pytest.mark.parametrize(("old", "new"), [("AppliedComponent", "ComponentLayout"), ("AppliedLayout", "ModelLayout")])
-def test_a_renamed_export_works_with_a_warning(old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"omnitrain.{old} is now omnitrain.{new}"):
-        assert getattr(omnitrain, old) is getattr(omnitrain, new)
+@pytest.mark.parametrize(
+    ("package", "inside", "outside"),
+    [
+        ("torch", ["2.11.0+cu130", "2.15.9"], ["2.10.1", "2.16.0"]),
+        ("transformers", ["5.23.0", "5.24.3"], ["5.22", "6.0"]),
+    ],
+)
+def test_a_version_outside_the_window_is_a_warning_once_and_on_the_first_rank(
+    monkeypatch: pytest.MonkeyPatch, package: str, inside: list[str], outside: list[str]
+) -> None:
+    monkeypatch.setattr(packages, "os", SimpleNamespace(environ={}))
+    assert [_warnings(monkeypatch, {package: version}) for version in inside] == [[], []]
+    for version in outside:
+        monkeypatch.setattr(packages, "os", SimpleNamespace(environ={}))
+        (message,) = _warnings(monkeypatch, {package: version}, times=2)
+        assert f"omnitrain was tested with {package} " in message and f"found {version}." in message
+        monkeypatch.setattr(packages, "os", SimpleNamespace(environ={"RANK": "1"}))
+        assert _warnings(monkeypatch, {package: version}) == []

@@ -354,7 +354,7 @@ def test_torchrun_takes_the_command_and_starts_a_verb(words: list[str]) -> None:
 
 
 def test_flags_of_benchmarks_are_theirs() -> None:
-    shared = "".join((ROOT / "benchmarks" / name).read_text() for name in ("harness.py", "gpu_harness.py"))
+    shared = (ROOT / "benchmarks" / "harness.py").read_text()
     for page in PAGES:
         for words in command_lines(page):
             if words[0] == "python" and words[1].startswith("benchmarks/"):

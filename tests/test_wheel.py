@@ -11,17 +11,23 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
-def test_wheel_contains_the_recipes_and_runs_without_the_checkout(tmp_path: Path) -> None:
-    source, wheels, target = tmp_path / "source", tmp_path / "wheels", tmp_path / "target"
+def built_wheel(folder: Path) -> Path:
+    """Build a wheel in a folder, from a copy of the sources: setuptools leaves files beside them."""
+    source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "setup.cfg", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("omnitrain", "recipes"):
         shutil.copytree(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), str(source)], check=True)
-    with zipfile.ZipFile(next(wheels.glob("omnitrain-*.whl"))) as wheel:
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(folder), str(source)], check=True)
+    return next(folder.glob("omnitrain-*.whl"))
+
+
+@pytest.mark.slow
+def test_wheel_contains_the_recipes_and_runs_without_the_checkout(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with zipfile.ZipFile(built_wheel(tmp_path)) as wheel:
         wheel.extractall(target)
     assert {path.name for path in (target / "omnitrain" / "recipes").glob("*.yaml")} == {
         path.name for path in (ROOT / "recipes").glob("*.yaml")

@@ -260,7 +260,7 @@ def tiny_recipe(
             "cpu_threads": 1,
             "log_every": 1,
             "report": False,
-            "async_save": False,  # the process that writes takes four seconds to start
+            "async_save": False,  # the process that writes takes two seconds to start
             "optimizer": {"warmup_steps": 1},
             **train,
         },

@@ -34,7 +34,7 @@ SIZED_BY_VALUES = {
 }
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 COPIES = {aten.copy_, aten._to_copy}
-READ_ON_HOST = {"tolist", "numpy", "item", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"}
+READ_ON_HOST = {"tolist", "numpy", "cpu", "__array__"}  # without an operation that would be seen
 COPIED_FROM_HOST = {"tensor", "as_tensor", "new_tensor"}
 PACKAGES = ("omnitrain", "transformers")
 
@@ -134,9 +134,16 @@ class _Operations(TorchDispatchMode):
 
 
 def _place() -> str:
-    frames = ((frame.f_globals["__name__"], frame.f_code.co_name) for frame, _ in traceback.walk_stack(None))
-    inside = (f"{module} {function}" for module, function in frames if module.partition(".")[0] in PACKAGES)
-    return next(inside, "elsewhere")
+    return place().partition(":")[0]
+
+
+def place() -> str:
+    """``MODULE FUNCTION:LINE``, the innermost of omnitrain or transformers that is running; or `elsewhere`."""
+    for frame, line in traceback.walk_stack(None):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] in PACKAGES:
+            return f"{module} {frame.f_code.co_name}:{line}"
+    return "elsewhere"
 
 
 def _is_backward() -> bool:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from omnitrain.peers import Peers
+from omnitrain.torch_private import part_of_rank
 
 
 @dataclass(frozen=True)
@@ -133,5 +133,5 @@ class PieceOwners:
                 copies, copy = copies * mesh.size(axis), copy * mesh.size(axis) + coordinate[axis]
         if holder not in self._ranks_of(mesh) or copy != number % copies:
             return (0,), (0,)
-        sizes, offsets = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
+        sizes, offsets = part_of_rank(value.shape, mesh, value.placements)
         return tuple(sizes), tuple(offsets)

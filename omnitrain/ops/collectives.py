@@ -13,17 +13,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+
+from omnitrain.torch_private import (
+    all_gather_single,
+    copy_each,
+    flatten_dense_tensors,
+    reduce_scatter_single,
+    unflatten_dense_tensors,
+)
 
 T = TypeVar("T")
 
 _BUCKET_BYTES = 2**26  # per collective
-
-# torch 2.13 renames them.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def add_up(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -84,7 +87,7 @@ def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather ``[...]`` of each rank to ``[ranks, ...]``, without autograd."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
-    _all_gather(parts.view(-1), tensor.reshape(-1), group=group)
+    all_gather_single(parts.view(-1), tensor.reshape(-1), group=group)
     return parts
 
 
@@ -102,9 +105,9 @@ def all_reduce_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup) -
         by_kind.setdefault((local.dtype, local.device), []).append(local)
     for of_kind in by_kind.values():
         for bucket in _buckets(of_kind):
-            flat = _flatten_dense_tensors(bucket)
+            flat = flatten_dense_tensors(bucket)
             dist.all_reduce(flat, group=group)
-            torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
+            copy_each(bucket, list(unflatten_dense_tensors(flat, bucket)))
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -151,7 +154,7 @@ def _gathered_columns(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _summed_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = whole.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
     own = torch.empty_like(parts[0])
-    _reduce_scatter(own.view(-1), parts.view(-1), group=group)
+    reduce_scatter_single(own.view(-1), parts.view(-1), group=group)
     return own
 
 

@@ -23,13 +23,12 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from omnitrain.ops.attention import Attend, Call, MaskSpec, attending_through
 from omnitrain.ops.attention.spec import FULL, GENERAL
+from omnitrain.torch_private import GROUPED_MM, FakeTensor, FakeTensorMode, TorchDispatchMode, packet_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -296,8 +295,8 @@ class _Operations(TorchDispatchMode):
         self._counter = counter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, op = kwargs or {}, func._overloadpacket
-        if op is _ATEN._grouped_mm:  # torch's shapes of it are for bf16 on CUDA alone
+        kwargs, op = kwargs or {}, packet_of(func)
+        if op is GROUPED_MM:  # torch's shapes of it are for bf16 on CUDA alone
             self._counter.add_products(op, grouped_product_flops(args[0].shape, args[1].shape))
             return args[0].new_empty(grouped_shape(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs")))
         out = func(*args, **kwargs)

@@ -3,6 +3,9 @@
 Each of the two has a thread, and only one thread runs at a time. A thread gives its turn to the other just before it
 waits (:func:`give_turn`). So the order depends on where the two wait, never on timing, and ranks whose forwards and
 backwards have the same waits start their collectives in the same order.
+
+Autograd computes the whole backward in the thread of ours. By itself, it would do so in the one worker thread that it
+has for a GPU, which would then wait for its turn, and a backward inside the forward would wait for the worker.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from contextvars import copy_context
 from threading import Lock, Thread, get_ident
 
 import torch
+from torch.autograd.grad_mode import set_multithreading_enabled
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -41,17 +45,20 @@ class _Turns:
         self._unfinished = {_FORWARD, _BACKWARD}
         self._has_failed = False
         self.thread = get_ident()
+        self._backward_thread: int | None = None
 
     def begin(self, party: int) -> None:
         """Wait for the first turn of ``party``; the backward has it when the forward is ready, too."""
         with self._own_generators():
             if party == _FORWARD:
                 self._turn[_BACKWARD].release()
+            else:
+                self._backward_thread = get_ident()
             self._take(party)
 
     def give(self) -> None:
         """Give the turn away and wait for the next one; do nothing if the other thread has ended."""
-        party = _BACKWARD if torch._C._current_graph_task_id() != -1 else _FORWARD
+        party = _BACKWARD if get_ident() == self._backward_thread else _FORWARD
         if 1 - party in self._unfinished:
             with self._own_generators():
                 self._turn[1 - party].release()
@@ -74,7 +81,7 @@ class _Turns:
         return torch.random.fork_rng(self._devices) if self._draws else nullcontext()
 
 
-_running: _Turns | None = None  # a process runs at most one pair; autograd's threads on CUDA have no context of ours
+_running: _Turns | None = None  # a process runs at most one pair
 
 
 def give_turn() -> None:
@@ -129,7 +136,7 @@ def run_in_turns(
 
     def run_backward() -> None:
         torch.set_num_threads(num_threads)  # a setting of each thread
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        with nullcontext() if stream is None else torch.cuda.stream(stream), set_multithreading_enabled(False):
             run(_BACKWARD, backward)
 
     thread = Thread(target=copy_context().run, args=(run_backward,), name="backward", daemon=True)

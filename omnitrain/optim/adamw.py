@@ -11,27 +11,29 @@ import torch
 from omnitrain.errors import UserError
 from omnitrain.optim.shards import gradient_shard, local_shard
 from omnitrain.recipe import Optimizer
+from omnitrain.torch_private import AdamW
 
 
-class ShardedAdamW(torch.optim.AdamW):
+class ShardedAdamW(AdamW):
     """torch's AdamW; each rank updates its shards as plain tensors, and the state dict has DTensors as before.
 
     An element's update needs no other element. DTensor would derive a sharding for the lists of all tensors in the
     first step, and hash these lists in each later one.
     """
 
-    def _init_group(
+    def init_group(
         self,
         group: dict[str, Any],
         params_with_grad: list[torch.Tensor],
         grads: list[torch.Tensor],
         *states: list[torch.Tensor],
     ) -> bool:
-        has_complex = super()._init_group(group, params_with_grad, grads, *states)
+        """Fill the lists with this rank's shards."""
+        has_complex = super().init_group(group, params_with_grad, grads, *states)
         grads[:] = map(gradient_shard, grads, params_with_grad)
         for tensors in (params_with_grad, *states):
             tensors[:] = map(local_shard, tensors)
-        return bool(has_complex)
+        return has_complex
 
 
 def require_fp32(dtypes: Mapping[str, torch.dtype]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import UserError
 from omnitrain.optim.shards import local_shard
+from omnitrain.torch_private import multiply_each, norm_of_each
 
 # The mesh of a gradient and the mesh dims that shard it. None: every rank has the whole gradient.
 _Sharding = tuple[DeviceMesh, tuple[int, ...]] | None
@@ -105,7 +106,7 @@ def clip_gradients(
                 by_device.setdefault(local.device, []).append(local)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for device, gradients in by_device.items():
-            torch._foreach_mul_(gradients, factor.to(device))
+            multiply_each(gradients, factor.to(device))
     return norm
 
 
@@ -160,7 +161,7 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64)
     # On a GPU, torch adds up pieces by itself.
     pieces = [piece for own in gradients for piece in (own.reshape(-1).split(_PIECE) if own.is_cpu else (own,))]
-    norms = torch._foreach_norm(pieces, 2, torch.float32)
+    norms = norm_of_each(pieces, 2, torch.float32)
     return torch.stack([norm.to(norms[0].device) for norm in norms]).double().square().sum()
 
 

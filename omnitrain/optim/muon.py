@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from omnitrain.optim.adamw import ShardedAdamW
 from omnitrain.optim.shards import gradient_shard, local_shard
+from omnitrain.torch_private import StridedShard
 
 # The quintic iteration of https://kellerjordan.github.io/posts/muon, as in torch.optim.Muon.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -47,10 +48,10 @@ class MuonWithAdamW(ShardedAdamW):
         """
         super().__init__([group | {"momentum": momentum} for group in groups], **options)
 
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+    def init_group(self, group: dict[str, Any], *lists: Any) -> bool:
         """Update a group of matrices, and leave nothing of it to AdamW's step, which calls this for each group."""
         if not group["muon"]:
-            return super()._init_group(group, *lists)
+            return super().init_group(group, *lists)
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         for alike in _alike(trained):
             self._update(alike, group)
@@ -116,7 +117,7 @@ def _axes_of_matrices(parameter: Tensor) -> list[int]:
         axis
         for axis, placement in enumerate(parameter.placements)
         if parameter.device_mesh.size(axis) > 1
-        and isinstance(placement, Shard | _StridedShard)
+        and isinstance(placement, Shard | StridedShard)
         and placement.dim >= parameter.ndim - 2
     ]
 
@@ -158,6 +159,6 @@ def _on_mesh(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], s
 
 def _behind_first_dim(placement: Placement) -> Placement:
     """Return the placement of tensors ``[batch, ...]`` whose entries have ``placement``."""
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
+    if isinstance(placement, StridedShard):
+        return StridedShard(placement.dim + 1, split_factor=placement.split_factor)
     return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from omnitrain.optim.shards import local_shard
+from omnitrain.torch_private import DTensorSpec, TensorMeta, version_of
 
 Groups = list[dict[str, Any]]
 
@@ -137,7 +137,7 @@ class _HostCopy:
         return host.copy_(tensor)
 
     def _current_version(self) -> int:
-        return local_shard(self._parameter.detach())._version
+        return version_of(local_shard(self._parameter.detach()))
 
 
 def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:

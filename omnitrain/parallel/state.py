@@ -13,9 +13,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from omnitrain.errors import UserError
 from omnitrain.parallel.environment import gpu_of_rank, prepare_process
@@ -24,6 +21,7 @@ from omnitrain.parallel.meshes import device_meshes
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers
 from omnitrain.plan.mesh import MeshShape, fit_mesh
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
+from omnitrain.torch_private import forget_meshes, forget_shardings
 
 DpMode = Literal["fsdp2", "hsdp", "replicate"]
 
@@ -576,14 +574,19 @@ def leave_process_groups() -> None:
     aborts the process, so leave the groups before.
     """
     forget_parallel_state()
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
-    _gen_transform_infos.cache_clear()
-    MeshTopoInfo.build_from_mesh.cache_clear()
+    forget_meshes()
+    _forget_in_autograds_thread()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+
+
+def _forget_in_autograds_thread() -> None:
+    """Clear what torch keeps for each thread also for the one in which autograd works for a GPU."""
+    leaf = torch.zeros((), device="cuda" if torch.cuda.is_initialized() else "cpu", requires_grad=True)
+    leaf.register_hook(lambda _: forget_shardings())
+    leaf.backward()
 
 
 def _ensure_process_group() -> None:
@@ -598,7 +601,12 @@ def _ensure_process_group() -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         join_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        open_process_group(backend)
+
+
+def open_process_group(backend: str) -> None:
+    """Make the process group of a single process."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _with_groups(states: dict[str, ParallelState]) -> ParallelState:

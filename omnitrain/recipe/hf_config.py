@@ -149,10 +149,12 @@ def _rope_problems(value: Any, at: Location, config_class: type) -> list[InitErr
     from transformers.configuration_utils import ALLOWED_LAYER_TYPES
     from transformers.modeling_rope_utils import RopeParameters
 
+    from omnitrain.transformers_private import labels_of_rope_types
+
     if not isinstance(value, dict):
         return []
     parameters = {*RopeParameters.__annotations__, *_MORE_ROPE_PARAMETERS}
-    layer_types = {*ALLOWED_LAYER_TYPES, *getattr(config_class, "_rope_type_labels", ())}
+    layer_types = {*ALLOWED_LAYER_TYPES, *labels_of_rope_types(config_class)}
     problems = []
     for key, given in value.items():
         valid = layer_types if isinstance(given, dict) else parameters

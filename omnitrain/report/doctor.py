@@ -9,7 +9,7 @@ import platform
 import resource
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from omnitrain.packages import install_command, installed_version, torchvision_problem
+from omnitrain.packages import WINDOW, install_command, installed_version, torchvision_problem, untested
 from omnitrain.parallel.environment import VARIABLES, missing_variables
 from omnitrain.parallel.memory.allocator import available_memory
 
@@ -155,7 +155,10 @@ def _requirement(requirement: Requirement) -> Finding:
     version = installed_version(requirement.name)
     if version is None:
         return Finding("versions", requirement.name, f"missing; pip install '{requirement}'", False)
-    return _in_range(requirement.name, version, requirement.specifier)
+    finding = _in_range(requirement.name, version, requirement.specifier)
+    if finding.ok and requirement.name in WINDOW and (problem := untested(requirement.name, version)):
+        return replace(finding, found=problem, ok=None)
+    return finding
 
 
 def _in_range(name: str, version: str, supported: SpecifierSet) -> Finding:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from omnitrain.errors import TrainingError
@@ -19,6 +18,7 @@ from omnitrain.parallel.watch.report import RunningAction
 from omnitrain.peers import Peers, parameters_at_rest
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.torch_private import tree_leaves
 from omnitrain.train.metrics.meter import PackLosses
 
 _SHOWN = 8

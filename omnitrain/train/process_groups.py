@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from omnitrain.parallel.join import join_process_group
-from omnitrain.parallel.state import ParallelState, init_state_of
+from omnitrain.parallel.state import ParallelState, init_state_of, open_process_group
 from omnitrain.parallel.step.rendezvous import Rendezvous, open_rendezvous
 from omnitrain.parallel.watch.monitor import StallMonitor
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers, all_or_raise
@@ -121,8 +121,8 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
     num_ranks = dist.get_world_size() if is_initialized else int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1 and plan == ParallelPlan() and not lays_out:
         return Ranks(None, SINGLE_PROCESS, SINGLE_PROCESS, SINGLE_PROCESS, SINGLE_PROCESS, open_rendezvous())
-    if device.type == "cpu" and num_ranks > 1 and not is_initialized:
-        join_process_group("gloo")
+    if device.type == "cpu" and not is_initialized:  # a state takes the GPU of the machine, if there is one
+        join_process_group("gloo") if num_ranks > 1 else open_process_group("gloo")
     state = init_state_of(plan)
     main = state.of_section(MAIN)
     peers = loss_peers = meter_peers = GlooGroup() if state.num_ranks > 1 else SINGLE_PROCESS

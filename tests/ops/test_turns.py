@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from omnitrain.ops.loss.cross_entropy import linear_cross_entropy
 from omnitrain.ops.turns import give_turn, run_in_turns, running_thread
+from omnitrain.parallel.spawn.pool import RankPool
+from tests import device_thread
 
 CPU = torch.device("cpu")
 
@@ -86,3 +89,28 @@ def test_each_pass_draws_the_numbers_that_it_would_draw_alone() -> None:
     for name, seed in (("F", 1), ("B", 2)):
         generator = torch.Generator().manual_seed(seed)
         assert drawn[name] == [torch.rand((), generator=generator).item() for _ in range(3)]
+
+
+def test_a_users_loss_differentiates_in_a_pair_although_autograd_has_one_worker_for_a_gpu(fresh_rank: RankPool) -> None:
+    found = fresh_rank.run(pair_with_the_loss_of_a_user, timeout_s=20)
+    assert found == [(["B0", "F0", "B1", "B2"], [0.5, 0.5], True)]
+
+
+def pair_with_the_loss_of_a_user() -> tuple[list[str], list[float], bool]:
+    """What ran in which order, the gradient by the hidden states, and whether a plain backward runs in the worker."""
+    device_thread.install()
+    order, threads = list[str](), list[int]()
+    hidden, weight = torch.tensor([[1.0, 1.0]], requires_grad=True), torch.ones(3, 2)
+    losses: list[Tensor] = []
+
+    def head() -> None:
+        order.append("F0")
+        loss = linear_cross_entropy(hidden, weight, torch.tensor([0]), function=lambda x, _: x.mean(-1) / 2)
+        losses.append(loss.sum)
+
+    backward = [lambda n=n: order.append(f"B{n}") for n in range(3)]
+    run_in_turns(head, backward_of(*backward), CPU, draws=False)
+    losses[0].backward()
+    backward_of(lambda: threads.append(threading.get_ident()))()
+    assert hidden.grad is not None
+    return order, hidden.grad[0].tolist(), threads != [threading.get_ident()]

@@ -145,9 +145,11 @@ def gloo_threads() -> int:
 
 def gloo_threads_after_leaving() -> int:
     placement = [Shard(0)]
-    tensor = distribute_tensor(torch.ones(4), ot.init_parallel_state(tp_size=2).tp_mesh, placement)
-    assert tensor.sum().full_tensor() == 4 and gloo_threads() > 0
-    del tensor
+    tensor = distribute_tensor(torch.ones(4), ot.init_parallel_state(tp_size=2).tp_mesh, placement).requires_grad_()
+    total = tensor.square().sum().full_tensor()
+    total.backward()  # on a GPU in a thread of autograd, which has caches of its own
+    assert total == 4 and gloo_threads() > 0
+    del tensor, total
     leave_process_groups()
     return gloo_threads()
 

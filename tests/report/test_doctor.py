@@ -120,6 +120,15 @@ def test_version_outside_of_the_supported_range_is_a_problem() -> None:
     assert doctor._requirement(Requirement("no-such-package>=1")).found == "missing; pip install 'no-such-package>=1'"
 
 
+def test_a_torch_that_omnitrain_was_not_tested_with_is_said_and_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(version: str) -> doctor.Finding:
+        monkeypatch.setattr(doctor, "installed_version", lambda name: version)
+        return doctor._requirement(Requirement("torch>=2.11"))
+
+    assert [found(version).ok for version in ("2.10.1", "2.11.0", "2.15.1", "2.16.0")] == [False, True, True, None]
+    assert "tested with torch 2.11 to 2.15, and uses private names of it; found 2.16.0" in found("2.16.0").found
+
+
 @pytest.mark.parametrize(("version", "num_findings"), [("2.9.1", 1), ("2.10.0", 0), ("2.13.0+cpu", 0)])
 def test_torch_with_slow_conv3d_is_flagged(version: str, num_findings: int) -> None:
     assert len(doctor._bad_pairs(lambda name: version)) == num_findings

@@ -29,6 +29,19 @@ from tests.tiny import TASKS, tiny_moe_recipe, tiny_recipe, tiny_row, write_parq
 EVALUATED = ["evaluation.max_new_tokens=3", "evaluation.loss_every=3", "evaluation.batch_size=5", "data.workers=1"]
 COUNTED = ["train.flops=true"]
 TWO_SLOTS = ["train.micro_batches=2", "data.pack_tokens=96"]
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "dp2": (2, []),
+    "hsdp2x2.recompute": (
+        4,
+        ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.recompute=full"],
+    ),
+    "replicate2.world": (2, ["parallel.default.place=world", "parallel.default.mode=replicate"]),
+    "sp2": (2, ["parallel.default.ulysses=2"]),
+    "dp2.sp2": (4, ["parallel.default.ulysses=2"]),
+    "tp2.dp2": (4, ["parallel.components.foundation.tp=2"]),
+    "pp2.dp2": (4, ["parallel.components.foundation.pp=2"]),
+}
+SLOW = {name for name, (world, _) in LAYOUTS.items() if world == 4}
 
 
 def fit(
@@ -88,20 +101,7 @@ def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("world", "overrides"),
-    [
-        (2, []),
-        pytest.param(
-            4,
-            ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.recompute=full"],
-            marks=pytest.mark.slow,
-        ),
-        (2, ["parallel.default.place=world", "parallel.default.mode=replicate"]),
-        (2, ["parallel.default.ulysses=2"]),
-        pytest.param(4, ["parallel.default.ulysses=2"], marks=pytest.mark.slow),
-        pytest.param(4, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
-        pytest.param(4, ["parallel.components.foundation.pp=2"], marks=pytest.mark.slow),
-    ],
-    ids=["dp2", "hsdp2x2.recompute", "replicate2.world", "sp2", "dp2.sp2", "tp2.dp2", "pp2.dp2"],
+    [pytest.param(*row, marks=pytest.mark.slow if name in SLOW else (), id=name) for name, row in LAYOUTS.items()],
 )
 def test_a_run_on_ranks_is_the_run_of_one_process(
     ranks: RankPool, recipe: Path, tmp_path: Path, world: int, overrides: list[str]

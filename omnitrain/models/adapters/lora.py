@@ -13,7 +13,6 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from omnitrain.errors import UserError
 from omnitrain.models.components.model import ComponentModel
@@ -32,6 +31,7 @@ from omnitrain.peers import is_spread
 from omnitrain.recipe.globs import matches, unmatched
 from omnitrain.recipe.lora import ALL_LINEAR, Lora
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.torch_private import part_of_rank
 
 ADAPTER = "default"  # as peft names it
 _APPLIED = "_lora_adapters"
@@ -271,7 +271,7 @@ def _zero_other_rows(rows: Collection[int], parameter: Tensor) -> None:
     local, first = local_shard(parameter.grad), 0
     if isinstance(parameter.grad, DTensor):
         mesh, placements = parameter.grad.device_mesh, parameter.grad.placements
-        first = compute_local_shape_and_global_offset(parameter.grad.shape, mesh, placements)[1][0]
+        first = part_of_rank(parameter.grad.shape, mesh, placements)[1][0]
     own = sorted(row - first for row in rows if 0 <= row - first < local.size(0))
     for before, after in pairwise([-1, *own, local.size(0)]):
         if after - before > 1:

@@ -10,9 +10,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import EncoderMixin
+from omnitrain.transformers_private import ContainerModel
 
 
-class ComponentModel(PreTrainedModel):
+class ComponentModel(ContainerModel):
     """A foundation with encoders and decoders, which are submodules with the component's name.
 
     Attributes:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.harness import Case, Trial, head_of, largest, relative
@@ -21,6 +20,7 @@ from omnitrain.models.discovery import config_nodes, float_tensors, raise_if_our
 from omnitrain.models.foundation.recurrent_segments import cut_tokens
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.ops.attention import PackedSequence
+from omnitrain.torch_private import BatchNorm
 
 # Relative to the largest value compared. Rounding is a hundred times smaller, a wrong mask or position far larger.
 TOLERANCE = 1e-3
@@ -73,7 +73,7 @@ def _mixes(trial: Trial, modality: str) -> bool:
     interface = trial.native.interfaces[modality]
     if not interface.items_are_independent:  # measured in evaluation mode
         return True
-    if not any(isinstance(module, _BatchNorm) for module in trial.plain.modules()):
+    if not any(isinstance(module, BatchNorm) for module in trial.plain.modules()):
         return False
     alone, together = (interface.encode(trial.plain, interface.probe_batch(count)).main for count in (1, 2))
     return relative(together[: len(alone)], alone) > TOLERANCE

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.discovery import config_nodes, init_peaked_
 from omnitrain.ops.config_value import config_value
+from omnitrain.torch_private import Dropout
+from omnitrain.transformers_private import set_attention
 
 # Keys that count layers.
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
@@ -109,7 +110,7 @@ def drawn_in_training(config: PreTrainedConfig) -> tuple[str, ...]:
 
 def draws_in_training(model: PreTrainedModel) -> bool:
     """Whether a model draws random numbers in training, such as those of dropout, by the keys that we know."""
-    modules = (module for module in model.modules() if isinstance(module, _DropoutNd))
+    modules = (module for module in model.modules() if isinstance(module, Dropout))
     return any(_drawn(node) for node in config_nodes(model.config)) or any(module.p for module in modules)
 
 
@@ -129,7 +130,7 @@ def build_tiny_model(model_class: type[PreTrainedModel], config: PreTrainedConfi
     """
     config = copy.deepcopy(config)
     for node in config_nodes(config):
-        node._attn_implementation_internal = None  # let transformers choose, not the full model's setting
+        set_attention(node, None)  # let transformers choose, not the full model's setting
     with torch.random.fork_rng(devices=[]), _SkipInit():
         torch.manual_seed(0)
         model = model_class(config).float()
@@ -141,7 +142,7 @@ def build_tiny_model(model_class: type[PreTrainedModel], config: PreTrainedConfi
 def without_dropout(model: nn.Module) -> None:
     """Turn off all dropout of a model."""
     for module in model.modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, Dropout):
             module.p = 0.0
 
 

@@ -17,9 +17,10 @@ from omnitrain.models.hf.load import as_config, model_class
 from omnitrain.ops.loss.cross_entropy import LossTerm, linear_cross_entropy
 from omnitrain.ops.loss.token_functions import TokenFunction
 from omnitrain.recipe.component_configs import TokenDecoderConfig
+from omnitrain.transformers_private import ContainerModel
 
 
-class TokenDecoder(PreTrainedModel, DecoderMixin):
+class TokenDecoder(ContainerModel, DecoderMixin):
     """An embedding and a head for a media tokenizer's codes.
 
     Items without a fixed length (sound) end with an extra class, the end token. It is part of their span: the head
@@ -27,7 +28,6 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
     """
 
     config_class = TokenDecoderConfig
-    _supports_sdpa = True
     loss_backend = "auto"  # of linear_cross_entropy, as the next two
     loss_function: TokenFunction | None = None
     token_metrics: Mapping[str, TokenFunction] = MappingProxyType({})

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from omnitrain.models.discovery.interface import method_name
 from omnitrain.models.discovery.parameter_reads import ParameterReads, float_tensors
 from omnitrain.models.discovery.placeholders import MODALITY_CODES, extra_arguments, marks, special_ids
+from omnitrain.transformers_private import attention_of, set_attention_of_all
 
 MODALITIES = ("image", "video", "audio")
 
@@ -173,14 +174,14 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let the whole model use transformers' eager attention, whose masks are plain tensors."""
     every = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in every if isinstance(config, PreTrainedConfig)}
-    before = {key: config._attn_implementation for key, config in configs.items()}
+    before = {key: attention_of(config) for key, config in configs.items()}
     try:
         for config in configs.values():
-            config._attn_implementation = "eager"
+            set_attention_of_all(config, "eager")
         yield
     finally:
         for key, config in configs.items():
-            config._attn_implementation = before[key]
+            set_attention_of_all(config, before[key])
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from omnitrain.models.encoders.projector import Projector, ProjectorSettings, me
 from omnitrain.models.encoders.towers import tower_from_config
 from omnitrain.models.hf.load import as_config
 from omnitrain.recipe.component_configs import AudioEncoderConfig
+from omnitrain.torch_private import assert_async
+from omnitrain.transformers_private import ContainerModel, audio_lengths
 
 
 class AudioAdapter(ComponentAdapter):
@@ -36,12 +38,13 @@ class AudioAdapter(ComponentAdapter):
         self.merge = ProjectorSettings(**(config.projector or {})).merge
         with torch.device("meta"):
             tower = tower_from_config(as_config(config.tower or {}), "audio")
-        if not hasattr(tower, "_get_feat_extract_output_lengths"):
+        lengths = audio_lengths(tower)
+        if lengths is None:
             raise UserError(
                 f"{type(tower).__name__} cannot be an audio encoder: it has no `_get_feat_extract_output_lengths`, "
                 "which returns the number of features of a clip"
             )
-        self._num_features: Callable[[torch.Tensor], torch.Tensor] = tower._get_feat_extract_output_lengths
+        self._num_features: Callable[[torch.Tensor], torch.Tensor] = lengths
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Return the log-mel chunks of one clip (shapes: :meth:`AudioEncoder.lm_encode`) and its number of tokens."""
@@ -78,12 +81,11 @@ def feature_extractor(settings: dict[str, Any]) -> Any:
     return extractor
 
 
-class AudioEncoder(PreTrainedModel, EncoderMixin):
+class AudioEncoder(ContainerModel, EncoderMixin):
     """An audio tower and a projector; ``pixel_shuffle`` joins ``factor`` neighbouring features into one."""
 
     config_class = AudioEncoderConfig
     main_input_name = "input_features"
-    _supports_sdpa = True
 
     def __init__(self, config: AudioEncoderConfig, tower: PreTrainedModel | None = None) -> None:
         """``tower``: a tower with weights; None: one with random weights."""
@@ -120,9 +122,7 @@ class AudioEncoder(PreTrainedModel, EncoderMixin):
         merged = merge_frames(output, self.projector.factor)
         is_sound = torch.arange(merged.size(1), device=merged.device) < features["num_rows"][:, None]
         total, kind = sum(num_tokens), type(self.tower).__name__
-        torch._assert_async(
-            is_sound.sum() == total, f"{kind} did not give one feature for each of {total} placeholders"
-        )
+        assert_async(is_sound.sum() == total, f"{kind} did not give one feature for each of {total} placeholders")
         # The host knows the number of features but not their positions; a sort finds them without a synchronisation.
         index = is_sound.flatten().int().argsort(descending=True, stable=True)[:total]
         return {"main": merged.flatten(0, 1).index_select(0, index)}

@@ -20,6 +20,7 @@ from omnitrain.models.encoders.projector import Projector, ProjectorSettings, me
 from omnitrain.models.encoders.towers import tower_from_config
 from omnitrain.models.hf.load import as_config
 from omnitrain.recipe.component_configs import VisionEncoderConfig
+from omnitrain.transformers_private import ContainerModel
 
 STILL = -1  # frame index of a still image
 
@@ -76,7 +77,7 @@ def image_processor(settings: dict[str, Any]) -> Any:
     raise UserError(f"transformers has no image processor {name!r}")
 
 
-class VisionEncoder(PreTrainedModel, EncoderMixin):
+class VisionEncoder(ContainerModel, EncoderMixin):
     """A vision tower, temporal positions for video frames, and a projector.
 
     Towers may take images of a fixed size (SigLIP, CLIP, DINOv2, ViT) or a sequence of patches with ``grid_thw``
@@ -85,7 +86,6 @@ class VisionEncoder(PreTrainedModel, EncoderMixin):
 
     config_class = VisionEncoderConfig
     main_input_name = "pixel_values"
-    _supports_sdpa = True
 
     def __init__(self, config: VisionEncoderConfig, tower: PreTrainedModel | None = None) -> None:
         """``tower``: a tower with weights; None: one with random weights.

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain.ops.attention import SequenceSlice, offsets_on
+from omnitrain.torch_private import tree_map_only
 
 MakeSlice = Callable[[int, torch.device], SequenceSlice | None]
 

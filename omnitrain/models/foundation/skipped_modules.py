@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter, tree_map
 from transformers import PreTrainedModel
 
 from omnitrain.models.components.contract import SkippedModule
 from omnitrain.recipe.globs import any_layer
+from omnitrain.torch_private import tree_iter, tree_map
 
 _ATTRIBUTE = "_calls_skipped_modules"
 

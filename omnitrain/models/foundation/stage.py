@@ -22,6 +22,7 @@ from omnitrain.models.components.contract import StageContract
 from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.discovery.text_run import StopRunError
 from omnitrain.ops.patch_forward import wrapped_forward
+from omnitrain.torch_private import children_of, set_compiled_call
 
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict) and "hook" in name)
 
@@ -176,9 +177,10 @@ def _standing_in(blocks: nn.ModuleList, index: int, forward: Callable[..., Any])
     stand_in = object.__new__(type(block))  # FSDP's classes make no copies
     vars(stand_in).update(vars(block))
     vars(stand_in).update({name: OrderedDict() for name in _HOOKS})
-    vars(stand_in).update(forward=forward, _compiled_call_impl=None)
-    blocks._modules[str(index)] = stand_in
+    vars(stand_in).update(forward=forward)
+    set_compiled_call(stand_in, None)
+    children_of(blocks)[str(index)] = stand_in
     try:
         yield
     finally:
-        blocks._modules[str(index)] = block
+        children_of(blocks)[str(index)] = block

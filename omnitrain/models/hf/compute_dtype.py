@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
 from omnitrain.models.discovery import config_nodes
+from omnitrain.torch_private import BatchNorm, buffers_of, parameters_of
+from omnitrain.transformers_private import fp32_modules_of, set_attention
 
 _COMPUTE_DTYPE = "omnitrain_compute_dtype"
 _stored_dtype: Any = PreTrainedModel.dtype
@@ -26,7 +27,7 @@ PreTrainedModel.dtype = property(lambda self: vars(self).get(_COMPUTE_DTYPE) or 
 
 def stays_fp32(model: PreTrainedModel) -> Callable[[str], bool]:
     """Return a function of a parameter's name: whether transformers keeps it in fp32 at any precision."""
-    names = sorted(model._keep_in_fp32_modules_strict or ())
+    names = sorted(fp32_modules_of(model))
     pattern = re.compile("|".join(rf"(^|\.)({name})($|\.)" for name in names) or r"(?!)")
     return lambda path: pattern.search(path) is not None
 
@@ -53,12 +54,12 @@ def compute_in(
         return
     of_weights = _buffers_in_the_dtype_of_weights(model)
     for path, module, dtype in _with_dtypes(model, "", dtypes, around):
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
-            _cast_in_calls(module, module._parameters, ("weight", "bias"), module.running_mean.dtype)
+        if isinstance(module, BatchNorm) and module.running_mean is not None:
+            _cast_in_calls(module, parameters_of(module), ("weight", "bias"), module.running_mean.dtype)
         elif dtype is not None:
             buffers = (f"{path}{name}" for name, _ in module.named_buffers(recurse=False))
             names = [name.removeprefix(path) for name in buffers if name in of_weights and not stays_fp32(name)]
-            _cast_in_calls(module, module._buffers, names, dtype)
+            _cast_in_calls(module, buffers_of(module), names, dtype)
             if isinstance(module, PreTrainedModel):
                 setattr(module, _COMPUTE_DTYPE, dtype)
 
@@ -78,7 +79,7 @@ def _buffers_in_the_dtype_of_weights(model: PreTrainedModel) -> set[str]:
     """Names of buffers; without those of no dim, which give no other tensor their dtype."""
     config = copy.deepcopy(model.config)
     for node in config_nodes(config):
-        node._attn_implementation_internal = "eager"  # ours has a name that makes transformers look for kernels
+        set_attention(node, "eager")  # ours has a name that makes transformers look for kernels
     with torch.device("meta"), local_torch_dtype(torch.bfloat16):
         built = type(model)(config)
     return {name for name, buffer in built.named_buffers() if buffer.dtype is torch.bfloat16 and buffer.ndim}

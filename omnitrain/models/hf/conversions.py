@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightTransform
 
+from omnitrain.transformers_private import conversions_of_weights, loading_through
+
 _APART = re.compile(r"\bmlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 _FUSED = "mlp.experts.gate_up_proj"
 _CLASS = "qwen2_moe"  # whose conversion is for these names
@@ -25,7 +27,7 @@ _CLASS = "qwen2_moe"  # whose conversion is for these names
 
 def conversions_of(model: PreTrainedModel) -> list[WeightTransform]:
     """Return the conversions that saving ``model`` reverts, without prefixes that only its checkpoint had."""
-    of_checkpoint = getattr(model, "_weight_conversions", None)
+    of_checkpoint = conversions_of_weights(model)
     if of_checkpoint is not None:
         return list(of_checkpoint)
     known = get_model_conversion_mapping(model, add_legacy=False)
@@ -60,19 +62,21 @@ def with_experts_apart(
 @contextmanager
 def experts_apart_are_read() -> Iterator[None]:
     """Within this context, transformers loads experts that are apart in safetensors files into fused ones."""
-    load = PreTrainedModel._load_pretrained_model
 
     def load_apart(
-        model: PreTrainedModel, state_dict: Any, files: list[str] | None, config: Any, *args: Any, **kwargs: Any
+        load: Any,
+        model: PreTrainedModel,
+        state_dict: Any,
+        files: list[str] | None,
+        config: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         mapping = with_experts_apart(config.weight_mapping or [], _names_in(files or ()), model, config.hf_quantizer)
         return load(model, state_dict, files, replace(config, weight_mapping=mapping), *args, **kwargs)
 
-    PreTrainedModel._load_pretrained_model = staticmethod(load_apart)
-    try:
+    with loading_through(load_apart):
         yield
-    finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(load)
 
 
 def _names_in(files: Iterable[str]) -> Iterator[str]:

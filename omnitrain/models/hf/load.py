@@ -23,8 +23,14 @@ from omnitrain.models.hf.conversions import experts_apart_are_read
 from omnitrain.models.hf.quantized import QUANTIZATION, dequantizing, partial_blocks_are_dequantized
 from omnitrain.models.hf.stored_tensor import StoredTensor
 from omnitrain.models.hf.tied import require_tied
-from omnitrain.models.hf.unused_weights import counted, names_not_in_model
+from omnitrain.models.hf.unused_weights import counted
 from omnitrain.recipe.suggest import nearest
+from omnitrain.transformers_private import (
+    auto_mapping,
+    names_not_in_model,
+    set_attention_of_all,
+    set_conversions_of_weights,
+)
 
 _ALIGNMENT = 64  # bytes; torch allocates CPU tensors with it
 
@@ -193,7 +199,7 @@ def _is_language_model(cls: type[PreTrainedModel]) -> bool:
 
 def _mapped(config: PreTrainedConfig, auto_class: str) -> list[type[PreTrainedModel]]:
     """The class that transformers' auto class names for the config, if any."""
-    mapping = getattr(transformers, auto_class)._model_mapping
+    mapping = auto_mapping(auto_class)
     if type(config) not in mapping:
         return []
     mapped = mapping[type(config)]
@@ -318,7 +324,7 @@ def path_of_source(path: str) -> str:
 
 def _forget_quantization(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
     """Bring the model into the state after loading files without quantization."""
-    model._weight_conversions = None  # saving would revert the conversions of quantized files
+    set_conversions_of_weights(model, None)  # saving would revert the conversions of quantized files
     if dtype is not None:  # transformers did not cast dequantized tensors; fp32 tensors may have to stay fp32
         for parameter in model.parameters():
             if parameter.is_floating_point() and parameter.dtype != torch.float32:
@@ -337,7 +343,7 @@ def _align(model: PreTrainedModel) -> None:
 def _freeze_as_built(model: PreTrainedModel) -> None:
     """Restore the constructor's ``requires_grad`` (Whisper freezes its positions); loading sets all to True."""
     config = copy.deepcopy(model.config)
-    config._attn_implementation = None
+    set_attention_of_all(config, None)
     with torch.device("meta"):
         built = type(model)(config)
     trainable = {name: parameter.requires_grad for name, parameter in built.named_parameters()}

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
 from omnitrain.errors import UserError
 from omnitrain.models.hf.stored_tensor import operations_recorded, weights_left_in_files
+from omnitrain.transformers_private import dequantizing_through
 
 QUANTIZATION = "quantization_config"  # a key of the config
 _DEQUANTIZE = "dequantize"  # a key inside it
@@ -49,9 +49,10 @@ def partial_blocks_are_dequantized() -> Iterator[None]:
     It takes the number of blocks for a divisor of the number of rows, so it refuses 576 rows in blocks of 128 (of which
     there are 5), and takes 192 rows in 2 blocks for blocks of 96.
     """
-    dequantize = Fp8Dequantize._dequantize_one
 
-    def of_full_blocks(self: Any, matrix: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+    def of_full_blocks(
+        dequantize: Any, self: Any, matrix: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
         size = self.hf_quantizer.quantization_config.weight_block_size
         if matrix.dtype != torch.float8_e4m3fn or size is None or scales.ndim < 2:
             return dequantize(self, matrix, scales, output_dtype)
@@ -63,11 +64,8 @@ def partial_blocks_are_dequantized() -> Iterator[None]:
         missing = (0, column_blocks * width - columns, 0, row_blocks * height - rows)
         return dequantize(self, functional.pad(matrix.float(), missing), scales, output_dtype)[..., :rows, :columns]
 
-    Fp8Dequantize._dequantize_one = of_full_blocks
-    try:
+    with dequantizing_through(of_full_blocks):
         yield
-    finally:
-        Fp8Dequantize._dequantize_one = dequantize
 
 
 class Dequantizer:

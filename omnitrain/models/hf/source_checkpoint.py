@@ -22,6 +22,7 @@ from omnitrain.models.hf.load import config_at, folder_with
 from omnitrain.models.hf.quantized import Dequantizer, dequantizing
 from omnitrain.models.hf.stored_tensor import operations_recorded, stored_tensors
 from omnitrain.models.hf.stored_values import FILES
+from omnitrain.transformers_private import conversions_of_weights, set_conversions_of_weights
 
 _NOT_NEEDED = ("*/*", "*.bin", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of the files on the Hub
 
@@ -123,13 +124,13 @@ class SourceCheckpoint:
 
     def _values(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """The model's weights by the names of its checkpoint, with the experts apart if the files have them so."""
-        before = getattr(model, "_weight_conversions", None)
-        model._weight_conversions = with_experts_apart(conversions_of(model), self.file_of, model)
+        before = conversions_of_weights(model)
+        set_conversions_of_weights(model, with_experts_apart(conversions_of(model), self.file_of, model))
         try:
             with torch.no_grad(), operations_recorded():
                 return revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
         finally:
-            model._weight_conversions = before
+            set_conversions_of_weights(model, before)
 
     def _missing(self, values: Mapping[str, Tensor], prefix: str) -> list[str]:
         """Names that the files do not have; of tied weights they need one."""

@@ -26,7 +26,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_any, tree_map_only
 from transformers import PreTrainedModel
 from transformers.integrations import mxfp4
 
@@ -46,6 +45,18 @@ from omnitrain.models.hf.stored_values import (
     read,
     whole_of,
 )
+from omnitrain.torch_private import (
+    TO_COPY,
+    UNSAFE_VIEW,
+    DisableTorchFunctionSubclass,
+    buffers_of,
+    make_wrapper_subclass,
+    schema_of,
+    tree_any,
+    tree_leaves,
+    tree_map_only,
+)
+from omnitrain.transformers_private import loading_through
 
 aten = torch.ops.aten
 _DATA: Any = torch.Tensor.data
@@ -66,7 +77,7 @@ class StoredTensor(Tensor):
     @staticmethod
     def __new__(cls, value: StoredValue, device: torch.device | str = "cpu") -> StoredTensor:
         """Make a tensor of ``value`` that says it is on ``device``, where a copy of it will be."""
-        return torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=torch.device(device))
+        return make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=torch.device(device))
 
     def __init__(self, value: StoredValue, device: torch.device | str = "cpu") -> None:
         self.value = value
@@ -90,7 +101,7 @@ class StoredTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func == _SET_DATA:
                 return _set_data(*args)
             return func(*args, **(kwargs or {}))
@@ -144,10 +155,14 @@ def operations_recorded() -> Iterator[None]:
 @contextmanager
 def weights_left_in_files() -> Iterator[None]:
     """Within this context, transformers loads safetensors files into parameters that are ``StoredTensor``."""
-    load = PreTrainedModel._load_pretrained_model
 
     def load_stored(
-        model: PreTrainedModel, state_dict: dict[str, Tensor] | None, files: list[str] | None, *args: Any, **kwargs: Any
+        load: Any,
+        model: PreTrainedModel,
+        state_dict: dict[str, Tensor] | None,
+        files: list[str] | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if state_dict is not None or not files or not all(file.endswith(".safetensors") for file in files):
             return load(model, state_dict, files, *args, **kwargs)
@@ -159,11 +174,10 @@ def weights_left_in_files() -> Iterator[None]:
     token = _leaves_in_files.set(True)
     dequantize = mxfp4.convert_moe_packed_tensors
     mxfp4.convert_moe_packed_tensors = _recorded_for_each(dequantize)
-    PreTrainedModel._load_pretrained_model = staticmethod(load_stored)
     try:
-        yield
+        with loading_through(load_stored):
+            yield
     finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(load)
         mxfp4.convert_moe_packed_tensors = dequantize
         _leaves_in_files.reset(token)
 
@@ -214,9 +228,9 @@ def read_weights(module: nn.Module) -> None:
 def _read_buffers(model: nn.Module) -> None:
     """Read the buffers: all ranks keep them whole."""
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if isinstance(buffer, StoredTensor):
-                module._buffers[name] = read = buffer.read()
+                buffers_of(module)[name] = read = buffer.read()
                 # transformers marks what it has loaded, and draws the rest anew.
                 vars(read).update({key: mark for key, mark in vars(buffer).items() if key != "value"})
 
@@ -241,13 +255,13 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         NotImplementedError: it writes to a tensor, or has results other than tensors.
     """
-    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments):
+    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema_of(func).arguments):
         raise NotImplementedError
     if tree_any(lambda arg: isinstance(arg, Tensor) and not isinstance(arg, StoredTensor), (args, kwargs)):
         args, kwargs = tree_map_only(
             Tensor, lambda t: t if isinstance(t, StoredTensor) else StoredTensor(InMemory(t)), (args, kwargs)
         )
-    device = next(t.device for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, StoredTensor))
+    device = next(t.device for t in tree_leaves((args, kwargs)) if isinstance(t, StoredTensor))
     shapes = tree_map_only(StoredTensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs))
     shaped = func(*shapes[0], **shapes[1])
     of_args = tree_map_only(StoredTensor, lambda t: t.value, (args, kwargs))
@@ -267,8 +281,8 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     written = [
         given
         for argument, given in [
-            *zip(func._schema.arguments, args, strict=False),
-            *((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs),
+            *zip(schema_of(func).arguments, args, strict=False),
+            *((argument, kwargs[argument.name]) for argument in schema_of(func).arguments if argument.name in kwargs),
         ]
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, StoredTensor)
     ]
@@ -375,7 +389,7 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _same,
     aten.clone.default: _same,
     aten.contiguous.default: _same,
-    aten._to_copy.default: _copied_to,
+    TO_COPY: _copied_to,
     aten.slice.Tensor: _sliced,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
@@ -387,7 +401,7 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
     aten.transpose.int: _transposed,
     aten.t.default: _transposed,
     aten.view.default: _reshaped,
-    aten._unsafe_view.default: _reshaped,
+    UNSAFE_VIEW: _reshaped,
     aten.cat.default: _concatenated,
     aten.stack.default: _stacked,
     aten.copy_.default: _copied_from,

@@ -23,7 +23,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from omnitrain.torch_private import tree_leaves, tree_map_only
 
 Region: TypeAlias = tuple[slice, ...]  # of each dim, with a start and a stop
 

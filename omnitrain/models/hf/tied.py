@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from omnitrain.errors import WeightsError
 from omnitrain.models.hf.stored_tensor import stored_tensors
 from omnitrain.models.hf.stored_values import FILES
+from omnitrain.transformers_private import tied_weights
 
 OWN_HEAD = (
     "the foundation's config ties its head to the embeddings, but its checkpoint has different weights for both: both "
@@ -40,7 +41,7 @@ def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], pat
         kind: class that builds it.
         path: folder or Hub id of the weights.
     """
-    pairs = getattr(kind, "_tied_weights_keys", None)
+    pairs = tied_weights(kind)
     if not is_tied(config) or not isinstance(pairs, Mapping) or len(pairs) != 1:
         return False
     tensors = stored_tensors(_files(path))

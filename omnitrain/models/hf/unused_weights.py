@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
-
-@contextmanager
-def names_not_in_model() -> Iterator[set[str]]:
-    """Collect the names of file tensors that the model loaded in this context does not have.
-
-    transformers reports them too, but not those in a class's ``_keys_to_ignore_on_load_unexpected``.
-    """
-    names: set[str] = set()
-    adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
-
-    def collect(self: PreTrainedModel, loading_info: Any) -> None:
-        names.update(loading_info.unexpected_keys)
-        adjust(self, loading_info)
-
-    PreTrainedModel._adjust_missing_and_unexpected_keys = collect
-    try:
-        yield names
-    finally:
-        PreTrainedModel._adjust_missing_and_unexpected_keys = adjust
+from omnitrain.torch_private import unsaved_buffers_of
 
 
 def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
@@ -41,7 +21,7 @@ def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
             ``model.layers.61.eh_proj.weight`` as ``model.layers.61.*``.
     """
     modules = {name for name, _ in model.named_modules()}
-    buffers = {name for module in model.modules() for name in module._non_persistent_buffers_set}
+    buffers = {name for module in model.modules() for name in unsaved_buffers_of(module)}
     globs = (_missing_module(name, modules) for name in sorted(names) if name.rpartition(".")[2] not in buffers)
     return dict(Counter(globs))
 

@@ -48,6 +48,7 @@ from omnitrain.recipe.component_configs import (
     VisionEncoderConfig,
 )
 from omnitrain.recipe.problems import problem_lines
+from omnitrain.transformers_private import fp32_modules_of
 
 M = TypeVar("M", bound=PreTrainedModel)
 Node = TypeVar("Node", bound=BaseModel)
@@ -464,7 +465,7 @@ def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
 
 def cast_decoder(decoder: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast all weights except a media tokenizer's, which stay in fp32 as in a loaded model."""
-    fp32 = set(OmniModel._keep_in_fp32_modules_strict)
+    fp32 = fp32_modules_of(OmniModel)
     children = dict(decoder.named_children())
     if fp32.isdisjoint(children):
         decoder.to(dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from omnitrain.torch_private import BatchNorm
 
 
 def rest_frozen_statistics(model: nn.Module) -> None:
@@ -12,5 +13,5 @@ def rest_frozen_statistics(model: nn.Module) -> None:
     In training mode each forward would update their statistics, differently on each rank.
     """
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.weight is not None and not module.weight.requires_grad:
+        if isinstance(module, BatchNorm) and module.weight is not None and not module.weight.requires_grad:
             module.eval()

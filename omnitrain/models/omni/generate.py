@@ -32,6 +32,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.peers import SINGLE_PROCESS, Peers
 from omnitrain.recipe import Sampling
+from omnitrain.transformers_private import cache_argument
 
 _ENCODED_TOKENS = 2**14  # of prompts whose media are encoded together
 
@@ -333,7 +334,7 @@ class _Foundation:
             arguments={
                 **self._places(columns),
                 "attention_mask": self.mask,
-                "past_key_values": cache,
+                cache_argument(self.model.foundation): cache,
                 "use_cache": cache is not None,
                 **{name: values[:, columns] for name, values in self.token_inputs.items()},
             },

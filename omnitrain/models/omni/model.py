@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
@@ -67,7 +67,7 @@ _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfol
 _FOR_ONE_PROCESS = {"is_main_process", "state_dict", "push_to_hub"}
 
 
-class OmniModel(ComponentModel):
+class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: rounded weights would make other codes
     """One model over packed sequences of text and media.
 
     Components are attributes by their names: ``foundation``, ``image_encoder``, ``audio_decoder``, ...
@@ -82,9 +82,7 @@ class OmniModel(ComponentModel):
 
     config_class = OmniConfig
     base_model_prefix = ""
-    _supports_sdpa = True
     supports_gradient_checkpointing = True
-    _keep_in_fp32_modules_strict: ClassVar = ["tokenizer"]  # of a decoder: rounded weights would make other codes
 
     encode_recorder: SpanRecorder | None = None  # records the calls of components
     call_elements: Mapping[str, int] = MappingProxyType({})  # name of media in a pack -> most elements of a call

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     WeightConverter,
-    WeightTransform,
     apply_converters,
     revert_weight_conversion,
 )
@@ -35,6 +34,7 @@ from omnitrain.models.adapters.files import (
 )
 from omnitrain.models.hf.conversions import conversions_of
 from omnitrain.peers import Peers, all_or_raise
+from omnitrain.transformers_private import ConversionsAlone, conversions_of_weights, set_conversions_of_weights
 
 FILE_BYTES = 5 * 2**30
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
@@ -159,22 +159,10 @@ def _adapter_group(key: str, value: Tensor, name: str, store: Conversion) -> Gro
 
 
 @dataclass(frozen=True)
-class _Conversions:
-    """What transformers reads of a model when it converts weights back. Unlike the model, it can be pickled."""
-
-    _weight_conversions: list[WeightTransform]
-    config: Any
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def get_parameter(self, name: str) -> Tensor:
-        return torch.empty(self.shapes[name], device="meta")
-
-
-@dataclass(frozen=True)
 class _AsInCheckpoint:
     """Stores tensors under the names and in the shapes of the original checkpoint."""
 
-    conversions: _Conversions
+    conversions: ConversionsAlone
     names: tuple[str, ...]
 
     def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -190,7 +178,7 @@ def _groups(model: PreTrainedModel, values: Mapping[str, Tensor]) -> list[Group]
     names = dict(zip(base, values, strict=True))  # original name -> name in the model
     kept = {base_name: names[base_name] for base_name in remove_tied_weights_from_state_dict(base, model)}
     conversions = _conversions_of(model)
-    forth = [one for one in reversed(conversions._weight_conversions) if isinstance(one, WeightConverter)]
+    forth = [one for one in reversed(conversions_of_weights(conversions) or []) if isinstance(one, WeightConverter)]
     converters = [one.reverse_transform() for one in forth]
     together: defaultdict[str, list[str]] = defaultdict(list)
     alone: list[str] = []
@@ -219,15 +207,15 @@ def _groups(model: PreTrainedModel, values: Mapping[str, Tensor]) -> list[Group]
 
 def keep_conversions(model: PreTrainedModel) -> None:
     """Remember the conversions that saving reverts: transformers finds them by class names, which FSDP changes."""
-    model._weight_conversions = conversions_of(model)
+    set_conversions_of_weights(model, conversions_of(model))
 
 
-def _conversions_of(model: PreTrainedModel) -> _Conversions:
+def _conversions_of(model: PreTrainedModel) -> ConversionsAlone:
     """Return the conversions that :func:`revert_weight_conversion` reverts."""
     keep_conversions(model)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
     base, _ = split_weights(model, cast(Any, shapes))
-    return _Conversions(list(model._weight_conversions), model.config, cast(Any, base))
+    return ConversionsAlone(conversions_of(model), model.config, cast(Any, base))
 
 
 def _file_name(index: int, num_files: int) -> str:

@@ -23,14 +23,14 @@ from omnitrain.models.hf.load import as_config, foundation_class
 from omnitrain.ops.attention import PackedSequence
 from omnitrain.ops.device import to_device
 from omnitrain.recipe.component_configs import TeacherConfig
+from omnitrain.transformers_private import ContainerModel
 
 
-class Teacher(PreTrainedModel, EncoderMixin):
+class Teacher(ContainerModel, EncoderMixin):
     """A frozen language model, as an encoder whose items are samples: for each token, its last hidden state."""
 
     config_class = TeacherConfig
     base_model_prefix = ""
-    _supports_sdpa = True
     is_teacher: ClassVar[bool] = True
 
     def __init__(self, config: TeacherConfig, model: PreTrainedModel | None = None) -> None:

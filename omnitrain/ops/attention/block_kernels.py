@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from omnitrain.ops.attention.backends.ragged import aligned, obstacle_of, padded
 from omnitrain.ops.attention.spec import MaskSpec, repeat_heads
 from omnitrain.plan.ring import MASKED, Block
+from omnitrain.torch_private import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
 
 Seen = tuple[int, int]  # keys before and after a query's own position, see seen_before_and_after
 CAUSAL_SEEN = (-1, 0)
@@ -71,9 +76,7 @@ class CpuFlash:
         self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float
     ) -> tuple[Tensor, Tensor]:
         states = _equal_heads(query, key, value)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *states, 0.0, seen == CAUSAL_SEEN, scale=scale
-        )
+        out, lse = cpu_flash_attention(*states, 0.0, seen == CAUSAL_SEEN, scale=scale)
         return out[0], lse[0]
 
     def attend_backward(  # noqa: D102
@@ -88,7 +91,7 @@ class CpuFlash:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         states = _equal_heads(query, key, value)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = cpu_flash_attention_backward(
             grad[None], *states, out[None], lse[None], 0.0, seen == CAUSAL_SEEN, scale=scale
         )
         return dq[0], _of_key_heads(dk[0], len(key)), _of_key_heads(dv[0], len(value))
@@ -108,7 +111,7 @@ class CudaFlash:
         self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float
     ) -> tuple[Tensor, Tensor]:
         width = aligned(query.size(-1))
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        out, lse, *_ = flash_attention(
             *(_tokens_first(x, width) for x in (query, key, value)),
             *_lengths(query, key),
             0.0,
@@ -133,7 +136,7 @@ class CudaFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         width = aligned(query.size(-1))
         no_dropout = query.new_empty(0)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dq, dk, dv = flash_attention_backward(
             *(_tokens_first(x, width) for x in (grad, query, key, value, out)),
             lse[None].contiguous(),  # the kernel reads no strides of the lse
             *_lengths(query, key),

@@ -23,6 +23,7 @@ from omnitrain.ops.attention.packed_context import (
 from omnitrain.ops.attention.spec import CAUSAL, FULL, Call, MaskFunction, MaskSpec, plain_spec, shard_of
 from omnitrain.ops.attention.unpacked import SDPA, plain_attention, plain_mask
 from omnitrain.ops.cpu.unread_rows import rows_read_of
+from omnitrain.torch_private import version_of
 
 # cu_seqlens tensor -> its version and its values.
 _read_before = WeakTensorKeyDictionary()
@@ -180,9 +181,9 @@ def _read(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
     if cu_seqlens.is_inference():  # has no version counter
         return tuple(cu_seqlens.tolist())
     version, offsets = _read_before.get(cu_seqlens, (None, ()))
-    if version != cu_seqlens._version:
+    if version != version_of(cu_seqlens):
         offsets = tuple(cu_seqlens.tolist())
-        _read_before[cu_seqlens] = (cu_seqlens._version, offsets)
+        _read_before[cu_seqlens] = (version_of(cu_seqlens), offsets)
     return offsets
 
 

@@ -29,6 +29,7 @@ IRRELEVANT = {
     "position_embeddings": "queries and keys are rotated already",
     "cache_position": "queries and keys are rotated already",
     "past_key_values": "keys and values contain it already",
+    "cache": "keys and values contain it already",
     "use_cache": "keys and values contain the cache already",
     "cache_params": "for linear-attention layers",
     "seq_idx": "for linear-attention layers",

@@ -17,6 +17,7 @@ from omnitrain.ops.attention.entry import omnitrain_attention, omnitrain_mask
 from omnitrain.ops.attention.packed_context import packed_sequence
 from omnitrain.ops.attention.unpacked import SDPA
 from omnitrain.ops.config_value import config_value
+from omnitrain.transformers_private import attention_of, set_attention, takes_attention
 
 SamplesOf = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -68,15 +69,15 @@ def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tupl
     if backend not in backend_names():
         raise UserError(f"no attention backend {backend!r}; expected one of {', '.join(backend_names())}")
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    fixed = [module for module in models if not module._can_set_attn_implementation()]
+    fixed = [module for module in models if not takes_attention(module)]
     fixed_configs = {id(module.config) for module in fixed}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation_internal", None) is not None and id(config) not in fixed_configs:
+        if attention_of(config) is not None and id(config) not in fixed_configs:
             # With "flash" in the name, transformers would refuse chunked attention, which a spec describes exactly.
             passes_offsets = config_value(config, "attention_chunk_size") is None
             implementation = Implementation(backend, plain_implementation(config), passes_offsets)
-            config._attn_implementation_internal = _register(implementation)
+            set_attention(config, _register(implementation))
     return tuple(sorted({type(module).__name__ for module in fixed}))
 
 
@@ -90,7 +91,8 @@ def _register(implementation: Implementation) -> str:
 
 def plain_implementation(config: Any) -> str:
     """Return transformers' implementation that ``config`` uses for unpacked input."""
-    current: str = config._attn_implementation_internal
+    current = attention_of(config)
+    assert current is not None
     return _registered[current].plain if current in _registered else current
 
 

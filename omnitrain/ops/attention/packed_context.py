@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 
 from omnitrain.errors import UserError
+from omnitrain.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:
     from omnitrain.ops.attention.spec import MaskSpec, SequenceShard
@@ -145,11 +146,12 @@ def check_recomputation(module: torch.nn.Module) -> None:
     Raises:
         UserError: the recomputation would treat a packed sequence as one sample.
     """
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = current_graph_task_id() != -1
     if in_backward and _running.get(_MISSING) is _MISSING and module in _rely_on_context:
         raise UserError(
             f"{type(module).__name__} is recomputed outside of packed(...), so it does not know where samples begin; "
-            "enter packed(...) around the backward, too (packed(None) if its input was not packed)"
+            "give torch.utils.checkpoint a context_fn: omnitrain.ops.recompute.recompute_contexts (with transformers: "
+            "gradient_checkpointing_enable({'use_reentrant': False, 'context_fn': recompute_contexts}))"
         )
 
 

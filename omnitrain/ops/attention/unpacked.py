@@ -23,7 +23,7 @@ _CHOSEN_KEYS, _CHOSEN_BLOCKS = "indices", "block_indices"
 
 def plain_mask(implementation: str, **arguments: Any) -> torch.Tensor | None:
     """Return transformers' mask for ``implementation``."""
-    return AttentionMaskInterface._global_mapping[implementation](**arguments)
+    return AttentionMaskInterface()[implementation](**arguments)
 
 
 def plain_attention(
@@ -54,7 +54,7 @@ def plain_attention(
     if implementation == SDPA and any(kwargs.get(name) is not None for name in _EAGER_ONLY):
         mask = _additive(module, query, key, attention_mask, kwargs.get("is_causal"))
         return own_eager(module)(module, query, key, value, mask, **kwargs)
-    function = AttentionInterface._global_mapping[implementation]
+    function = AttentionInterface()[implementation]
     return function(module, query, key, value, attention_mask, **kwargs)
 
 

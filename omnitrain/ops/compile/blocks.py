@@ -14,6 +14,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain.errors import UserError
 from omnitrain.ops.compile.cache_limit import keep_compilations
+from omnitrain.torch_private import (
+    compile_id,
+    compiled_call,
+    dynamo_backend,
+    dynamo_config,
+    find_cpp_compiler,
+    has_triton,
+    set_compiled_call,
+)
 
 # Compilations in this process: (id of the code, index of its compilation).
 _compiled: list[tuple[int, int]] = []
@@ -22,10 +31,10 @@ _compiled: list[tuple[int, int]] = []
 @cache
 def _counting(name: str) -> Callable[..., Any]:
     """A backend that counts compilations. One object per name: torch does not share code between backend objects."""
-    compile_graph = torch._dynamo.lookup_backend(name)
+    compile_graph = dynamo_backend(name)
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-        current = torch._guards.CompileContext.current_compile_id()
+        current = compile_id()
         if current is not None and current.frame_id is not None and current.frame_compile_id is not None:
             _compiled.append((current.frame_id, current.frame_compile_id))
         return compile_graph(graph, inputs, **options)
@@ -76,14 +85,14 @@ class CompiledBlocks:
 
         Attention and losses that are compiled separately stay compiled; they would need far more memory otherwise.
         """
-        compiled = [block._compiled_call_impl for block in self._blocks]
+        compiled = [compiled_call(block) for block in self._blocks]
         for block in self._blocks:
-            block._compiled_call_impl = None
+            set_compiled_call(block, None)
         try:
             yield
         finally:
             for block, call in zip(self._blocks, compiled, strict=True):
-                block._compiled_call_impl = call
+                set_compiled_call(block, call)
 
 
 def compile_blocks(
@@ -109,7 +118,7 @@ def compile_blocks(
     if backend == "inductor" and (lack := compiler_missing(device)) is not None:
         raise UserError(f"train.compile: torch.compile {lack}; install it or set train.compile to false")
     keep_compilations()
-    torch._dynamo.config.nested_graph_breaks = True  # a graph break inside a call must not break its callers
+    dynamo_config().nested_graph_breaks = True  # a graph break inside a call must not break its callers
     for block in blocks.values():
         block.compile(backend=_counting(backend), dynamic=True)
     return CompiledBlocks(blocks, max_recompiles)
@@ -126,11 +135,8 @@ def blocks_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def compiler_missing(device: torch.device) -> str | None:
     """Return the missing requirement of torch.compile for ``device``; None: nothing is missing."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch.utils._triton import has_triton
-
     try:
-        get_cpp_compiler()
+        find_cpp_compiler()
     except Exception as error:  # the type depends on the platform
         return f"needs a C++ compiler, and none was found ({str(error).splitlines()[0]})"
     return "needs triton (pip install triton)" if device.type == "cuda" and not has_triton() else None

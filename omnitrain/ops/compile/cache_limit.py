@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from omnitrain.torch_private import dynamo_config
 
 # Past its default limit of 8, torch silently runs eagerly, or fails with fullgraph=True. Models, kinds of layers,
 # lengths, forward and recomputation share code, so they need more.
@@ -15,6 +15,6 @@ def keep_compilations() -> None:
     Since torch 2.13 each thread has its own settings, and on a GPU the backward, which recomputes blocks, runs in
     another thread than the forward.
     """
-    config = torch._dynamo.config
+    config = dynamo_config()
     if config.recompile_limit < _KEPT:
         config.recompile_limit = _KEPT

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from omnitrain.torch_private import softmax_backward
+
 
 @dataclass(frozen=True)
 class ShortBatch:
@@ -175,7 +177,7 @@ class _AttendShort(torch.autograd.Function):
             kept, *of_queries, *of_keys, strict=True
         ):
             of_weights = g_NQE @ v_NLE.transpose(1, 2)
-            of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(ctx.scale)
+            of_scores = softmax_backward(of_weights, weights, -1, weights.dtype).mul_(ctx.scale)
             torch.bmm(of_scores, k_NLD, out=of_q_NQD)
             torch.bmm(of_scores.transpose(1, 2), q_NQD, out=of_k_NLD)
             torch.bmm(weights.transpose(1, 2), g_NQE, out=of_v_NLE)

@@ -14,6 +14,7 @@ from omnitrain.errors import UserError
 from omnitrain.ops.experts.choose import AUTO, EXPERTS
 from omnitrain.ops.experts.entry import SETTINGS, omnitrain_experts, settings_of
 from omnitrain.ops.experts.weights import experts_in
+from omnitrain.transformers_private import experts_of, set_experts_of
 
 _PREFIX = "omnitrain"
 
@@ -38,7 +39,7 @@ def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]
     found = [module for _, module in experts_in(model)]
     for module in found:
         config: Any = module.config
-        config._experts_implementation_internal = _name(backend)
+        set_experts_of(config, _name(backend))
     return Counter(type(module).__name__ for module in found)
 
 
@@ -56,7 +57,7 @@ def set_experts(experts: nn.Module, **settings: Any) -> None:
 def backend_of(experts: nn.Module) -> str:
     """Return the backend that :func:`use_omnitrain_experts` set for a layer's experts; ``auto`` if none was set."""
     config: Any = experts.config
-    return _NAMES.get(config._experts_implementation, AUTO)
+    return _NAMES.get(experts_of(config) or "", AUTO)
 
 
 def _name(backend: str) -> str:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
+from omnitrain.transformers_private import recordable_outputs
+
 
 def find_router(model: nn.Module, parent: str) -> tuple[nn.Module, int] | None:
     """Return the router in ``parent`` and the index of the scores in its output, as declared for transformers."""
@@ -15,7 +17,7 @@ def find_router(model: nn.Module, parent: str) -> tuple[nn.Module, int] | None:
         recorder
         for module in model.modules()
         if isinstance(module, PreTrainedModel)
-        for name, recorder in (getattr(module, "_can_record_outputs", None) or {}).items()
+        for name, recorder in recordable_outputs(module).items()
         if name == "router_logits" and isinstance(recorder, OutputRecorder)
     ]
     for module in model.get_submodule(parent).modules():

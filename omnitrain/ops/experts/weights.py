@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.ops.delayed_wgrad import Later, MakeGradient, WeightGradients
 from omnitrain.ops.experts.lora import ExpertAdapter, adapter_names, adapter_scales, parameter_names
+from omnitrain.torch_private import current_graph_task_id
+from omnitrain.transformers_private import apply_gate
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
@@ -145,7 +147,7 @@ class ExpertWeights:
     def activate(self, rows: Tensor) -> Tensor:
         """Compute the activation between the two matmuls: the class's gate, or its activation function."""
         layer: Any = self.module
-        return layer._apply_gate(rows) if layer.has_gate else layer.act_fn(rows)
+        return apply_gate(layer, rows) if layer.has_gate else layer.act_fn(rows)
 
     def finish(self, rows: Tensor) -> Tensor:
         """Apply the norm after the second matmul, if the class has one."""
@@ -226,7 +228,7 @@ class _Gradients:
         """Return a function that takes the gradient of a chunk of the matrix ``name``."""
 
         def take(make: MakeRange) -> None:
-            backward = torch._C._current_graph_task_id()
+            backward = current_graph_task_id()
             for span in self._ranges[chunk]:
                 start, stop = self.offsets[chunk] + span.start, self.offsets[chunk] + span.stop
                 if name in self.later:
@@ -240,7 +242,7 @@ class _Gradients:
 
     def made(self) -> _Wholes:
         """Return all gradients taken in this backward."""
-        backward = torch._C._current_graph_task_id()
+        backward = current_graph_task_id()
         for name, later in self.later.items():
             if pieces := self._pieces.pop((backward, name), None):
                 later(partial(_joined, pieces, self.offsets[-1]))

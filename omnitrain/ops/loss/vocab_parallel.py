@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from omnitrain.ops.collectives import gathered
+from omnitrain.torch_private import assert_async
 
 
 def sharded_softmax(
@@ -50,4 +51,4 @@ def sharded_softmax(
 
 def require_labels(labels: torch.Tensor, classes: int) -> None:
     """Raise a RuntimeError on the device, without waiting on the host, if a label is not in ``[0, classes)``."""
-    torch._assert_async(((labels >= 0) & (labels < classes)).all(), "a label is out of range")
+    assert_async(((labels >= 0) & (labels < classes)).all(), "a label is out of range")

@@ -31,6 +31,7 @@ from omnitrain.parallel.expert.tp_dispatch import TPTokenDispatcher
 from omnitrain.parallel.fsdp.shard import device_of
 from omnitrain.recipe.globs import any_layer, matches_weight
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
+from omnitrain.torch_private import REDISTRIBUTE_LOGGER, parameters_of
 
 _DISPATCH_STYLE = "ep_dispatch_experts"  # of transformers' expert parallel plans
 
@@ -149,7 +150,7 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
     """
     buffer = _deepep_buffer([model.get_submodule(layer.name) for layer in layers], mesh, plan)
     # Saving gathers weights with two Shard(0) placements in two steps; torch warns each time.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    logging.getLogger(REDISTRIBUTE_LOGGER).setLevel(logging.ERROR)
     for layer in layers:
         module = model.get_submodule(layer.name)
         for name in names_by_expert(module):
@@ -157,7 +158,7 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
             # All ranks have the same weights, so no communication is needed; the clone frees the other experts.
             shard = weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
             local = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)
-            module._parameters[name] = nn.Parameter(local, requires_grad=weight.requires_grad)
+            parameters_of(module)[name] = nn.Parameter(local, requires_grad=weight.requires_grad)
         unmeasured = min(_UNMEASURED_CHUNKS, layer.num_experts // mesh.size())
         chunks = unmeasured if isinstance(plan.expert_chunks, str) else plan.expert_chunks or 1
         by_torch = RankDispatcher(GroupLink(mesh.get_group()), chunks)

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from omnitrain.models.contract.harness import Failure, attempt
 from omnitrain.ops.experts import LayerSpans
+from omnitrain.torch_private import has_hooks
 
 _TRIAL_TOKENS = 4
 
@@ -108,8 +109,8 @@ class SharedExpertOverlap:
     def compute(self, spans: LayerSpans) -> None:
         """Compute the shared experts for the current forward of the layer."""
         running = _running.get()
-        hooks = (*self._shared._forward_pre_hooks, *self._shared._forward_hooks)
-        if running is not None and not hooks:  # hooks of other code expect to run around the forward
+        # Hooks of other code expect to run around the forward.
+        if running is not None and not has_hooks(self._shared, backward=False):
             running.result = spans.shared_experts(running.hidden, self._forward)
 
     def _begin(self, layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:

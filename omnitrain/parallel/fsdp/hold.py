@@ -7,8 +7,8 @@ that another micro-batch still needs. Held units keep their weights, and add up 
 A unit has one state for its forward and its backward, which a forward and a backward of two micro-batches at the same
 time would confuse. So the hooks of held units only cast, and add up gradients when autograd has left the unit.
 
-torch (2.13) has public functions to gather, free and cast; :meth:`HeldUnits.reduce` does what
-``torch.distributed.pipelining`` does for its own stages.
+torch has public functions to gather and free; :meth:`HeldUnits.reduce` does what ``torch.distributed.pipelining`` does
+for its own stages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import is_bw
+
+from omnitrain.torch_private import (
+    add_up_gradients,
+    call_after_backward,
+    end_backward,
+    is_backward,
+    parameter_groups,
+    replace_hook_before_backward,
+    reset_after_error,
+)
 
 
 class HeldUnits:
@@ -46,19 +55,18 @@ class HeldUnits:
             for unit in self._units.values():
                 unit.set_reshard_after_backward(False, recurse=False)
                 unit.set_requires_gradient_sync(False, recurse=False)
-                state: Any = unit._get_fsdp_state()
-                state._register_pre_backward_hook = _nothing_before_backward
-                for group in _groups(unit):
+                replace_hook_before_backward(unit, _nothing_before_backward)
+                for group in parameter_groups(unit):
                     group.pre_forward, group.post_forward = partial(_pre_forward, group), _post_forward
             self._root.set_is_last_backward(False)
             yield
         except BaseException:
-            self._root.reset_iter_state()
+            reset_after_error(self._root)
             raise
         finally:
             for unit in self._units.values():
-                del unit._get_fsdp_state()._register_pre_backward_hook
-                for group in _groups(unit):
+                replace_hook_before_backward(unit, None)
+                for group in parameter_groups(unit):
                     del group.pre_forward, group.post_forward
                 unit.set_reshard_after_backward(True, recurse=False)
                 unit.set_requires_gradient_sync(True, recurse=False)
@@ -84,31 +92,24 @@ class HeldUnits:
             unit = self._units[name]
             unit.set_reshard_after_backward(True, recurse=False)
             unit.set_requires_gradient_sync(True, recurse=False)
-            for group in _groups(unit):
+            for group in parameter_groups(unit):
                 group.post_backward()
 
     def add_up(self) -> None:
-        """Add the gradients of a backward (in ``parameter.grad``) to those that units hold, in the dtype of both."""
+        """Add the gradients of a backward to those that units hold, in the dtype in which they are reduced."""
         for unit in self._units.values():
-            for group in _groups(unit):
-                for parameter in group.fsdp_params:
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+            for group in parameter_groups(unit):
+                add_up_gradients(group)
 
     def finish(self) -> None:
         """Wait for all reductions, at the end of a step."""
         self._root.set_is_last_backward(True)
-        state: Any = self._root._get_fsdp_state()
-        state._root_post_backward_final_callback()
-
-
-def _groups(unit: FSDPModule) -> list[Any]:
-    return list(unit._get_fsdp_state()._fsdp_param_groups)
+        end_backward(self._root)
 
 
 def _pre_forward(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Add up the gradients of a unit when its backward has ended; a recomputation runs inside of that backward."""
-    return (args, kwargs) if is_bw() else group._register_post_backward_hook(args, kwargs)
+    return (args, kwargs) if is_backward() else call_after_backward(group, args, kwargs)
 
 
 def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:

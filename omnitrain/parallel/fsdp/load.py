@@ -20,6 +20,8 @@ from omnitrain.models.hf.load import load_strictly
 from omnitrain.models.hf.stored_tensor import weights_left_in_files
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
+from omnitrain.torch_private import buffers_of, parameters_of
+from omnitrain.transformers_private import set_attention_of_all
 
 T = TypeVar("T")
 
@@ -43,7 +45,7 @@ def load_weights(model: PreTrainedModel, path: str, *, in_files: bool = False) -
         WeightsError: names every missing, unexpected or misshapen tensor.
     """
     config = copy.deepcopy(model.config)
-    config._attn_implementation = None  # the model has chosen its attention already
+    set_attention_of_all(config, None)  # the model has chosen its attention already
     with weights_left_in_files() if in_files else nullcontext():
         loaded = load_strictly(type(model), path, config=config)
     if isinstance(model, OmniModel):
@@ -52,11 +54,11 @@ def load_weights(model: PreTrainedModel, path: str, *, in_files: bool = False) -
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for name, source in loaded.named_modules(remove_duplicate=False):
         target = model.get_submodule(name)
-        for key, value in source._parameters.items():
+        for key, value in parameters_of(source).items():
             if value is not None:
-                trains = target._parameters[key].requires_grad
-                target._parameters[key] = copies.setdefault(value, nn.Parameter(value.data, requires_grad=trains))
-        target._buffers.update(source._buffers)
+                trains = parameters_of(target)[key].requires_grad
+                parameters_of(target)[key] = copies.setdefault(value, nn.Parameter(value.data, requires_grad=trains))
+        buffers_of(target).update(buffers_of(source))
         for key, value in vars(source).items():
             if isinstance(value, Tensor):  # a buffer that the module keeps as a plain attribute
                 setattr(target, key, value)

@@ -19,14 +19,14 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.single_rank import skip_copy_in_out
 from omnitrain.parallel.fsdp.units import ComponentUnits, ignored_params
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.torch_private import initialise_root, tree_map_only
+from omnitrain.transformers_private import keep_recordable_outputs
 
 # Methods of a component -> whether FSDP casts their floating-point arguments. A decoder's media tokenizer keeps its
 # precision, so the features for it are not cast.
@@ -123,14 +123,6 @@ def shard(
     initialise_root(root_unit)
 
 
-def initialise_root(root: FSDPModule) -> None:
-    """Initialise FSDP's root before its first forward; otherwise the first component to run would become a root.
-
-    torch (2.11 to 2.13) has no public function for this.
-    """
-    root._get_fsdp_state()._lazy_init()
-
-
 def _shard_unit(
     module: nn.Module, how: Sharding, ignored: set[nn.Parameter], *, casts_inputs: bool, keeps_unsharded: bool
 ) -> FSDPModule:
@@ -154,7 +146,7 @@ def _shard_unit(
     if isinstance(module, PreTrainedModel):
         # FSDP renames the class of a unit. transformers looks up by class name which outputs a model can record, so
         # towers whose intermediate layers are used (LLaVA) would return none.
-        dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(module)), module._can_record_outputs)
+        keep_recordable_outputs(module)
     return unit
 
 

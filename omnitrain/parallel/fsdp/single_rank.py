@@ -1,4 +1,4 @@
-"""Avoid the copies that torch (2.11 to 2.13) makes in FSDP units on a mesh of one rank.
+"""Avoid the copies that torch makes in FSDP units on a mesh of one rank.
 
 torch casts the parameters, then copies them into the all-gather output; it packs the gradients into one buffer, then
 copies it into the reduce-scatter output. Here the cast writes directly into the output, and both buffers are the same.
@@ -13,8 +13,14 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from omnitrain.torch_private import (
+    DefaultReduceScatter,
+    FSDPParam,
+    input_of_reduce_scatter,
+    parameter_groups,
+    stored_shard,
+)
 
 
 def skip_copy_in_out(unit: FSDPModule) -> None:
@@ -23,12 +29,10 @@ def skip_copy_in_out(unit: FSDPModule) -> None:
     Args:
         unit: just returned by ``fully_shard``, on a mesh of one rank, without CPU offload.
     """
-    group = unit._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return  # other units have all its parameters
-    unit.set_custom_reduce_scatter(_SharedBuffer())
-    for parameter in group.fsdp_params:
-        parameter.__class__ = _CastIntoOutput
+    for group in parameter_groups(unit):
+        unit.set_custom_reduce_scatter(_SharedBuffer())
+        for parameter in group.fsdp_params:
+            parameter.__class__ = _CastIntoOutput
 
 
 class _CastIntoOutput(FSDPParam):
@@ -37,7 +41,7 @@ class _CastIntoOutput(FSDPParam):
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
         """``[n]`` in the stored dtype; torch's version has the compute dtype."""
-        stored = self._sharded_param_data
+        stored = stored_shard(self)
         self.init_all_gather_outputs([stored.numel()], [self.param_dtype or stored.dtype], 1, stored.device)
         return [stored]
 
@@ -47,7 +51,7 @@ class _SharedBuffer(DefaultReduceScatter):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the input buffer on the second call of torch's ``foreach_reduce``, which allocates its output."""
-        allocated: torch.Tensor | None = sys._getframe(1).f_locals.get("reduce_scatter_input")
+        allocated = input_of_reduce_scatter(sys._getframe(1))
         if allocated is None:
             return super().allocate(size, dtype=dtype, device=device)
         if allocated.is_cuda:

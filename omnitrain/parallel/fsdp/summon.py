@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.units import blocks_of
+from omnitrain.torch_private import parameter_groups, reset_after_error
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def gathered(model: OmniModel) -> Iterator[None]:
     }
     summoned = [unit for name, unit in units.items() if name not in blocks]
     # torch has a setter for resharding after the forward, but no getter; the parameter group has the state.
-    groups = [group for unit in summoned if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
+    groups = [group for unit in summoned for group in parameter_groups(unit)]
     before = [group.post_forward_mesh_info for group in groups]
     try:
         for unit in summoned:
@@ -37,8 +38,7 @@ def gathered(model: OmniModel) -> Iterator[None]:
             unit.unshard()
         yield
     except BaseException:
-        if hasattr(model, "reset_iter_state"):  # since torch 2.13: cleans up after an interrupted forward
-            model.reset_iter_state()
+        reset_after_error(model)
         raise
     finally:
         for group, info in zip(groups, before, strict=True):

@@ -115,7 +115,7 @@ class _Parameters:
     def _find(self, module: nn.Module) -> dict[nn.Parameter, None]:
         """Note the parameters of a module, and return those of it and of the modules in it that are not ignored."""
         if module not in self._managed:
-            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            own = list(module.parameters(recurse=False))
             for parameter in own:
                 self._holders.setdefault(parameter, set()).add(module)
             self._managed[module] = dict.fromkeys(parameter for parameter in own if parameter in self._owner)

@@ -26,6 +26,7 @@ from torch.utils import swap_tensors
 from omnitrain.models.hf.stored_tensor import StoredTensor, replace_value
 from omnitrain.models.hf.stored_values import FILES, InFile, StoredValue, cast, leaves_of
 from omnitrain.ops.collectives import gathered_objects
+from omnitrain.torch_private import buffers_of
 
 T = TypeVar("T")
 
@@ -119,7 +120,7 @@ class WeightLoader:
             {(path, name): value.cpu() for path, name, value in found}, self._group
         ).items():
             module = self._model.get_submodule(path)
-            holder = module._buffers if name in module._buffers else vars(module)
+            holder = buffers_of(module) if name in buffers_of(module) else vars(module)
             holder[name] = value
 
 
@@ -191,6 +192,6 @@ def _own(parameter: nn.Parameter, whole: Tensor) -> Tensor:
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     for path, module in model.named_modules():
-        for name, value in (*module._buffers.items(), *vars(module).items()):
+        for name, value in (*buffers_of(module).items(), *vars(module).items()):
             if isinstance(value, Tensor):
                 yield path, name, value

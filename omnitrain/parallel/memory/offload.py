@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
+
+from omnitrain.torch_private import storage_of, version_of
 
 _SMALL = 4096  # bytes; a copy of less costs more than it frees
 
@@ -69,7 +70,7 @@ class ActivationOffload:
         """Offload tensors that autograd saves inside the context, except parameters of ``block``."""
 
         def is_activation(storage: int) -> bool:  # read at each call: an inner FSDP unit gathers its parameters late
-            return all(_storage(parameter) != storage for parameter in block.parameters())
+            return all(storage_of(parameter) != storage for parameter in block.parameters())
 
         with self._saved(is_activation):
             yield
@@ -77,7 +78,7 @@ class ActivationOffload:
     @contextmanager
     def saving_only(self, tensor: Tensor) -> Iterator[None]:
         """Offload only saved tensors that share the storage of ``tensor``."""
-        wanted = _storage(tensor)
+        wanted = storage_of(tensor)
         with self._saved(lambda storage: storage == wanted):
             yield
 
@@ -133,10 +134,10 @@ class _Call:
         self._is_fetched = False
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if not self.offload.is_taken(tensor) or not self._is_wanted(storage):
             return tensor
-        key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor))
         if key not in self._seen:
             saved = _Saved(self, self.offload.out(tensor))
             self._saved.append(weakref.ref(saved))
@@ -183,8 +184,3 @@ class _Saved:
         if event is not None:
             torch.cuda.current_stream(tensor.device).wait_event(event)
         return tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # the storage of a DTensor itself is empty
-    return local.untyped_storage()._cdata

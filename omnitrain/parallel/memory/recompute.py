@@ -20,6 +20,8 @@ from torch.utils.checkpoint import (
 from omnitrain.ops.experts import is_experts
 from omnitrain.ops.recompute import Contexts, recompute_contexts
 from omnitrain.parallel.tensor.sequence_parallel import dividing, tokens_divided
+from omnitrain.torch_private import PROFILER_RECORDS
+from omnitrain.transformers_private import checkpoint_block
 
 # The default ops that `selective` saves: matrix products and attention, if the installed torch has them.
 SAVED_OPS = (
@@ -43,9 +45,7 @@ _REGISTERED_BY = {"torch_attn": "torch.nn.attention.varlen", "flash_attn": "flas
 
 # A recompute must call the same ops as its forward. FSDP units inside a block issue more profiler records in the
 # recompute, because they run there outside of the root's forward.
-SAC_IGNORED_OPS.update(
-    {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
-)
+SAC_IGNORED_OPS.update(PROFILER_RECORDS)
 
 
 def recompute_blocks(
@@ -65,9 +65,7 @@ def recompute_blocks(
     has_routers = any(is_experts(module) for layer in layers for module in layer.modules())
     for block in layers:
         context = partial(around, block) if around is not None else nullcontext
-        layer: Any = block
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(_checkpointed, context, partial(_contexts, kept, has_routers))
+        checkpoint_block(block, partial(_checkpointed, context, partial(_contexts, kept, has_routers)))
 
 
 def recompute_modules(modules: Iterable[nn.Module]) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from omnitrain.errors import TrainingError
 from omnitrain.peers import lost_connections_as, swap_bytes, wait_for
 from omnitrain.plan import needed_capacity, padded
+from omnitrain.torch_private import set_default_timeout
 
 # Data processes prefetch, and wait for each other while their ranks save or evaluate. A dead one closes its connection.
 _PATIENCE = timedelta(days=7)
@@ -140,5 +141,5 @@ class DataProcessGroup:
             ) from error
         except RuntimeError as error:  # a data process left while this one was still connecting
             raise TrainingError(_FAILED_ELSEWHERE) from error
-        group._set_default_timeout(_PATIENCE)
+        set_default_timeout(group, _PATIENCE)
         return group

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from omnitrain.ops.collectives import add_up, gather_columns, own_columns
 from omnitrain.ops.patch_forward import Forward, forward_of, set_forward
 from omnitrain.parallel.tensor.sequence_parallel import tokens_divided
+from omnitrain.torch_private import parameters_of
 
 Around = Callable[[Forward, dist.ProcessGroup], Forward]
 
@@ -104,26 +105,26 @@ def output_added_up(plain: Forward, group: dist.ProcessGroup) -> Forward:
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
     """Replace the module's DTensors by their local shards while the context is open; autograd sees the conversion."""
-    whole: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
-    module._parameters.update({name: p.to_local() for name, p in whole.items()})
+    whole: dict[str, Any] = {name: p for name, p in parameters_of(module).items() if isinstance(p, DTensor)}
+    parameters_of(module).update({name: p.to_local() for name, p in whole.items()})
     try:
         yield
     finally:
-        module._parameters.update(whole)
+        parameters_of(module).update(whole)
 
 
 @contextmanager
 def _without_bias(module: nn.Module) -> Iterator[Tensor | None]:
     linear = getattr(module, "base_layer", module)  # a layer with an adapter wraps the linear layer
-    bias = linear._parameters.get("bias")
+    bias = parameters_of(linear).get("bias")
     if bias is None:
         yield None
         return
-    linear._parameters["bias"] = None
+    parameters_of(linear)["bias"] = None
     try:
         yield bias
     finally:
-        linear._parameters["bias"] = bias
+        parameters_of(linear)["bias"] = bias
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnitrain.data.packing.fill_pack import pack_all
 from omnitrain.data.packing.pack import Pack
@@ -28,6 +27,7 @@ from omnitrain.parallel.pipeline.whole import whole_over_stages
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.verify.sgd import ShardedSGD
+from omnitrain.torch_private import COLLECTIVES, TorchDispatchMode
 
 STEPS = 3
 _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
@@ -164,7 +164,7 @@ class _Collectives(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace in ("c10d", "_c10d_functional")
+        self.count += func.namespace in COLLECTIVES
         return func(*args, **(kwargs or {}))
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from omnitrain.torch_private import tree_leaves
 
 
 def follow_components(model: Any, note: Callable[[str], object]) -> list[RemovableHandle]:

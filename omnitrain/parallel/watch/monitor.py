@@ -20,9 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
@@ -33,6 +31,7 @@ from omnitrain.ops.turns import running_thread
 from omnitrain.parallel.watch.board import StallBoard
 from omnitrain.parallel.watch.component_hooks import follow_components
 from omnitrain.parallel.watch.report import Answer, Collectives, Phase, Place, RunningAction, described, report
+from omnitrain.torch_private import begun_collectives, process_groups, profiler_enabled, set_timeout
 
 _PATIENCE = timedelta(days=7)  # of collectives
 _TICK_SECONDS = 1.0
@@ -146,7 +145,7 @@ class StallMonitor:
             last.action if action is None else action,
         )
         self._moves += 1
-        if torch.autograd._profiler_enabled():
+        if profiler_enabled():
             with record_function(described(self._place)):
                 pass
 
@@ -187,8 +186,8 @@ class StallMonitor:
 
     def __enter__(self) -> StallMonitor:
         if not self._is_alone:
-            for group in _groups():
-                dist.distributed_c10d._set_pg_timeout(_PATIENCE, group)
+            for group in process_groups():
+                set_timeout(group, _PATIENCE)
             self._thread.start()
         return self
 
@@ -288,18 +287,10 @@ class StallMonitor:
         os._exit(EXIT_FAILED)
 
 
-def _groups() -> list[dist.ProcessGroup]:
-    """The process groups of this rank."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
 def _begun_collectives() -> dict[str, Collectives]:
     """The collectives started on each process group and device; torch counts them on the host."""
     begun = {}
-    for group in _groups():
-        for device in group._device_types:
-            with suppress(RuntimeError):  # the backend does not count
-                backend: Any = group._get_backend(device)
-                count = backend._get_sequence_number_for_group()
-                begun[f"{group.group_name}/{device.type}"] = Collectives(group.group_desc, count)
+    for group in process_groups():
+        for device, count in begun_collectives(group).items():
+            begun[f"{group.group_name}/{device}"] = Collectives(group.group_desc, count)
     return begun

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, Sub
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR, TrainingError, UserError
+from omnitrain.torch_private import output_streams
 from omnitrain.train.interrupt import TOGETHER_SECONDS, heard
 from omnitrain.train.launch.crowding import num_cores
 from omnitrain.train.launch.environment import FIRST_TO_FAIL, LAUNCHER
@@ -102,7 +103,7 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
         finally:
             context.close(signal.SIGKILL)  # kills remaining processes, and shows the last lines of stderr
             for handler in context.subprocess_handlers.values():
-                for stream in (handler._stdout, handler._stderr):
+                for stream in output_streams(handler):
                     if stream is not None:  # torch leaves those of ended processes open
                         stream.close()
     return ranks.exit_code()

@@ -23,6 +23,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import RowSource
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.plan import facts_of
+from omnitrain.torch_private import storage_of
 
 _COPIES = (1, 2)  # copies of each sample in a pack; two points give a slope
 
@@ -106,11 +107,11 @@ def _units(pack: Pack) -> dict[str, float]:
 
 def _kept(model: OmniModel, pack: Pack) -> int:
     """Return the bytes of the tensors that one forward saves, without parameters and buffers."""
-    of_model = {_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    of_model = {storage_of(tensor) for tensor in chain(model.parameters(), model.buffers())}
     saved: dict[int, tuple[int, Tensor]] = {}  # holds the tensors, so that no storage address is reused
 
     def record(tensor: Tensor) -> Tensor:
-        if (storage := _storage(tensor)) not in of_model:
+        if (storage := storage_of(tensor)) not in of_model:
             saved[storage] = tensor.untyped_storage().nbytes(), tensor
         return tensor
 
@@ -119,7 +120,3 @@ def _kept(model: OmniModel, pack: Pack) -> int:
         loss = torch.stack([term.sum for term in output.losses.values()]).sum()
     del output, loss
     return sum(size for size, _ in saved.values())
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

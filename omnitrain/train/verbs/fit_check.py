@@ -8,13 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.errors import UserError
@@ -23,14 +16,8 @@ from omnitrain.models.hf.tied import untie_as_in_files
 from omnitrain.models.omni.build import omni_config_at
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import Model
+from omnitrain.torch_private import NEED_CONTENT, FakeTensorMode
 from omnitrain.train.metrics.display import show_unused
-
-_NEEDS_CONTENT = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 
 def weights_problems(recipe: Model) -> list[str]:
@@ -89,7 +76,7 @@ def forward_problems(model: OmniModel) -> list[str]:
 def _problem(name: str, trial: Callable[[], Any]) -> str:
     try:
         trial()
-    except _NEEDS_CONTENT:
+    except NEED_CONTENT:
         return ""
     except UserError as error:
         return f"model, {name}: cannot run: {error}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,17 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from omnitrain.ops.attention import online_softmax
 from omnitrain.ops.attention.backends.reference import REFERENCE
 from omnitrain.ops.attention.block_kernels import KERNELS, BlockKernel, CudaFlash, kernel_for
-from omnitrain.ops.attention.online_softmax import (
-    RunningSoftmax,
-    Scoring,
-    attend_block,
-    attend_block_backward,
-    blocks_between,
-)
 from omnitrain.ops.attention.spec import Call, MaskSpec, repeat_heads
 from omnitrain.plan.ring import CAUSAL, FULL, MASKED, Block
+from tests.ops.attention.blocks import CHUNKS, SCALE, by_blocks
 
-CHUNKS = (0, 24, 48, 72, 96)  # of two cp ranks
 OFFSETS = (0, 17, 20, 96)
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -137,45 +129,9 @@ def kernel_on_cpu(name: str) -> Iterator[None]:
         yield
 
 
-def blocks_of(mask: MaskSpec) -> list[tuple[slice, slice, Block]]:
-    """The rows, columns and block of all pairs of chunks."""
-    cuts = sorted({*CHUNKS, *mask.offsets})
-    runs = [(run, max(i for i in mask.offsets if i <= run[0])) for run in itertools.pairwise(cuts)]
-    return [
-        (slice(*block.queries), slice(*block.keys), block)
-        for (queries, of_queries), (keys, of_keys) in itertools.product(runs, runs)
-        if of_queries == of_keys
-        for block in blocks_between(mask, queries, keys, torch.device("cpu"))
-    ]
-
-
-def by_blocks(states: list[Tensor], grad: Tensor, mask: MaskSpec) -> list[Tensor]:
-    """Output and gradients of ``[H, N, D], [K, N, D], [K, N, E]``, as ring attention sums them."""
-    query, key, value = states
-    scoring = Scoring(mask, 0.3, None)
-    state = RunningSoftmax(query, value.size(-1))
-    for rows, columns, block in blocks_of(mask):
-        state.add(rows, *attend_block(query[:, rows], key[:, columns], value[:, columns], block, scoring))
-    grads = [torch.zeros_like(x) for x in states]
-    for rows, columns, block in blocks_of(mask):
-        parts = attend_block_backward(
-            grad[:, rows],
-            query[:, rows],
-            key[:, columns],
-            value[:, columns],
-            state.out[:, rows],
-            state.lse[:, rows],
-            block,
-            scoring,
-        )
-        for total, place, part in zip(grads, (rows, columns, columns), parts, strict=True):
-            total[:, place] += part
-    return [state.out, *grads]
-
-
 def whole(states: list[Tensor], grad: Tensor, mask: MaskSpec) -> list[Tensor]:
     leaves = [x.double()[None].requires_grad_() for x in states]
-    out = REFERENCE.attend(Call(*(x.float() for x in leaves), mask=mask, scale=0.3))[0].transpose(0, 1)
+    out = REFERENCE.attend(Call(*(x.float() for x in leaves), mask=mask, scale=SCALE))[0].transpose(0, 1)
     return [out, *(x[0] for x in torch.autograd.grad(out, leaves, grad))]
 
 

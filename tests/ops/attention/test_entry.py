@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from omnitrain.errors import UserError
 from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, attention_report, packed, packed_sequence, spec
 from omnitrain.ops.attention.hf_arguments import HONOURED, IRRELEVANT
+from omnitrain.ops.recompute import recompute_contexts
 
 OFFSETS = (0, 4, 8, 13)
 attend = AttentionInterface._global_mapping[ATTENTION_NAME]
@@ -243,12 +244,12 @@ def test_offsets_that_are_none_are_refused(offsets: tuple[int, ...]) -> None:
 
 
 def test_a_recomputation_that_lost_the_offsets_is_refused() -> None:
-    """Only a model that makes no mask needs the context in its backward."""
+    """Only a model that makes no mask needs the context in its recomputation."""
     layer, (query, key, value) = CausalLayer(), draw()
     query.requires_grad_()
 
-    def forward(mask: MaskSpec | None) -> torch.Tensor:
-        return checkpoint(lambda q: attend(layer, q, key, value, mask)[0], query, use_reentrant=False)
+    def forward(mask: MaskSpec | None, **options: Any) -> torch.Tensor:
+        return checkpoint(lambda q: attend(layer, q, key, value, mask)[0], query, use_reentrant=False, **options)
 
     with packed(OFFSETS):
         by_spec, by_context = forward(MaskSpec(OFFSETS, causal=True)), forward(None)
@@ -256,9 +257,7 @@ def test_a_recomputation_that_lost_the_offsets_is_refused() -> None:
     with pytest.raises(UserError, match="recomputed outside of packed"):
         torch.autograd.grad(by_context.sum(), query)
     with packed(OFFSETS):
-        by_context = forward(None)
-        (found,) = torch.autograd.grad(by_context.sum(), query)
+        by_context = forward(None, context_fn=recompute_contexts)
+    (found,) = torch.autograd.grad(by_context.sum(), query)
     assert torch.equal(found, expected)
-    alone = forward(None)
-    with packed(None):
-        torch.autograd.grad(alone.sum(), query)  # says that its input was not packed
+    torch.autograd.grad(forward(None, context_fn=recompute_contexts).sum(), query)  # its input was not packed

@@ -63,7 +63,7 @@ class Case(NamedTuple):
         micro_batches: number of micro-batches of the step.
         memory: what is recomputed or offloaded.
         experts: chunks, and whether gradients of weights are delayed.
-        extra: dropout, or losses of routers.
+        extra: dropout, losses of routers, or a loss of the user, whose gradient the forward takes.
     """
 
     model: str
@@ -101,7 +101,7 @@ MEMORY = {
     "named": {"offloaded_tensors": ["dispatched_rows", "mlp_input"]},
 }
 EXPERTS = ("1", "2", "3", "4", "1.delayed", "4.delayed")
-EXTRAS = ("", "dropout", "balance")
+EXTRAS = ("", "dropout", "balance", "loss")
 
 
 def possible() -> list[Case]:
@@ -129,6 +129,7 @@ def paired_and_one_by_one(case: Case) -> list[Step]:
     foundation = foundation_class(config)(config)
     init_peaked_(foundation)
     model = build_omni_model(foundation=foundation).train()
+    model.runner.loss_function = smoothed if case.extra == "loss" else None
     samples = [probe.sample for probe in probe_samples(foundation, model.runner.native)]
     chunks, _, delayed = case.experts.partition(".")
     plan = ComponentPlan(
@@ -159,6 +160,10 @@ def paired_and_one_by_one(case: Case) -> list[Step]:
         gradients = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         found.append(Step(loss, gradients, len(given)))
     return found
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
 
 
 def pack(samples: list[Sample], index: int, rank: int) -> Pack:

@@ -1,14 +1,13 @@
-"""On a GPU a backward runs in a thread of the device, where nothing is of what the forward's thread has for itself."""
+"""On a GPU a backward runs in a thread of the device, where nothing is of what the forward's thread has for itself.
+
+These run with ``--device-thread`` only (``make test-device-thread``); without, they would repeat other tests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
 
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.verify import verify
@@ -16,29 +15,7 @@ from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from tests.parallel.expert.test_experts import text_samples
 from tests.parallel.verify.test_verify import hf_samples
 
-
-class RanksWithDeviceThreads:
-    """A pool whose ranks run each backward in a thread of its own."""
-
-    def __init__(self, ranks: RankPool) -> None:
-        self._ranks = ranks
-
-    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        return self._ranks.run(with_device_thread, function, *args, **options)
-
-
-def with_device_thread(function: Callable[..., Any], *args: Any) -> Any:
-    backward, threads = torch.autograd.backward, list[int]()
-
-    def in_its_thread(*arguments: Any, **options: Any) -> None:
-        with ThreadPoolExecutor(1) as device:
-            device.submit(backward, *arguments, **options).result()
-        threads.append(1)
-
-    with patch.object(torch.autograd, "backward", in_its_thread):
-        result = function(*args)
-    assert threads, "no backward was run"
-    return result
+pytestmark = pytest.mark.device_thread
 
 
 def plan(**fields: Any) -> ParallelPlan:
@@ -62,8 +39,7 @@ MORE = [
 
 
 def check(ranks: RankPool, name: str, samples: list[Any], layouts: list[Any]) -> None:
-    pool: Any = RanksWithDeviceThreads(ranks)
-    report = verify(f"tests.parallel.factories:{name}", samples, layouts, nproc=2, pool=pool, timeout_s=120)
+    report = verify(f"tests.parallel.factories:{name}", samples, layouts, nproc=2, pool=ranks, timeout_s=120)
     assert {row.status for row in report.rows} == {"equal"}, str(report)
 
 

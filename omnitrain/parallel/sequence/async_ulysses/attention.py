@@ -33,6 +33,7 @@ from omnitrain.parallel.sequence.async_ulysses.projections import (
     scatter_and_project,
 )
 from omnitrain.parallel.sequence.ulysses import OwnHeads, UlyssesShard, deal_heads
+from omnitrain.torch_private import has_hooks
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def why_not_async(module: nn.Module, layout: AttentionLayout, sp: int) -> str | 
                 return f"{name} has another forward"
             if type(part) is not nn.Linear or any(type(p) not in (Tensor, nn.Parameter) for p in part.parameters()):
                 return f"{name} is not a plain nn.Linear"
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+        if has_hooks(part):
             return f"{name} has hooks"
     return None
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from omnitrain.data.packing.pack import Pack
@@ -29,6 +28,7 @@ from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout,
 from omnitrain.parallel.sequence.async_ulysses.projections import TokenExchange, TokenSpans
 from omnitrain.parallel.sequence.head_exchange import Arrival, HeadSpans
 from omnitrain.parallel.sequence.ulysses import OwnHeads, of_own_heads
+from omnitrain.torch_private import tree_leaves
 
 # Enough tokens for sums in another order to differ.
 _SAMPLES = 12

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from omnitrain.ops.experts import set_experts, use_omnitrain_experts
+from omnitrain.ops.experts import experts_in, set_experts, use_omnitrain_experts
 from omnitrain.parallel.expert.dispatch import Link, RankDispatcher
 
 EXPERTS, TOP_K, HIDDEN, INNER, MOST_TOKENS = 8, 2, 64, 32, 300
@@ -68,6 +68,12 @@ class LateLoopback(PromptLoopback):
             rows.fill_(torch.nan)
 
         return wait
+
+
+def over(link: Link, chunks: int, model: nn.Module) -> None:
+    """Let all experts of ``model`` exchange their rows over ``link``, in chunks."""
+    for _, experts in experts_in(model):
+        set_experts(experts, dispatcher=RankDispatcher(link, chunks))
 
 
 def experts_of_a_layer(device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -1,13 +1,14 @@
-"""Widths of the models that the benchmarks on one GPU train, and how many of their layers fit in its memory."""
+"""Widths of the models that the phases train, and how many of their layers fit in the memory."""
 
 from __future__ import annotations
 
-from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import AutoConfig
+
+from gpu.measured import Load
 
 # Bytes of a parameter: weight, gradient and two moments in fp32, and a bf16 copy while it is used.
 _PARAMETER_BYTES = 4 * 4 + 2
@@ -35,7 +36,6 @@ class Sizes:
         mrope: sections of the rotary positions.
         longest: tokens of a sample's text.
         sides: least and largest side of an image, in units of 32 pixels.
-        matmul: side of the ceiling's matrices.
     """
 
     text: dict[str, Any]
@@ -44,7 +44,6 @@ class Sizes:
     mrope: list[int]
     longest: int
     sides: tuple[int, int]
-    matmul: int
 
 
 FULL = Sizes(
@@ -70,7 +69,6 @@ FULL = Sizes(
     mrope=[24, 20, 20],
     longest=4096,
     sides=(8, 28),
-    matmul=8192,
 )
 TINY = Sizes(
     text=FULL.text
@@ -83,15 +81,31 @@ TINY = Sizes(
     mrope=[4, 2, 2],
     longest=64,
     sides=(1, 3),
-    matmul=128,
 )
 
 
+MOE = replace(
+    FULL,
+    text=FULL.text
+    | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_key_value_heads": 4},
+)
+TINY_MOE = replace(TINY, text=TINY.text | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2})
+
+
+def sizes_of(kind: str, tiny: bool) -> Sizes:
+    """Return the widths of Qwen3-4B, Qwen3-VL-4B (``mixed``) or Qwen3-30B-A3B (``experts``), or tiny ones."""
+    if kind == "experts":
+        return TINY_MOE if tiny else MOE
+    return TINY if tiny else FULL
+
+
 def config_of(kind: str, sizes: Sizes, layers: int) -> Any:
-    """HF's config: Qwen3 for ``text``, Qwen3-VL for ``mixed``."""
+    """HF's config: Qwen3 for ``text``, Qwen3-VL for ``mixed``, Qwen3-MoE for ``experts``."""
     text = sizes.text | {"num_hidden_layers": layers}
-    if kind == "text":
-        return AutoConfig.for_model("qwen3", **text, tie_word_embeddings=True)
+    if kind != "mixed":
+        name = "qwen3" if kind == "text" else "qwen3_moe"
+        return AutoConfig.for_model(name, **text, tie_word_embeddings=kind == "text")
     image, video, opening, closing = sizes.special
     rope = {"rope_type": "default", "mrope_section": sizes.mrope, "mrope_interleaved": True, "rope_theta": 5e6}
     vision = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
@@ -107,12 +121,13 @@ def config_of(kind: str, sizes: Sizes, layers: int) -> Any:
     )
 
 
-def layers_that_fit(kind: str, sizes: Sizes, given: Namespace, vocabulary_matrices: int = 1) -> int:
-    """Layers of the language model for which the free memory is enough; with a head of its own there are 2 matrices."""
-    text, vision, tokens = sizes.text, sizes.vision, given.tokens
-    if given.device.type != "cuda":
-        return text["num_hidden_layers"]
-    layer = _layer_bytes(text, tokens)
+def layers_that_fit(kind: str, sizes: Sizes, load: Load, most: int) -> int:
+    """Layers of the language model for which the free memory is enough, at most ``most``."""
+    text, vision, tokens = sizes.text, sizes.vision, load.tokens
+    most = min(most, text["num_hidden_layers"])
+    if load.device.type != "cuda":
+        return most
+    layer, vocabulary_matrices = _layer_bytes(text, tokens), 2 if kind == "experts" else 1
     in_vocabulary = vocabulary_matrices * text["hidden_size"] * _PARAMETER_BYTES
     taken = text["vocab_size"] * (in_vocabulary + tokens * _LOGIT_BYTES)
     if kind == "mixed":
@@ -120,8 +135,8 @@ def layers_that_fit(kind: str, sizes: Sizes, given: Namespace, vocabulary_matric
         block = hidden * (4 * hidden + 2 * inner) * _PARAMETER_BYTES
         block += _PATCHES * tokens * (hidden * _TOWER_HIDDEN_BYTES + inner * _TOWER_MLP_BYTES)
         taken += vision["depth"] * block
-    free, _ = torch.cuda.mem_get_info(given.device)
-    return max(1, min(text["num_hidden_layers"], int((free * _USED - taken) / layer)))
+    free, _ = torch.cuda.mem_get_info(load.device)
+    return max(1, min(most, int((free * _USED - taken) / layer)))
 
 
 def _layer_bytes(text: dict[str, Any], tokens: int) -> int:

@@ -1,21 +1,18 @@
-"""Floating point operations: how many a step takes, and how many a GPU does per second at best.
+"""Floating point operations of a step.
 
 A step's are counted for real tokens alone, and never for recomputation: ``6 x block parameters x tokens + 6 x
 vocabulary x hidden x predicted tokens + 6 x layers x heads x head_dim x sum(length^2)`` (causal: half of all pairs) for
 the language model; ``6 x tower parameters x patches + 6 x merger parameters x image tokens + 12 x depth x hidden x
 sum(patches of an image^2)`` for the tower. Parameters are those of matrices, of experts those that a token goes to.
-Rows of the last layer that no head reads count, too, although omnitrain leaves them out. The ceiling is what a square
-bf16 matrix product reaches in the same run.
+Rows of the last layer that no head reads count, too, although omnitrain may leave them out.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from gpu_harness import synchronize
 from transformers import PreTrainedModel
 
 from omnitrain.data.packing.pack import IGNORED
@@ -41,16 +38,3 @@ def operations(config: Any, model: PreTrainedModel, samples: Sequence[dict[str, 
             total += 6 * tower * patches + 6 * mergers * patches / vision.spatial_merge_size**2
             total += 12 * vision.depth * vision.hidden_size * patches**2
     return total
-
-
-def ceiling(side: int, device: torch.device) -> float:
-    """Operations per second of a square bf16 matrix product, the best of a hundred: a GPU's clock rises slowly."""
-    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = []
-    for _ in range(100):
-        synchronize(device)
-        began = time.perf_counter()
-        torch.mm(a, b)
-        synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return 2 * side**3 / min(seconds)
