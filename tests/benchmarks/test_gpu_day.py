@@ -116,7 +116,12 @@ def test_gaps_are_where_no_kernel_runs() -> None:
     assert profile.gaps(spans) == [(140.0, "c"), (99.0, "d")]
     figures = dict(profile.of_spans(spans))
     assert (figures["step ms"], figures["gaps above 50 us, ms"]) == (pytest.approx(0.41), pytest.approx(0.239))
-    assert figures["ms in 1 x a"] == pytest.approx(0.1) and figures["gap 2, us, behind d"] == 99.0
+    assert figures["kernel 1, ms in 1 x a"] == pytest.approx(0.1) and figures["gap 2, us, behind d"] == 99.0
+
+
+def test_kernels_whose_names_begin_alike_have_a_figure_each() -> None:
+    figures = dict(profile.of_spans([("k" * 100 + "1", 0.0, 20.0), ("k" * 100 + "2", 20.0, 50.0)]))
+    assert [value for name, value in figures.items() if name.startswith("kernel ")] == pytest.approx([0.03, 0.02])
 
 
 LOAD = measured.Load(CPU, tokens=128, rounds=1, steps=1, seconds=0.0)
