@@ -71,7 +71,7 @@ test-versions: install
 
 # On GPUs, by the machine's own Python where it has torch (and pytest).
 test-gpu:
-	@$(RUN_WHERE_TORCH_IS) -m pytest -q -m gpu $(ARGS)
+	@export PYTHONPATH="$(CURDIR)/gpu_wheels/unpacked:$$PYTHONPATH"; $(RUN_WHERE_TORCH_IS) -m pytest -q -m gpu $(ARGS)
 
 coverage: install
 	@$(BIN)/python -m pytest -q --cov --cov-report=term

@@ -62,7 +62,7 @@ PHASES = (
     Phase("gpu.media", 40),
     Phase("gpu.profile", 40),
 )
-TINY_LIMIT = 300.0  # of a phase; it is of a CPU that does other work, too
+TINY_LIMIT = 600.0  # of a phase; it is of a CPU that does other work, too
 
 
 @dataclass

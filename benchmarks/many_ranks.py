@@ -174,7 +174,7 @@ def step_of(world: int, rounds: int) -> Values:
     network = Network(tables, parcels)
     data_processes = DataProcessGroup(Rendezvous("", 0, rank, world))
     data_processes._group = network  # connected
-    planner = StepPlanner(topology, data_processes, None, tuple(range(world)), _idle())
+    planner = StepPlanner(topology, data_processes, None, _idle())
     batch = planner(drawn[rank])
     assert batch.plan.digest() == plan.digest()
     gathered = np.stack([padded(table, 1024) for table in tables])

@@ -253,7 +253,10 @@ def parameter_groups(unit: FSDPModule) -> list[Any]:
 
     Until torch 2.12 a unit has one, ``_fsdp_param_group``, or None; since torch 2.13 it has ``_fsdp_param_groups``.
     """
-    state: Any = unit._get_fsdp_state()
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in [state._fsdp_param_group] if group is not None]
@@ -304,9 +307,19 @@ def end_backward(root: FSDPModule) -> None:
 
 
 def reset_after_error(root: Any) -> None:
-    """Let FSDP's root forget a step that an error interrupted; torch 2.11 and 2.12 cannot, and need not."""
+    """Let FSDP's root, if it is one, forget a step that an error interrupted; until torch 2.12 it cannot by itself."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
+    elif isinstance(root, FSDPModule):
+        context: Any = root._get_fsdp_state()._state_ctx
+        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+        for state in context.all_states:
+            state._training_state = _fsdp_common.TrainingState.IDLE
+            state._modules_to_run_forward.clear()
+            state._comm_ctx.post_forward_order.clear()
+            for group in _groups_of(state):
+                group._training_state = _fsdp_common.TrainingState.IDLE
+                group._post_forward_indices.clear()
 
 
 def input_of_reduce_scatter(caller: Any) -> torch.Tensor | None:

@@ -39,7 +39,7 @@ _OF_CONFIGS = """_attn_implementation _attn_implementation_internal
     _experts_implementation _experts_implementation_internal"""
 _OF_MODELS = """_supports_sdpa _keep_in_fp32_modules_strict _can_set_attn_implementation _can_record_outputs
     _tied_weights_keys"""
-_OF_GROUPS = """_register_post_backward_hook
+_OF_GROUPS = """_register_post_backward_hook _post_forward_indices
     fsdp_params pre_forward post_forward post_backward post_forward_mesh_info"""
 _OF_PARAMETERS = "_sharded_param_data all_gather_inputs init_all_gather_outputs param_dtype"
 _ADD_UP = """accumulate_unsharded_grad_if_needed|_set_unsharded_grad_dtypes
@@ -62,7 +62,7 @@ ATTRIBUTES: dict[str, list[tuple[Any, str]]] = {
         (_fsdp_state.FSDPState(), "_fsdp_param_groups|_fsdp_param_group"),
         (_fsdp_param_group.FSDPParamGroup, _OF_GROUPS),
         ((_fsdp_param_group.FSDPParamGroup, _fsdp_param.FSDPParam), _ADD_UP),
-        (_fsdp_state, "_state_ctx"),
+        (_fsdp_state, "_state_ctx _comm_ctx _training_state _modules_to_run_forward"),
         (_fsdp_param.FSDPParam, _OF_PARAMETERS),
         (_fsdp_collectives.DefaultReduceScatter, "allocate"),
         (_fsdp_collectives.foreach_reduce, "reduce_scatter_input"),

@@ -19,7 +19,11 @@ from tests.test_wheel import ROOT, built_wheel
 
 FOLDER = ROOT / ".versions"
 SUITE = """
-    tests/test_private_names.py tests/test_package.py
+    tests/test_private_names.py tests/test_package.py tests/test_groups.py
+    tests/checkpoint tests/optim tests/ops/compile
+    tests/models/hf tests/models/foundation tests/models/omni/test_generate.py
+    tests/parallel/fsdp tests/parallel/pipeline tests/parallel/memory tests/parallel/schedule/test_steps.py
+    tests/parallel/expert tests/parallel/sections/test_queue.py tests/parallel/sections/test_training.py
 """
 _FEW_STEPS = ("train.steps=3", "evaluation.examples_per_source=4")
 _OF_PAIRS = ("torch", "torchao", "transformers", "setuptools")  # not as in constraints.txt

@@ -152,7 +152,8 @@ def nudge(weights: Mapping[str, Tensor], dtype_of: Callable[[str], torch.dtype],
     for name, weight in weights.items():
         dtype = dtype_of(name)
         up = torch.rand(weight.shape, generator=generator) < 0.5
-        towards = torch.where(up.to(weight.device), torch.inf, -torch.inf).to(dtype)
+        largest = torch.tensor(torch.inf, dtype=dtype, device=weight.device)
+        towards = torch.where(up.to(weight.device), largest, -largest)
         weight.copy_(torch.nextafter(weight.to(dtype), towards))
 
 

@@ -18,6 +18,7 @@ from omnitrain.torch_private import multiply_each, norm_of_each
 
 # The mesh of a gradient and the mesh dims that shard it. None: every rank has the whole gradient.
 _Sharding = tuple[DeviceMesh, tuple[int, ...]] | None
+_PIECE = 2**14  # elements whose squares a CPU adds up in fp32: of 2**24, it loses the fourth digit
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,14 @@ class Holders:
     device: str = "cpu"
 
 
-# Models whose ranks hold different parts of them -> their holders, in the order in which all ranks laid them out.
-_spread: WeakKeyDictionary[nn.Module, Holders] = WeakKeyDictionary()
+# Models whose ranks hold different parts of them -> their parameters and holders, in the order in which all ranks laid
+# them out.
+_spread: WeakKeyDictionary[nn.Module, tuple[list[nn.Parameter], Holders]] = WeakKeyDictionary()
 
 
 def remember_holders(model: nn.Module, holders: Holders) -> None:
-    """Count the parameters of ``model`` as ``holders`` says, whenever a norm has some of them."""
-    _spread[model] = holders
+    """Count the parameters that ``model`` has now as ``holders`` says, whenever a norm has some of them."""
+    _spread[model] = list(model.parameters()), holders
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> torch.Tensor:
@@ -66,8 +68,8 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter)
     """
     others = dict.fromkeys(_listed(parameters))
     squares = []
-    for model, holders in _spread.items():
-        if own := [parameter for parameter in model.parameters() if parameter in others]:
+    for of_model, holders in _spread.values():
+        if own := [parameter for parameter in of_model if parameter in others]:
             counted = [parameter for parameter in own if parameter not in holders.counted_elsewhere]
             squares.append(_over_holders(_square(counted), holders))
             for parameter in own:
@@ -154,10 +156,12 @@ def _sharding(tensor: torch.Tensor) -> _Sharding:
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return a scalar fp64; it adds squares in fp32 within a tensor and in fp64 across tensors."""
+    """Return a scalar fp64; it adds squares in fp32 within a piece and in fp64 across pieces."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    norms = norm_of_each(gradients, 2, torch.float32)
+    # On a GPU, torch adds up pieces by itself.
+    pieces = [piece for own in gradients for piece in (own.reshape(-1).split(_PIECE) if own.is_cpu else (own,))]
+    norms = norm_of_each(pieces, 2, torch.float32)
     return torch.stack([norm.to(norms[0].device) for norm in norms]).double().square().sum()
 
 

@@ -78,9 +78,9 @@ def lora_problems(
         precision = plan.of(name).precision
         if of_component.tokens and precision is not None and precision.param not in (None, "float32"):
             yield (
-                f"{plan.path_of(name, 'precision')}.precision.param: found {precision.param}, but the rows of "
-                f"{len(of_component.tokens)} new tokens train, so the embeddings must be float32; remove it (`compute` "
-                "may stay)"
+                f"{plan.path_of(name, 'precision')}.precision.param: found {precision.param}, but rows of new "
+                f"tokens train (ids {', '.join(map(str, of_component.tokens))}), so the embeddings must be float32; "
+                "remove it (`compute` may stay)"
             )
     for projector, tower in plan.reads().items():
         found = [(each.rank, each.alpha) for name in (projector, tower) if (each := adapters.get(name)) is not None]

@@ -55,6 +55,8 @@ VARIABLES = (
         older="TORCH_NCCL_TRACE_BUFFER_SIZE",
     ),
 )
+SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""A variable of NCCL: 1 lets several ranks have parts of one GPU."""
 
 
 def prepare_process() -> None:
@@ -86,6 +88,8 @@ def gpu_of_rank() -> torch.device:
 def require_own_gpu(store: dist.Store, rank: int) -> None:
     """Check that no other rank has the current GPU: NCCL would wait for ever, or not name the two ranks.
 
+    Parts of one GPU (MIG) may have its UUID, and are one GPU to NCCL, too, unless the user asks it for more.
+
     Args:
         store: of all ranks.
         rank: global rank.
@@ -95,10 +99,13 @@ def require_own_gpu(store: dist.Store, rank: int) -> None:
     """
     import torch
 
+    if os.environ.get(SHARED_GPU) == "1":
+        return
     gpu = f"{socket.gethostname()}, {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     owner = int(store.compare_set(f"gpu/{gpu}", "", str(rank)))
     if owner != rank:
         raise UserError(
             f"ranks {owner} and {rank} have the same GPU ({gpu}); start at most one rank per GPU (--nproc of omnitrain "
-            "run, --nproc-per-node of torchrun, one task per GPU in Slurm)"
+            "run, --nproc-per-node of torchrun, one task per GPU in Slurm); for parts of one GPU (MIG), which need "
+            f"NCCL 2.31 or later, set {SHARED_GPU}=1"
         )

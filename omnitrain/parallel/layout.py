@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -92,6 +92,7 @@ class ModelLayout:
         section: the section of this rank; None: ``main``.
         edges: component of a section -> this rank's end of its edge. Empty on ranks that no edge reaches.
         sections: section -> its settings, in the order of ranks.
+        shared: name -> parameter that several stages of the pipeline hold.
     """
 
     state: ParallelState
@@ -103,6 +104,7 @@ class ModelLayout:
     section: Section | None = None
     edges: Mapping[str, FeatureEdge] = field(default_factory=dict)
     sections: Mapping[str, Section] = field(default_factory=dict)
+    shared: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)
 
     @property
     def encodes_ahead(self) -> bool:
@@ -223,12 +225,13 @@ def layout_of(model: OmniModel) -> ModelLayout | None:
 
 def remember_layout(model: OmniModel, layout: ModelLayout) -> None:
     """Store ``layout`` on the model, and who holds its parameters for norms of its gradients."""
-    setattr(model, _ATTRIBUTE, layout)
     pipeline, state = layout.pipeline, layout.state
+    shared = {} if pipeline is None else pipeline.held_by_several(model)
+    setattr(model, _ATTRIBUTE, replace(layout, shared=shared))
     if pipeline is not None or layout.sections:
         holders = Holders(
             stages=None if pipeline is None else pipeline.group,
-            counted_elsewhere=frozenset() if pipeline is None else pipeline.counted_elsewhere(model),
+            counted_elsewhere=frozenset() if pipeline is None else pipeline.counted_elsewhere(shared),
             sections=dist.group.WORLD if layout.sections else None,
             counts=state.rank == state.first_rank,
             device=state.device_type,

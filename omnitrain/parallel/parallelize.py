@@ -18,7 +18,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import Adapters, adapters_of, add_lora, train_rows
 from omnitrain.models.contract.tiny_model import drawn_in_training
 from omnitrain.models.foundation.shared_tower import SharedTower
-from omnitrain.models.hf.compute_dtype import compute_in
+from omnitrain.models.hf.compute_dtype import compute_in, stays_fp32
 from omnitrain.models.omni.build import build_omni_model, require_device
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.model import OmniModel
@@ -36,7 +36,7 @@ from omnitrain.parallel.fsdp.load import (
     require_same_parameters,
 )
 from omnitrain.parallel.fsdp.shard import Sharding, device_of, shard
-from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, stays_fp32, unit_names
+from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, unit_names
 from omnitrain.parallel.fsdp.weight_loader import WeightLoader, Where, where_weights_are
 from omnitrain.parallel.layout import ComponentLayout, ModelLayout, remember_layout
 from omnitrain.parallel.memory.offload import ActivationOffload

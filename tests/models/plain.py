@@ -24,12 +24,12 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.samples import Probe, probe_samples
 from omnitrain.models.discovery import MediaFeatures, config_nodes, discover, init_peaked_, override
 from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention import PackedSequence
 from omnitrain.ops.experts import Recording
-from omnitrain.parallel.fsdp.units import stays_fp32
 
 
 @dataclass

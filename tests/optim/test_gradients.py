@@ -25,6 +25,12 @@ def test_norm_is_over_all_elements_and_missing_gradients_count_zero() -> None:
     assert gradient_norm([]).item() == 0.0
 
 
+def test_the_norm_of_a_large_tensor_has_the_digits_of_its_result() -> None:
+    large = torch.nn.Parameter(torch.zeros(2**22))
+    large.grad = torch.randn(2**22, generator=torch.Generator().manual_seed(0))
+    assert gradient_norm([large]).item() == pytest.approx(large.grad.double().norm().item(), rel=2e-7)
+
+
 def test_clipping_scales_to_the_bound_and_returns_the_norm_before() -> None:
     owners = parameters()
     assert clip_gradients(owners, 1.0).item() == 5.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.models.adapters.lora import adapters_of, add_lora, find_adapters
+from omnitrain.models.adapters.lora import adapters_of, add_lora, find_adapters, train_rows
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import use_omnitrain_experts
@@ -200,7 +200,7 @@ def test_dropout_where_adapters_have_none_and_new_rows_in_bf16_are_refused() -> 
     (of_ranks,) = problems_of(Lora(dropout=0.1), tp=2)
     assert of_ranks.startswith("default.lora.dropout: found 0.1 with tp 2, whose ranks would draw other numbers")
     (of_dtype,) = problems_of(Lora(), (5, 7), precision={"param": "bfloat16"})
-    assert of_dtype.startswith("default.precision.param: found bfloat16, but the rows of 2 new tokens train")
+    assert of_dtype.startswith("default.precision.param: found bfloat16, but rows of new tokens train (ids 5, 7)")
     assert problems_of(Lora(), (5, 7), precision={"compute": "bfloat16"}) == []
 
 
@@ -217,3 +217,19 @@ def test_dropout_of_adapters_is_drawn_by_micro_batch_and_block() -> None:
     assert not model.draws
     add_lora(model, adapters_for(model, ParallelPlan(default=ComponentPlan(lora=Lora(dropout=0.1))))[0])
     assert model.draws
+
+
+def test_whether_a_model_draws_is_known_before_anything_else_was_asked() -> None:
+    model = build_omni_model(foundation=factories.qwen3_with_dropout())
+    assert "runner" not in vars(model) and model.draws
+
+
+def test_rows_of_new_tokens_have_one_hook_that_leaves_their_gradients_alone() -> None:
+    model = build_omni_model(foundation=factories.qwen3_moe())
+    model.added_tokens = (5, 6, 9)
+    add_lora(model, adapters_for(model, ParallelPlan(default=ComponentPlan(lora=Lora())))[0])
+    train_rows(model)
+    weight = model.foundation.get_input_embeddings().weight
+    assert len(weight._post_accumulate_grad_hooks) == 1
+    weight.sum().backward()
+    assert weight.grad.any(-1).nonzero().flatten().tolist() == [5, 6, 9] and weight.grad[5:7].eq(1).all()

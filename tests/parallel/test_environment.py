@@ -83,6 +83,8 @@ def test_two_ranks_with_one_gpu_are_refused_and_named(monkeypatch: pytest.Monkey
         require_own_gpu(store, rank)
     with pytest.raises(UserError, match=r"ranks 1 and 2 have the same GPU \(.*, b\); start at most one rank per GPU"):
         require_own_gpu(store, 2)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # parts of a GPU
+    require_own_gpu(store, 2)
 
 
 def test_the_page_has_the_variables_of_the_code() -> None:

@@ -93,7 +93,7 @@ def test_rows_of_new_tokens_train_alone_beside_adapters_that_plain_peft_loads(
     tmp_path: Path, tied: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(recipe(tmp_path, tied, rslora=True, dropout=0.1), [])
-    told = "5 tokens (ids 258 to 262) are new to the foundation; their rows of its embeddings train alone"
+    told = "new to the foundation: 5 tokens (ids 258 to 262); of its embeddings, only new rows train"
     assert told in " ".join(capsys.readouterr().out.split())
     second, third = (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" for step in (2, 3))
     for before, after in zip(embeddings(second), embeddings(third), strict=True):

@@ -11,7 +11,7 @@ from omnitrain.data.packing.fill_pack import fill_pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.sources.rows import MODALITIES, Row
+from omnitrain.data.sources.rows import Row, row_of
 from omnitrain.data.sources.schema import Schema
 from omnitrain.errors import UserError
 from omnitrain.recipe import Columns
@@ -102,21 +102,11 @@ def _row_of(record: Any, index: int) -> Row:
     columns, name = Columns(), f"dataset[{index}]"
     if columns.messages not in record:
         raise UserError(f"dataset: row {index} has no {columns.messages!r}; found {sorted(map(str, record))}")
-    record = dict(record)
-    files = {modality: record.pop(getattr(columns, f"{modality}s"), None) for modality in MODALITIES}
-    media = {m: list(f) if isinstance(f, (list, tuple)) else [f] * (f is not None) for m, f in files.items()}
-    row = Row(
-        id=str(record.pop(columns.id, name)),
-        source=str(record.pop(columns.source, "dataset")),
-        messages=[],
-        media=media,
-        extra=record,
-        tools=columns.tools and record.pop(columns.tools, None),
-    )
-    try:
-        messages, media = Schema(columns).conversation(record, media)
-    except UserError as error:
-        raise row.named(error) from error
-    except ValueError as error:
-        return replace(row, problem=str(error))
-    return replace(row, messages=messages, media=media)
+    left = dict(record)
+    row, media = row_of(left, columns, name, "dataset")
+
+    def content() -> dict[str, Any]:
+        messages, files = Schema(columns).conversation(left, media)
+        return {"messages": messages, "media": files}
+
+    return row.with_content(content)

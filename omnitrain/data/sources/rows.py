@@ -75,6 +75,15 @@ class Row:
         """Return an error that this row causes, with the row's name."""
         return UserError(f"row {self.id!r} of {self.source!r}: {error}")
 
+    def with_content(self, read: Callable[[], dict[str, Any]]) -> Row:
+        """Return the row with the fields that ``read`` returns, or with the problem that it raises as ValueError."""
+        try:
+            return replace(self, **read())
+        except UserError as error:
+            raise self.named(error) from error
+        except ValueError as error:
+            return replace(self, problem=str(error))
+
     def media_bytes(self, modality: str, position: int) -> bytes:
         """Return the encoded file of the ``position``-th part of ``modality``.
 
@@ -208,25 +217,11 @@ class RowSource(Sequence[Row]):
             return Row(f"{self.name}[{position}]", self.name, [], {}, {}, problem=str(error))
 
     def _row(self, position: int, record: dict[str, Any]) -> Row:
-        default, columns = f"{self.name}[{position}]", self.columns
         record = dict.fromkeys(self._table.column_names) | record  # a record may lack columns
-        media = {m: _as_list(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
-        row = Row(
-            id=_text(record.pop(columns.id, None), default),
-            source=_text(record.pop(columns.source, None), self.name),
-            messages=[],
-            media={m: self._located(files) for m, files in media.items()},
-            tools=columns.tools and record.pop(columns.tools, None),
-            extra=record,
-            reader=self._reader,
-            reading=self._reading,
-        )
-        try:
-            return replace(row, **self._content(record, media))
-        except UserError as error:
-            raise row.named(error) from error
-        except ValueError as error:
-            return replace(row, problem=str(error))
+        row, media = row_of(record, self.columns, f"{self.name}[{position}]", self.name)
+        located = {m: self._located(files) for m, files in media.items()}
+        row = replace(row, media=located, reader=self._reader, reading=self._reading)
+        return row.with_content(lambda: self._content(record, media))
 
     def _content(self, record: dict[str, Any], media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Take the document or the messages out of a record."""
@@ -387,6 +382,27 @@ def _missing_columns(found: Sequence[str], source: DataSource, columns: Columns,
     return problems + [
         f"column {name!r} has two roles in `columns`" for name in sorted({n for n in names if names.count(n) > 1})
     ]
+
+
+def row_of(record: dict[str, Any], columns: Columns, name: str, source: str) -> tuple[Row, dict[str, list[Any]]]:
+    """Return the row of a record without its content, and its files by modality; take their columns out of the record.
+
+    Args:
+        record: column -> value.
+        columns: names of the columns.
+        name: the row's id, if it has no other.
+        source: its source, if it has no other.
+    """
+    media = {m: _as_list(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
+    row = Row(
+        id=_text(record.pop(columns.id, None), name),
+        source=_text(record.pop(columns.source, None), source),
+        messages=[],
+        media=media,
+        tools=columns.tools and record.pop(columns.tools, None),
+        extra=record,
+    )
+    return row, media
 
 
 def _as_list(column: Any) -> list[Any]:

@@ -32,7 +32,7 @@ def how_to_show(modality: str) -> str:
     """Return text that explains how a message shows a medium."""
     return (
         f"each file needs a part of type {modality} in a message (or {MARKERS[modality]} in its text, with "
-        f"`media_markers: [{modality}]` of the data set)"
+        f"`media_markers: [{modality}]` of the data set, or `format: ms_swift` if its rows are of this format)"
     )
 
 

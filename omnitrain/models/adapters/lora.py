@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -34,6 +35,7 @@ from omnitrain.torch_private import part_of_rank
 
 ADAPTER = "default"  # as peft names it
 _APPLIED = "_lora_adapters"
+_ROWS = "_rows_that_train"  # of a parameter with a hook for them
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,8 @@ def train_rows(model: ComponentModel) -> None:
     for name, rows in token_matrices(model).items():
         parameter = model.get_parameter(name)
         parameter.requires_grad_()
-        if not parameter.is_meta:
+        if not parameter.is_meta and not hasattr(parameter, _ROWS):
+            setattr(parameter, _ROWS, rows)
             parameter.register_post_accumulate_grad_hook(partial(_zero_other_rows, rows))
 
 
@@ -269,10 +272,10 @@ def _zero_other_rows(rows: Collection[int], parameter: Tensor) -> None:
     if isinstance(parameter.grad, DTensor):
         mesh, placements = parameter.grad.device_mesh, parameter.grad.placements
         first = part_of_rank(parameter.grad.shape, mesh, placements)[1][0]
-    own = [row - first for row in rows if 0 <= row - first < local.size(0)]
-    kept = local[own]
-    local.zero_()
-    local[own] = kept
+    own = sorted(row - first for row in rows if 0 <= row - first < local.size(0))
+    for before, after in pairwise([-1, *own, local.size(0)]):
+        if after - before > 1:
+            local[before + 1 : after].zero_()  # by a list of rows, the host would wait for the device
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -134,10 +135,15 @@ def build_tiny_model(model_class: type[PreTrainedModel], config: PreTrainedConfi
         torch.manual_seed(0)
         model = model_class(config).float()
     init_peaked_(model)
+    without_dropout(model)
+    return model
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Turn off all dropout of a model."""
     for module in model.modules():
         if isinstance(module, Dropout):
             module.p = 0.0
-    return model
 
 
 def tower_config(config: PreTrainedConfig) -> PreTrainedConfig:

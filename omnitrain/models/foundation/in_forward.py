@@ -1,7 +1,8 @@
 """Samples that the foundation reads in its own forward, with all inputs as its HF processor gave them.
 
 The towers run inside the foundation's forward, so FSDP gathers them with the foundation, and no rank runs them for
-others. Parameters that a sample does not reach get a gradient of zeros, so all ranks reduce the same gradients.
+others. On a sharded model, parameters that a sample does not reach get a gradient of zeros, so that all ranks reduce
+the same gradients.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -65,6 +68,7 @@ class ForwardReader:
 
     Attributes:
         modalities: modalities that only the foundation's own forward reads; often none.
+        read: names of those :attr:`parameters` that samples reached.
     """
 
     def __init__(self, model: PreTrainedModel, modalities: Collection[str], unreached: tuple[str, ...]) -> None:
@@ -77,6 +81,7 @@ class ForwardReader:
         """
         self._model, self._name = model, type(model).__name__  # sharding changes the class
         self.modalities, self._unreached = modalities, unreached
+        self.read = set[str]()
         if modalities:
             model.register_forward_pre_hook(_cast_floats, with_kwargs=True)
 
@@ -107,17 +112,47 @@ class ForwardReader:
         """Whether only samples that nothing else reads reach a module or parameter of this name."""
         return bool(self.modalities) and any(prefix in self._unreached for prefix in _prefixes(any_layer(name)))
 
-    def with_zero_gradients(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` with a gradient of zeros for every trainable parameter that only some samples reach."""
-        live = [p for p in self.parameters if p.requires_grad and not p.is_meta]  # others are on other stages
-        return _ZeroGradients.apply(loss, *live) if live else loss
+    def with_zero_gradients(self, output: Tensor) -> Tensor:
+        """Return the output of a sharded model with a gradient of zeros for what only some samples reach.
+
+        Args:
+            output: a loss, or the hidden states for the next pipeline stage.
+        """
+        if output.grad_fn is None or not self._gives_zeros:
+            return output
+        live = {n: p for n, p in self._named_parameters().items() if p.requires_grad and not p.is_meta}
+        reached = _reached(output.grad_fn)
+        self.read.update(name for name, parameter in live.items() if parameter in reached)
+        return _ZeroGradients.apply(output, *live.values())
+
+    def parameters_by_key(self) -> dict[str, Iterable[nn.Parameter]]:
+        """Return name -> the parameter that only some samples reach; empty if it is given no zeros."""
+        return {n: [parameter] for n, parameter in self._named_parameters().items()} if self._gives_zeros else {}
+
+    @property
+    def _gives_zeros(self) -> bool:
+        return bool(self.modalities) and isinstance(self._model, FSDPModule)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that only some samples reach; not cached, because a gathered module has other tensors."""
+        """The parameters that only some samples reach."""
+        return list(self._named_parameters().values())
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """Not cached, because a gathered module has other tensors; those of other stages are on the meta device."""
         parameters = dict(self._model.named_parameters()) if self.modalities else {}
         names = beyond_text(tuple(parameters), self._unreached)
-        return [parameter for name, parameter in parameters.items() if name in names]
+        return {name: parameter for name, parameter in parameters.items() if name in names}
+
+
+def _reached(node: Node) -> set[Tensor]:
+    """The parameters to which a backward from this node gives gradients."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        inner = {following for following, _ in waiting.pop().next_functions if following is not None} - seen
+        seen |= inner
+        waiting += inner
+    return {found.variable for found in seen if hasattr(found, "variable")}
 
 
 def require_length(pack: Pack, hidden: Tensor) -> None:
@@ -141,12 +176,12 @@ def _cast_floats(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Returns ``loss``; its backward gives zeros to the other tensors."""
+    """Returns ``output``; its backward gives zeros to the other tensors."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, *others: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, *others: Tensor) -> Tensor:
         ctx.zeros = [_zeros_for(other) for other in others]
-        return loss.view_as(loss)
+        return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:

@@ -28,6 +28,7 @@ from omnitrain.models.foundation.recurrent_segments import run_by_segment
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.foundation.skipped_modules import call_skipped_modules
 from omnitrain.models.foundation.stage import Stage
+from omnitrain.models.foundation.zeros_in_step import GivesZeros
 from omnitrain.ops.attention import MaskSpec, PackedSequence, SequenceSlice, inside, use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
@@ -66,7 +67,7 @@ class FoundationRunner:
         loss_backend: backend of :func:`linear_cross_entropy`.
         loss_function: the text's loss in place of cross entropy. None: cross entropy.
         token_metrics: name -> metric of the predicted text tokens.
-        skipped_modules: the calls of modules that a forward skips for some samples.
+        give_zeros: what gives gradients of zeros to parameters that some samples do not read; often nothing.
     """
 
     def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
@@ -92,7 +93,9 @@ class FoundationRunner:
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
         found = [skipped for skipped in self.contract.skipped_modules if not skipped.problem]
-        self.skipped_modules = call_skipped_modules(model, found)
+        self.give_zeros: list[GivesZeros] = list(call_skipped_modules(model, found))
+        if self.in_forward.modalities:
+            self.give_zeros.append(self.in_forward)
 
     def skip_unread_rows(self) -> Counter[str]:
         """Let modules that the contract lists as tokenwise compute only the tokens that a loss reads.

@@ -2,12 +2,13 @@
 
 Their parameters belong to FSDP units that all ranks gather and reduce together, and their rows may move between ranks,
 so each rank must call them, whatever its samples are. A call on empty tensors computes nothing and gives gradients of
-zeros; :class:`SkippedInStep` removes them where no sample of a step reads the parameters.
+zeros; :class:`~omnitrain.models.foundation.zeros_in_step.ZerosInStep` removes them where no sample of a step reads the
+parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from omnitrain.models.components.contract import SkippedModule
-from omnitrain.peers import Peers
 from omnitrain.recipe.globs import any_layer
 from omnitrain.torch_private import tree_iter, tree_map
 
@@ -50,32 +50,6 @@ def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> li
             if parent == "" and isinstance(model, PreTrainedModel):
                 calls.end_before(model.get_output_embeddings())
     return [getattr(modules[parent], _ATTRIBUTE) for parent in parents]
-
-
-class SkippedInStep:
-    """The gradients of modules that samples may skip, in an optimizer step: create it before the first forward.
-
-    Args:
-        of_parents: the result of :func:`call_skipped_modules`.
-    """
-
-    def __init__(self, of_parents: Sequence[SkippedCalls]) -> None:
-        self._of_parents = of_parents
-        for calls in of_parents:
-            calls.read.clear()
-        modules = [module for calls in of_parents for module in calls.modules]
-        self._without = {p for module in modules for p in module.parameters() if p.grad is None}
-
-    def drop_gradients(self, peers: Peers) -> None:
-        """Remove the gradients of zeros that this step gave to modules which no sample of any rank called.
-
-        Args:
-            peers: all ranks of the model; all of them call this.
-        """
-        read = {module: module in calls.read for calls in self._of_parents for module in calls.modules}
-        for module, is_read in zip(read, peers.any_of_each(list(read.values())), strict=True):
-            for parameter in () if is_read else self._without.intersection(module.parameters()):
-                parameter.grad = None
 
 
 def parent_of(name: str, kind: SkippedModule) -> str:
@@ -127,6 +101,10 @@ class SkippedCalls:
         for child, _ in children:
             child.register_forward_pre_hook(self._arrive)
             child.register_forward_hook(self._leave)
+
+    def parameters_by_key(self) -> dict[nn.Module, Iterable[nn.Parameter]]:
+        """Return module -> its parameters."""
+        return {module: list(module.parameters()) for module in self.modules}
 
     def end_before(self, head: nn.Module) -> None:
         """Make the remaining calls before the language-model head: no loss reads outputs of the forward after it."""

@@ -7,6 +7,7 @@ bf16 is one that was built or loaded in bf16: its buffers are bf16, too, and so 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -17,11 +18,18 @@ from transformers.modeling_utils import local_torch_dtype
 
 from omnitrain.models.discovery import config_nodes
 from omnitrain.torch_private import BatchNorm, buffers_of, parameters_of
-from omnitrain.transformers_private import set_attention
+from omnitrain.transformers_private import fp32_modules_of, set_attention
 
 _COMPUTE_DTYPE = "omnitrain_compute_dtype"
 _stored_dtype: Any = PreTrainedModel.dtype
 PreTrainedModel.dtype = property(lambda self: vars(self).get(_COMPUTE_DTYPE) or _stored_dtype.fget(self))
+
+
+def stays_fp32(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Return a function of a parameter's name: whether transformers keeps it in fp32 at any precision."""
+    names = sorted(fp32_modules_of(model))
+    pattern = re.compile("|".join(rf"(^|\.)({name})($|\.)" for name in names) or r"(?!)")
+    return lambda path: pattern.search(path) is not None
 
 
 def compute_in(

@@ -74,7 +74,6 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
     Attributes:
         compute_device: device of its computations, if its parameters are on another device.
-        draws: whether the foundation draws random numbers in training, such as those of dropout.
         takes_batches: whether :meth:`forward` takes batches of transformers; not after ``build_parallelize_model``.
         relay: runs its pipeline stages in turn, for evaluation and generation.
         encoder_relay: gets the features of encoders that other ranks have, for evaluation and generation; None: there
@@ -94,7 +93,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         super().__init__(config, encoders, config.decoders or ())
         ready = components or {}
         self.compute_device: torch.device | None = None
-        self.draws = False
+        self._draws = False
         self.takes_batches = True
         self.relay: StageRelay = ONE_STAGE
         self.encoder_relay: EncoderRelay | None = None
@@ -135,10 +134,15 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     def _repr_html_(self) -> str:
         return components_html(self)
 
+    @property
+    def draws(self) -> bool:
+        """Whether the foundation draws random numbers in training, such as those of dropout."""
+        return self.runner is not None and self._draws
+
     def find_draws(self) -> None:
         """Look again whether the foundation draws random numbers in training, after modules were added to it."""
-        if not self.draws and draws_in_training(self.foundation):
-            self.draws = True
+        if not self._draws and draws_in_training(self.foundation):
+            self._draws = True
             seed_blocks(text_blocks(self.foundation))
 
     @cached_property

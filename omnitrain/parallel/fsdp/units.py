@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
-from transformers import PreTrainedModel
 
+from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import blocks_in
 from omnitrain.recipe.globs import any_layer
 from omnitrain.recipe.parallel import FOUNDATION
-from omnitrain.transformers_private import fp32_modules_of
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -78,13 +76,6 @@ def blocks_of(model: OmniModel) -> dict[str, tuple[str, ...]]:
     """Return component -> names of its blocks (:func:`~omnitrain.ops.compile.blocks.blocks_in`)."""
     parameters = _Parameters(model)
     return {name: tuple(parameters.blocks(name)) for name in model.components}
-
-
-def stays_fp32(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Return a function of a parameter's name: whether transformers keeps it in fp32 at any precision."""
-    names = sorted(fp32_modules_of(model))
-    pattern = re.compile("|".join(rf"(^|\.)({name})($|\.)" for name in names) or r"(?!)")
-    return lambda path: pattern.search(path) is not None
 
 
 def ignored_params(model: OmniModel) -> set[nn.Parameter]:

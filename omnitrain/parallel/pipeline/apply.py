@@ -61,9 +61,13 @@ class Pipeline:
         """Return the schedule of a step; see :func:`complete_schedule`."""
         return complete_schedule(self.schedule, max(self.stages.ranks) + 1, num_micro_batches, encoders)
 
-    def counted_elsewhere(self, model: OmniModel) -> set[nn.Parameter]:
-        """The parameters of this rank that another stage has, too, and counts."""
-        return {parameter for name, parameter in model.named_parameters() if self.stages.rank in self.held_by[name][1:]}
+    def held_by_several(self, model: OmniModel) -> dict[str, nn.Parameter]:
+        """The parameters that several stages hold."""
+        return {name: parameter for name, parameter in model.named_parameters() if len(self.held_by[name]) > 1}
+
+    def counted_elsewhere(self, shared: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
+        """Those of ``shared`` that this rank has, and that another stage has, too, and counts."""
+        return {parameter for name, parameter in shared.items() if self.stages.rank in self.held_by[name][1:]}
 
     @property
     def absent(self) -> frozenset[str]:
@@ -213,32 +217,36 @@ def units_by_stage(
     return {stage: tuple(names) for stage, names in units.items()}
 
 
-def keep_on_first_stage(model: nn.Module, pipeline: Pipeline) -> None:
+def keep_on_first_stage(shared: Mapping[str, nn.Parameter], pipeline: Pipeline) -> None:
     """Before a backward, let only one stage keep the earlier gradients that :func:`add_up_over_stages` will sum.
 
     They are the same on all stages that hold the parameter, and would count once for each of them.
+
+    Args:
+        shared: the parameters that several stages hold.
+        pipeline: the pipeline.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in shared.items():
         if parameter.grad is not None and pipeline.held_by[name][0] != pipeline.stages.rank:
             parameter.grad.zero_()
 
 
-def add_up_over_stages(model: nn.Module, pipeline: Pipeline) -> None:
+def add_up_over_stages(shared: Mapping[str, nn.Parameter], pipeline: Pipeline) -> None:
     """Sum the gradients of parameters that several stages hold, such as tied embeddings.
 
     Call it once per optimizer step, after the gradients are reduced. Each of these ranks then has the whole gradient
     and makes the same update. A parameter without a gradient on any of them has none afterwards.
 
     Args:
-        model: parallelized.
-        pipeline: its pipeline.
+        shared: the parameters that several stages hold.
+        pipeline: the pipeline.
     """
-    shared = {name: p for name, p in model.named_parameters() if p.requires_grad and len(pipeline.held_by[name]) > 1}
-    if not shared:
+    trained = {name: parameter for name, parameter in shared.items() if parameter.requires_grad}
+    if not trained:
         return
-    is_wanted = pipeline.column.any_of_each([parameter.grad is not None for parameter in shared.values()])
+    is_wanted = pipeline.column.any_of_each([parameter.grad is not None for parameter in trained.values()])
     by_ranks: dict[tuple[int, ...], list[torch.Tensor]] = {ranks: [] for ranks in pipeline.shared}
-    for (name, parameter), wanted in zip(shared.items(), is_wanted, strict=True):
+    for (name, parameter), wanted in zip(trained.items(), is_wanted, strict=True):
         ranks = pipeline.held_by[name]
         if wanted and ranks in by_ranks:
             if parameter.grad is None:

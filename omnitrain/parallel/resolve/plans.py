@@ -9,10 +9,12 @@ import torch
 
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import Adapters, adapters_of, names_without_adapters, root_of
+from omnitrain.models.contract.checks_precision import precision_problem_of
+from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.adapter_plan import adapters_for, lora_problems
 from omnitrain.parallel.expert.apply import chosen_layers, ep_plan_problems, expert_layers
-from omnitrain.parallel.fsdp.units import blocks_of, stays_fp32
+from omnitrain.parallel.fsdp.units import blocks_of
 from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
@@ -96,6 +98,7 @@ def resolve_plans(
             plans[name] = resolved
             problems += () if name in adapters else _fp32_problems(model, name, resolved)
             problems += router_problems(model, plan, name, layers[name], resolved)
+    problems += () if problems else _low_precision_problems(model, plans)  # measured in seconds
     raise_problems(
         problems or [*unused_problems(plan, plans), *idle_settings(plan, plans), *starving_sections(plan, plans)]
     )
@@ -211,6 +214,17 @@ def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Ite
                     f"components.{component}.precision: {name} must stay float32, but other parameters of its module "
                     f"do not; use {'param' if low else 'compute'}: float32, or freeze it"
                 )
+
+
+def _low_precision_problems(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
+    """The foundation must compute in bf16 what transformers' model in bf16 computes."""
+    dtypes = {name: plans[name].precision for name in model.foundation_components if name in plans}
+    low = [name for name, own in dtypes.items() if own and "bfloat16" in (own.compute, own.param)]
+    if low and (problem := precision_problem_of(model.foundation, model.runner.contract)):
+        yield (
+            f"components.{low[0]}.precision: found bfloat16, but {type(model.foundation).__name__} does not compute in "
+            f"bf16 as transformers does: {problem}; use param: float32 and compute: float32"
+        )
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from omnitrain.errors import UserError
-from omnitrain.models.foundation.skipped_modules import SkippedInStep
+from omnitrain.models.foundation.zeros_in_step import ZerosInStep
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.timing import SpanRecorder
 from omnitrain.parallel.expert.load_balance import RouterMonitor
@@ -82,14 +82,14 @@ def accumulate_gradients(
         for state, parameters in layout.by_tp_ranks(model):
             keep_on_first_tp_rank(parameters, state)
         if layout.pipeline is not None:
-            keep_on_first_stage(model, layout.pipeline)
-    skipped = SkippedInStep(model.runner.skipped_modules)
+            keep_on_first_stage(layout.shared, layout.pipeline)
+    zeros = ZerosInStep(model.runner.give_zeros)
     total = executor.run(schedule)
-    if model.runner.skipped_modules:
-        skipped.drop_gradients(SINGLE_PROCESS if layout is None else GlooGroup())
+    if model.runner.give_zeros:
+        zeros.drop_gradients(SINGLE_PROCESS if layout is None else GlooGroup())
     if layout is not None:
         for state, parameters in layout.by_tp_ranks(model):
             add_up_over_tp(parameters, state)
         if layout.pipeline is not None:
-            add_up_over_stages(model, layout.pipeline)
+            add_up_over_stages(layout.shared, layout.pipeline)
     return total

@@ -14,13 +14,13 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import Adapters, add_lora
+from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import Recording
 from omnitrain.ops.rounding import Rounding, Step, nudge
 from omnitrain.optim.shards import local_shard
-from omnitrain.parallel.fsdp.units import stays_fp32
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.parallel.state import init_state_of

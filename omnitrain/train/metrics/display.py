@@ -60,15 +60,12 @@ def show_unused(unused: Mapping[str, int] | None) -> None:
 
 def show_added_tokens(model: OmniModel) -> None:
     """Print the tokens that the foundation's checkpoint does not know, if any, and whether their rows train."""
-    if model.added_tokens:
-        first, last = model.added_tokens[0], model.added_tokens[-1]
-        rows = "alone" if token_matrices(model) else "with all others"
-        trains = any(p.requires_grad for p in model.foundation.get_input_embeddings().parameters())
-        console.print(
-            f"{len(model.added_tokens)} tokens (ids {first} to {last}) are new to the foundation; their rows of its "
-            f"embeddings {f'train {rows}' if trains else 'do not train, because these are frozen'}",
-            soft_wrap=True,
-        )
+    if not (tokens := model.added_tokens):
+        return
+    ids = f"1 token (id {tokens[0]})" if len(tokens) == 1 else f"{len(tokens)} tokens (ids {tokens[0]} to {tokens[-1]})"
+    trains = any(p.requires_grad for p in model.foundation.get_input_embeddings().parameters())
+    none, rows = "no row trains: they are frozen", "only new rows train" if token_matrices(model) else "all rows train"
+    console.print(f"new to the foundation: {ids}; of its embeddings, {rows if trains else none}", soft_wrap=True)
 
 
 def show_own_head(config: OmniConfig) -> None:

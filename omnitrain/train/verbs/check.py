@@ -18,6 +18,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.unread_media import require_shown
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
+from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.hf.load import config_at
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
@@ -28,7 +29,7 @@ from omnitrain.optim.adamw import require_fp32, trained_parameters
 from omnitrain.optim.low_bit import require_state_format
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.expert.routing_record import RoutingOfRun
-from omnitrain.parallel.fsdp.units import find_units, stays_fp32, unit_names
+from omnitrain.parallel.fsdp.units import find_units, unit_names
 from omnitrain.parallel.layout import planned_table, section_text
 from omnitrain.parallel.resolve import dtype_of, resolve_without_ranks
 from omnitrain.peers import SINGLE_PROCESS

@@ -16,6 +16,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.adapters.lora import merge_lora
 from omnitrain.models.encoders.vision import VisionAdapter
+from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.hf.load import as_dict
 from omnitrain.models.hf.stored_tensor import operations_recorded, weights_left_in_files
 from omnitrain.models.hf.stored_values import FILES
@@ -24,7 +25,6 @@ from omnitrain.models.omni.build import cast_decoder
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.transformers_class import as_transformers_class
-from omnitrain.parallel.fsdp.units import stays_fp32
 from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.metrics.console import console

@@ -170,7 +170,7 @@ def test_messages_may_have_their_files() -> None:
     shown = ({"type": "image_url", "image_url": {"url": f"data:,{quote_from_bytes(png(1))}"}}, {"type": "image_url"})
     asked = [[part, {"type": "text", "text": "what?"}] for part in shown]
     answer = {"role": "assistant", "content": "7"}
-    rows = [{"messages": [{"role": "user", "content": content}, answer]} for content in asked]
+    rows = [{"id": None, "messages": [{"role": "user", "content": content}, answer]} for content in asked]
     processor = tiny_processor(tiny_model())
     loader = loader_of(rows, collate_fn=None, processor=processor, global_batch_size=2, shuffle=False)
     (((pack,),),) = [list(loader)]

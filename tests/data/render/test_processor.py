@@ -85,7 +85,9 @@ def test_a_file_that_no_part_shows_rejects_the_row(processor: OmniProcessor) -> 
         "the row has 1 image files, but the messages show 0: each file needs a part of type image in a message "
         "(or <image> in its text, with "
     )
-    assert rejected.reason == f"{reason}`media_markers: [image]` of the data set)"
+    assert rejected.reason == (
+        f"{reason}`media_markers: [image]` of the data set, or `format: ms_swift` if its rows are of this format)"
+    )
     nothing = {"image": [{"bytes": None, "path": None}], "audio": [None]}  # as columns of media are without any
     assert isinstance(processor.sample(Row("r", "s", messages, nothing, {})), Sample)
 

@@ -37,7 +37,7 @@ def test_loss_and_every_gradient_are_those_of_transformers_on_the_processors_own
     ours, reached = dict(model.foundation.named_parameters()), 0
     for name, parameter in plain.named_parameters():
         if parameter.grad is None:
-            assert ours[name].grad is None or not ours[name].grad.any(), name
+            assert ours[name].grad is None, name
         else:
             torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
             reached += any(name.startswith(module) for module in MODULES[family]) and bool(parameter.grad.any())
@@ -69,7 +69,7 @@ def test_a_tower_is_frozen_by_its_module_and_no_component_is_made_up() -> None:
         gradients = {name: p.grad for name, p in model.foundation.named_parameters()}
         assert all(grad is None for name, grad in gradients.items() if "audio_tower" in name)
         projector = gradients["model.multi_modal_projector.linear.weight"]
-        assert projector.any() == (sample is audio)
+        assert (projector is not None) is (sample is audio)
 
 
 def test_greedy_answers_are_those_of_transformers() -> None:

@@ -100,8 +100,7 @@ def _errors(found: Sequence[Outcome], expected: Outcome, draws: Sequence[Outcome
         for step in range(STEPS):
             wanted, *noisy = (torch.tensor(getattr(one, what)[step], dtype=torch.float64) for one in (expected, *draws))
             got = [torch.tensor(getattr(one, what)[step], dtype=torch.float64) for one in found]
-            floor = 5e-5 * float(wanted) if what == "norms" else 1e-7  # squares of a tensor are added in fp32
-            errors[f"{what} {step}"] = _distance(got, wanted) / _bound(wanted, noisy, max(floor, 1e-7))
+            errors[f"{what} {step}"] = _distance(got, wanted) / _bound(wanted, noisy, 1e-7)
     for what, floor in (("gradients", ABSOLUTE), ("moved", ULPS)):
         for name, wanted in getattr(expected, what).items():
             got = [getattr(one, what)[name] for one in found if name in getattr(one, what)]

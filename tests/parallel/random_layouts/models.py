@@ -18,11 +18,13 @@ from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
-from tests.families import FAMILIES as CONFIGS
+from tests.families import FAMILIES, UNSHRINKABLE
 from tests.models.staged import with_layers
 from tests.parallel.random_layouts.rows import TRAINED, Row
 from tests.parallel.sections.test_teachers import EXPERTS, TEACHER, distilled
 from tests.tiny import FOUNDATION, MODEL, TASKS, tiny_model, tiny_processor, tiny_samples
+
+CONFIGS = FAMILIES | UNSHRINKABLE
 
 
 @dataclass(frozen=True)

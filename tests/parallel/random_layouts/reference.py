@@ -199,6 +199,9 @@ class Reference:
         self.values = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
         self.trained = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
         self._adapters, self._renamed = set(ours.adapter_names), dict(ours.renamed)
+        for name, module in self.plain.named_modules():
+            if isinstance(module, nn.BatchNorm1d) and f"{name}.weight" not in self.trained:
+                module.eval()  # frozen batch normalizations use the statistics that were loaded
         self._base = {names[0]: base for base, names in ours.renamed.items()}
         self._is_transposed = {
             base: bool(getattr(ours.get_submodule(base.rpartition(".")[0]), "is_transposed", False))

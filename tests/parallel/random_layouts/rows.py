@@ -118,8 +118,10 @@ FAMILIES: dict[str, Family] = {
     "reading": Family(**_OMNI, tensor=True),
     "taught": Family(sections=("big",)),
     "taught_by_experts": Family(sections=("big",)),
+    "granite_speech": Family(encoders=("audio_encoder",)),
+    "llama4": Family(**_IMAGE),
 }
-WEIGHTS = {"any_to_any": 3, "qwen3_moe": 2, "qwen3_vl_moe": 2}
+WEIGHTS = {"any_to_any": 3, "qwen3_moe": 2, "qwen3_vl_moe": 2, "granite_speech": 0, "llama4": 0}
 
 
 class Row(NamedTuple):

@@ -22,6 +22,8 @@ FEW = (  # the first by default
     "any_to_any pp2 world all adamw fp32 text again 2",
     "taught dp2 - lora-foundation sgd compute empty clip 1",
     "reading vision1+dp1 - frozen-one adamw fp32 uneven calls 4",
+    "granite_speech pp2.sp2 - lora adamw fp32 even - 1",  # frozen batch norms
+    "llama4 pp2 - all sgd fp32 even clip 1",  # norms of large tensors
 )
 COMPILED = (  # each takes a minute
     "qwen3_moe dp2.ep2 - all sgd fp32 uneven compile 1",

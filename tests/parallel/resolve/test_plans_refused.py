@@ -17,7 +17,7 @@ from omnitrain.models.components.contract import SkippedModule
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.experts import backend_of, experts_in, use_omnitrain_experts
 from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, spread_by_transformers
-from omnitrain.parallel.resolve import CallFlags, resolve_plans
+from omnitrain.parallel.resolve import CallFlags, plans, resolve_plans
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.plan import tensor_plan
 from omnitrain.plan.mesh import fit_mesh
@@ -271,6 +271,15 @@ def test_what_a_plan_and_the_call_say_differently_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         resolve(model, plan(**fields), flags)
+
+
+def test_a_foundation_that_fails_in_bf16_is_refused_in_bf16_alone(
+    model: ot.OmniModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "precision_problem_of", lambda *_: "it fails: RuntimeError: float")
+    with pytest.raises(UserError, match=r"foundation.precision: found bfloat16, but Qwen3For.* it fails: RuntimeError"):
+        resolve(model, plan("foundation", precision=ot.Precision(compute="bfloat16")))
+    assert resolve(model, plan("foundation", precision=ot.Precision(compute="float32")), CallFlags())
 
 
 def test_optimizer_offload_of_what_is_frozen_elsewhere_is_refused() -> None:

@@ -11,7 +11,9 @@ from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.foundation.in_forward import ForwardReader
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.fsdp.units import find_units
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.verify.verify import verify
 from tests.in_forward import omni, phi4_model, qwen2_audio_model, row
 from tests.parallel import factories
@@ -80,6 +82,29 @@ def test_zeros_for_a_matrix_that_ranks_share_are_cut_as_it_is(ranks: RankPool) -
     assert found.keys() == expected.keys() and all(found[name].any() for name in found)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0)
+
+
+def gradients_of_turns(family: str, *turns: tuple[str, ...]) -> tuple[set[str], set[str]]:
+    """Names of parameters with a gradient after a step, of a rank with every second sample and in one process."""
+    samples = batch(family, *turns)
+    plain = omni(family)[0].train()
+    for sample in samples:
+        plain(Pack.from_samples([sample])).losses["text"].sum.backward()
+    model = laid_out(model=omni(family)[0].train())
+    own = [Pack.from_samples([sample]) for sample in samples[torch.distributed.get_rank() :: 2]]
+    accumulate_gradients(model, step_planner(model)(own))
+    found = [{n for n, p in every.named_parameters() if p.grad is not None} for every in (model, plain)]
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("first", ["hi", "a+what?"])
+def test_what_no_sample_of_any_rank_reaches_has_no_gradient(ranks: RankPool, first: str) -> None:
+    """Zeros in place of no gradient would let AdamW decay a tower in steps without its media."""
+    turns = (first, "B c"), ("you", "D")
+    for found, expected in ranks.run(gradients_of_turns, "phi4_multimodal", *turns, world=2, timeout_s=120):
+        assert found == expected
+        assert any(".audio_embed." in name for name in found) is (first != "hi")
+        assert not any(".image_embed." in name for name in found)
 
 
 def in_half_precision(kind: str) -> tuple[float, bool]:
