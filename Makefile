@@ -84,7 +84,7 @@ lint: install
 
 bench: install
 	@mkdir -p benchmarks/results
-	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py simulated_ranks.py two_commits.py gpu_day.py),$(wildcard benchmarks/*.py)); do \
+	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py simulated_ranks.py process_groups.py two_commits.py gpu_day.py),$(wildcard benchmarks/*.py)); do \
 		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json; \
 	done
 

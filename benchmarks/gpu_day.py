@@ -178,9 +178,14 @@ def run_phase(phase: Phase, own: Path, made: Path, environment: Mapping[str, str
         finally:
             _kill_group(process)
     status = LATE if code is None else KILLED if code < 0 else FAILED if code else OK
-    lines = figures.read_text().splitlines() if figures.exists() else []
     told = said.read_text(errors="replace").splitlines()[-LINES:] if status != OK else []
-    return Found(status, time.perf_counter() - began, code, dict(map(json.loads, lines)), told)
+    return Found(status, time.perf_counter() - began, code, written_figures(figures), told)
+
+
+def written_figures(file: Path) -> dict[str, float | str]:
+    """Return the figures of a phase, without one in the middle of which the phase was killed."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return dict(json.loads(line) for line in lines if line.endswith("\n"))
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from omnitrain.groups import new_group, shared_group
-from omnitrain.parallel.meshes import device_meshes
+from omnitrain.parallel.meshes import device_meshes, mesh_group
 from omnitrain.parallel.pipeline.channel import connect_pairs, directions
 from omnitrain.parallel.sections.carriers import torch_p2p
 from omnitrain.parallel.spawn.pool import RankPool
@@ -171,6 +171,15 @@ def test_groups_of_experts_have_streams_of_high_priority_and_no_others_have(rank
     found = ranks.run(options_of_meshes, timeout_s=60, world=4)[0]
     assert found.pop("ep") == (True, True)
     assert len(found) >= 2 and set(found.values()) == {(False, True)}
+
+
+def test_a_group_that_meshes_share_takes_cpu_tensors_beside_a_default_group_of_nccl_alone(
+    _alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with asked_for() as asked:
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        assert mesh_group([0], "pp") is mesh_group([0], "dp")
+    assert [(name, backend) for name, backend, *_ in asked] == [("pp", "cpu:gloo,cuda:nccl")]
 
 
 def test_groups_of_sections_occupy_four_multiprocessors_and_pairs_of_stages_as_many_as_nccl_wants(

@@ -1,3 +1,5 @@
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -96,3 +98,51 @@ def test_a_version_outside_the_window_is_a_warning_once_and_on_the_first_rank(
         assert f"omnitrain was tested with {package} " in message and f"found {version}." in message
         monkeypatch.setattr(packages, "os", SimpleNamespace(environ={"RANK": "1"}))
         assert _warnings(monkeypatch, {package: version}) == []
+
+
+def test_make_says_that_an_existing_environment_keeps_its_python(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    commands = {".venv/bin/python": "Python 3.11.7", "python3.12": "Python 3.12.3", "python3.11": "Python 3.11.7"}
+    for name, version in commands.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {version}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".venv" / ".installed").touch()
+    said = {
+        asked: subprocess.run(
+            ["make", "install", *asked], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stderr
+        for asked in ((), ("PYTHON=./python3.11",), ("PYTHON=./python3.12",))
+    }
+    assert list(said.values()) == [
+        "",
+        "",
+        ".venv has Python 3.11.7 and stays so; for PYTHON=./python3.12 (Python 3.12.3), first remove it: rm -r .venv\n",
+    ]
+
+
+def test_version_is_the_one_of_the_metadata() -> None:
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared is not None
+    assert declared[1] == omnitrain.__version__
+
+
+def test_constraints_pin_every_direct_dependency_and_the_tested_torch() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    project = (ROOT / "pyproject.toml").read_text()
+    block = re.search(r"^dependencies = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)
+    dev = re.search(r"^dev = \[(.*?)\]", project, re.MULTILINE)
+    assert block is not None
+    assert dev is not None
+    needed = re.findall(r'"([\w-]+)', block[1] + dev[1])
+    pinned = {name.lower() for name in pins}
+    assert [name for name in needed if name not in pinned] == []
+    assert (pins["torch"], pins["transformers"]) == ("2.13.0", "5.23.0")
+    assert f"TORCH := torch=={pins['torch']}" in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize(("old", "new"), [("AppliedComponent", "ComponentLayout"), ("AppliedLayout", "ModelLayout")])
+def test_a_renamed_export_works_with_a_warning(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"omnitrain.{old} is now omnitrain.{new}"):
+        assert getattr(omnitrain, old) is getattr(omnitrain, new)

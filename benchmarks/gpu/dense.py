@@ -55,4 +55,4 @@ def run(tiny: bool, folder: Path) -> Figures:
     if "HF" in sides.measured:
         yield "HF uses liger", float(sides.measured["HF"].uses_liger)
     yield from sides.ratios("HF")
-    yield from sides.finish()
+    yield from sides.finish("eager")

@@ -79,4 +79,4 @@ def run(tiny: bool, folder: Path) -> Figures:
     yield from sides.run({"HF grouped_mm bf16": lambda: theirs(IN_BF16), "HF grouped_mm": lambda: theirs("grouped_mm")})
     yield from sides.ratios("HF")
     yield from sides.ratios("local")
-    yield from sides.finish()
+    yield from sides.finish("local")

@@ -134,22 +134,28 @@ class Sides:
             if side != best:
                 yield f"{side} / {best}", speeds[side] / speeds[best]
 
-    def finish(self) -> Figures:
+    def finish(self, needed: str) -> Figures:
         """Yield the largest relative difference of a first loss to that of the first side; say what went wrong.
 
         For the same weights and samples they are the same up to the rounding of bf16.
 
+        Args:
+            needed: the side without which the others are compared with nothing.
+
         Raises:
-            SystemExit: a side failed, or losses differ by more.
+            SystemExit: a side failed, or losses differ by more, or ``needed`` cannot run here.
         """
+        failed = list(self.failed)
+        if needed not in self.measured and needed not in failed:
+            failed.append(f"{needed}: not measured")
         losses = {side: measured.first_loss for side, measured in self.measured.items()}
         first = next(iter(losses.values()), 1.0)
         errors = {side: abs(loss / first - 1) for side, loss in losses.items()}
         yield "loss error", max(errors.values(), default=0.0)
         wrong = [side for side, error in errors.items() if not error < LOSS_TOLERANCE]
-        self.failed += [f"{side}: loss {losses[side]:.6g}" for side in wrong]
-        if self.failed:
-            raise SystemExit(f"failed: {', '.join(self.failed)}")
+        failed += [f"{side}: loss {losses[side]:.6g}" for side in wrong]
+        if failed:
+            raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def why_not(error: Exception) -> str:

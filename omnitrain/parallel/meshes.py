@@ -59,6 +59,22 @@ def data_mesh(shape: MeshShape, device_type: str, first_rank: int = 0) -> Device
     return root["dp_replicate", "fsdp"] if shape.dp_replicate > 1 else root["fsdp"]
 
 
+def mesh_group(ranks: Sequence[int], name: str, *, is_of_experts: bool = False) -> dist.ProcessGroup | None:
+    """Return the group of some ranks that meshes share, which takes CPU tensors, too; None on other ranks.
+
+    All ranks of the run must call it.
+
+    Args:
+        ranks: global ranks of the group.
+        name: its description, if it is new.
+        is_of_experts: it is for their exchange alone.
+    """
+    configured = dist.get_backend_config()
+    backend = None if "cpu:" in configured else f"cpu:gloo,{configured}"
+    use = "experts" if is_of_experts else "mesh"
+    return shared_group(use, ranks, name, backend=backend, high_priority=is_of_experts)
+
+
 class _Groups:
     """The process groups of some axes (or products of axes). Axes with the same ranks share a group, except ``ep``.
 
@@ -88,12 +104,8 @@ class _Groups:
 
 def _own_group(axis: str, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """Create all groups of an axis where none is shared, and return the one of this rank."""
-    configured = dist.get_backend_config()
-    has_cpu = "cpu:" in configured
     is_of_experts = axis == "ep" and len(partition[0]) > 1
-    if has_cpu and not is_of_experts and len(partition[0]) == dist.get_world_size():
+    if "cpu:" in dist.get_backend_config() and not is_of_experts and len(partition[0]) == dist.get_world_size():
         return dist.group.WORLD
-    backend = None if has_cpu else f"cpu:gloo,{configured}"
-    use = "experts" if is_of_experts else "mesh"
-    groups = [shared_group(use, ranks, axis, backend=backend, high_priority=is_of_experts) for ranks in partition]
+    groups = [mesh_group(ranks, axis, is_of_experts=is_of_experts) for ranks in partition]
     return next((group for group in groups if group is not None), None)

@@ -79,6 +79,12 @@ def test_a_phase_that_hangs_dies_or_fails_loses_only_what_it_had_not_found(day: 
     assert all(word in gpu_day.table(made) for word in ("needs cuda", "hangs", LATE, KILLED, "wrong: this"))
 
 
+def test_a_figure_in_the_middle_of_which_a_phase_was_killed_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "figures").write_text('["one", 1.0]\n["two", "fai')
+    assert gpu_day.written_figures(tmp_path / "figures") == {"one": 1.0}
+    assert gpu_day.written_figures(tmp_path / "none") == {}
+
+
 def test_the_page_of_a_gpu_has_each_phase_with_its_limit() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert [row for phase in PHASES if (row := f"| `{phase.name}` | {phase.limit:.0f} s |") not in page] == []
@@ -116,7 +122,12 @@ def test_gaps_are_where_no_kernel_runs() -> None:
     assert profile.gaps(spans) == [(140.0, "c"), (99.0, "d")]
     figures = dict(profile.of_spans(spans))
     assert (figures["step ms"], figures["gaps above 50 us, ms"]) == (pytest.approx(0.41), pytest.approx(0.239))
-    assert figures["ms in 1 x a"] == pytest.approx(0.1) and figures["gap 2, us, behind d"] == 99.0
+    assert figures["kernel 1, ms in 1 x a"] == pytest.approx(0.1) and figures["gap 2, us, behind d"] == 99.0
+
+
+def test_kernels_whose_names_begin_alike_have_a_figure_each() -> None:
+    figures = dict(profile.of_spans([("k" * 100 + "1", 0.0, 20.0), ("k" * 100 + "2", 20.0, 50.0)]))
+    assert [value for name, value in figures.items() if name.startswith("kernel ")] == pytest.approx([0.03, 0.02])
 
 
 LOAD = measured.Load(CPU, tokens=128, rounds=1, steps=1, seconds=0.0)
@@ -157,7 +168,9 @@ def test_a_side_that_fails_is_named_and_takes_no_other_with_it() -> None:
     assert (figures["three tokens/s"], figures["three TFLOP/s"]) == (3.0, 1.0)
     assert dict(found.ratios("HF")) == {"three / HF": 1.5, "HF b / HF": 0.5}
     with pytest.raises(SystemExit, match=r"failed: one, HF b: loss 6$"):
-        list(found.finish())
+        list(found.finish("three"))
+    with pytest.raises(SystemExit, match=r"failed: one, two: not measured, HF b: loss 6$"):
+        list(found.finish("two"))
 
 
 def test_hf_has_its_grouped_products_in_bf16_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,8 @@ class ForwardReader:
 
     @property
     def _gives_zeros(self) -> bool:
-        return bool(self.modalities) and isinstance(self._model, FSDPModule)
+        """Whether the model is sharded here, which a section of encoders does not do; it need not be a unit itself."""
+        return bool(self.modalities) and any(isinstance(module, FSDPModule) for module in self._model.modules())
 
     @property
     def parameters(self) -> list[nn.Parameter]:

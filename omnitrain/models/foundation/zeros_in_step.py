@@ -20,7 +20,7 @@ class GivesZeros(Protocol):
     read: set[Any]
 
     def parameters_by_key(self) -> Mapping[Any, Iterable[nn.Parameter]]:
-        """Return key -> parameters that samples read together; the same keys in the same order on all ranks."""
+        """Return key -> parameters that samples read together, in the same order on all ranks of a section."""
         ...
 
 
@@ -41,7 +41,7 @@ class ZerosInStep:
         """Remove the gradients of zeros that this step gave to parameters which no sample of any rank read.
 
         Args:
-            peers: all ranks of the model; all of them call this.
+            peers: all ranks of this one's section; all of them call this.
         """
         is_read = [key in giver.read for giver in self._givers for key in giver.parameters_by_key()]
         for own, anywhere in zip(self._parameters(), peers.any_of_each(is_read), strict=True):

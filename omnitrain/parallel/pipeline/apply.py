@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from omnitrain.groups import shared_group
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import all_reduce_in_buckets
+from omnitrain.parallel.meshes import mesh_group
 from omnitrain.parallel.pipeline.channel import StageChannel, connect_pairs, directions
 from omnitrain.parallel.pipeline.stages import (
     PipelineStages,
@@ -100,7 +100,7 @@ def cut_into_stages(
     device = torch.device(state.device_type)
     pairs = {} if is_on_cpu else connect_pairs(columns, between, device)  # gloo tells messages apart by tags
     partly = sorted({ranks for ranks in held_by.values() if 1 < len(ranks) < state.size("pp")})
-    made = {ranks: [shared_group("mesh", own, "pp") for own in columns[:, list(ranks)].tolist()] for ranks in partly}
+    made = {ranks: [mesh_group(own, "pp") for own in columns[:, list(ranks)].tolist()] for ranks in partly}
     column = GlooGroup(columns.tolist())
     if dist.get_rank() not in state.ranks:
         return None

@@ -111,10 +111,11 @@ def _window(request: Request, place: str) -> int | str | None:
         return None if window == 1 else window
     else:
         problem = "which divides no items here; set `place: world`"
-    if is_explicit:
-        separator = " " if stages > 1 else ", "
-        request.problem("window", f"found {window} with `place: {place}`{separator}{problem}")
-    return None
+    if not is_explicit:
+        return None
+    separator = " " if stages > 1 else ", "
+    request.problem("window", f"found {window} with `place: {place}`{separator}{problem}")
+    return window  # no field of windows is without one
 
 
 def _fields_of_foundation(request: Request) -> dict[str, Any]:

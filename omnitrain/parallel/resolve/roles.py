@@ -138,7 +138,7 @@ def refused(roles: Collection[Role], explicit: ComponentPlan) -> Iterator[tuple[
 
 
 def _has_effect(field: str, value: object) -> bool:
-    return value not in (None, False) and not (field in AXES and value == 1)
+    return value is not None and value is not False and not (field in AXES and value == 1)
 
 
 def _shown(value: Any) -> str:

@@ -86,7 +86,7 @@ def accumulate_gradients(
     zeros = ZerosInStep(model.runner.give_zeros)
     total = executor.run(schedule)
     if model.runner.give_zeros:
-        zeros.drop_gradients(SINGLE_PROCESS if layout is None else GlooGroup())
+        zeros.drop_gradients(SINGLE_PROCESS if layout is None else GlooGroup(layout.state.all_groups("all")))
     if layout is not None:
         for state, parameters in layout.by_tp_ranks(model):
             add_up_over_tp(parameters, state)

@@ -282,6 +282,12 @@ def test_a_foundation_that_fails_in_bf16_is_refused_in_bf16_alone(
     assert resolve(model, plan("foundation", precision=ot.Precision(compute="float32")), CallFlags())
 
 
+def test_a_window_that_is_refused_is_one_problem_with_the_fields_that_need_one() -> None:
+    given = plan("image_encoder", window=2, place="local", features_on="cpu")
+    with pytest.raises(UserError, match=r"^1 problem in .*\n  .*window: found 2 with `place: local`, which divides no"):
+        resolve(any_to_any(), given)
+
+
 def test_optimizer_offload_of_what_is_frozen_elsewhere_is_refused() -> None:
     model = any_to_any()
     model.image_encoder.requires_grad_(False)

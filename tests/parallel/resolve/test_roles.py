@@ -40,3 +40,8 @@ def test_each_field_is_refused_once_with_its_reason(refusal: Refusal) -> None:
 def test_values_without_effect_are_not_refused() -> None:
     plan = ComponentPlan(pp=1, cp=1, ulysses=1, tp=1, compile=False)
     assert not [*refused(["not the foundation", "teacher", "section"], plan)]
+
+
+def test_a_cost_of_zero_is_a_value() -> None:
+    ((field, text),) = refused(["projector", "main"], ComponentPlan(quadratic_cost=0.0))
+    assert field == "quadratic_cost" and text.startswith("found 0.0, but a projector in `main`")

@@ -18,6 +18,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import Recording
@@ -29,6 +30,7 @@ from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.train.build_from_recipe import build_from_recipe, use_own_functions
 from omnitrain.train.verbs.check import check_recipe
 from tests import tiny
+from tests.in_forward import omni, qwen2_audio_model, row
 from tests.parallel.sections.test_ahead import encoded_in_steps
 from tests.tiny import FOUNDATION, TASKS, tiny_model, tiny_processor, tiny_recipe, tiny_samples, tiny_tokenizer
 from tests.train.test_ranks import assert_same_run, fit
@@ -261,3 +263,18 @@ def test_the_default_adapters_are_not_for_teachers() -> None:
     plan = ParallelPlan(default={"lora": {"targets": ["**"]}})
     _, plans = resolve_without_ranks(taught(), plan, mixed_precision=False, num_ranks=1)
     assert {name: bool(own.lora) for name, own in plans.items()} == {"foundation": True, "big": False}
+
+
+def listening() -> OmniModel:
+    """A foundation that reads sound in its own forward, with a teacher."""
+    foundation = qwen2_audio_model()
+    teacher = TEACHER | {"vocab_size": foundation.config.text_config.vocab_size}
+    return build_omni_model(foundation=foundation, teachers={"big": teacher})
+
+
+def test_a_section_needs_no_gradients_of_zeros_of_the_foundation(sections: RankPool) -> None:
+    """Ranks of ``main`` ask each other which parameters a sample has read; those of a section have none of them."""
+    processor = omni("qwen2_audio")[1]
+    given = [processor.sample(row(*turns), index) for index, turns in enumerate([("hi", "B c"), ("you", "D")])]
+    (found,) = verify(listening, given, ["big1+dp1"], nproc=2, timeout_s=120, pool=sections).rows
+    assert found.status == "equal", found
