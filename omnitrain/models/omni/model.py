@@ -137,7 +137,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     @property
     def draws(self) -> bool:
         """Whether the foundation draws random numbers in training, such as those of dropout."""
-        return self.runner is not None and self._draws
+        return self.runner is not None and self._draws  # a runner finds them when it is built
 
     def find_draws(self) -> None:
         """Look again whether the foundation draws random numbers in training, after modules were added to it."""

@@ -144,4 +144,6 @@ def _has_effect(field: str, value: object) -> bool:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value) if isinstance(value, str | int | float) else str(value.model_dump(exclude_defaults=True))
+    if isinstance(value, str | int | float):
+        return str(value)
+    return ", ".join(f"{key}: {found}" for key, found in value.model_dump(exclude_defaults=True).items())
