@@ -186,12 +186,13 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in eval mode without gradients; then restore the mode, and the buffers and tensors that a forward changed."""
+    """Run in eval mode without gradients; then restore the mode, random states, and tensors that a forward changed."""
+    device = next(model.parameters()).device
     training = {module: module.training for module in model.modules()}
     plain = {module: dict(vars(module)) for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
         for module, before in plain.items():

@@ -146,6 +146,7 @@ def test_what_encoders_draw_does_not_change_the_numbers_of_the_embeddings() -> N
     states = []
     for of_towers in (0.0, 0.2):
         model, of_step = model_with_towers(of_towers, 0.2)
+        assert model.draws  # its runner is built: the runs that discover modalities are over
         found: list[Tensor] = []
         block = model.foundation.model.layers[0]
         block._forward_pre_hooks.clear()  # without its own seed, it sees the state after the embeddings
