@@ -141,8 +141,8 @@ class Options:
 
 
 @contextmanager
-def asked_for() -> Iterator[list[tuple[str, str, Any, timedelta]]]:
-    """Description, backend, options and time limit of each group, made with gloo in place of NCCL."""
+def asked_for(backends: str = "cpu:gloo,cuda:nccl") -> Iterator[list[tuple[str, str, Any, timedelta]]]:
+    """Description, backend, options and time limit of each group, made with gloo in place of ``backends``."""
     asked: list[tuple[str, str, Any, timedelta]] = []
     real = dist.new_group
 
@@ -153,7 +153,7 @@ def asked_for() -> Iterator[list[tuple[str, str, Any, timedelta]]]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(dist, "new_group", new)
         patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-        patch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+        patch.setattr(dist, "get_backend_config", lambda: backends)
         yield asked
 
 
@@ -174,10 +174,9 @@ def test_groups_of_experts_have_streams_of_high_priority_and_no_others_have(rank
 
 
 def test_a_group_that_meshes_share_takes_cpu_tensors_beside_a_default_group_of_nccl_alone(
-    _alone: None, monkeypatch: pytest.MonkeyPatch
+    _alone: None,
 ) -> None:
-    with asked_for() as asked:
-        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    with asked_for("cuda:nccl") as asked:
         assert mesh_group([0], "pp") is mesh_group([0], "dp")
     assert [(name, backend) for name, backend, *_ in asked] == [("pp", "cpu:gloo,cuda:nccl")]
 
