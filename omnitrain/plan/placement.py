@@ -67,11 +67,12 @@ class Placement:
         """Number of ranks that share one copy of the parameters."""
         return len(self.ranks) // self.num_replicas
 
-    def facts(self, reader: str) -> dict[str, str]:
+    def facts(self, reader: str, ranks: Iterable[int]) -> dict[str, str]:
         """Return what a table shows of it.
 
         Args:
             reader: the component that reads its features; empty: nobody does.
+            ranks: global ranks that compute it: its own, and of a pipeline those of all stages.
         """
         together = len(self.call_groups[0]) if self.call_groups else 1
         windows = {None: "the step", 1: "1 micro-batch"}.get(self.window, f"{self.window} micro-batches")
@@ -79,7 +80,7 @@ class Placement:
         return {
             "component": self.name,
             "section": self.section,
-            "ranks": _ranges(self.ranks),
+            "ranks": _ranges(ranks),
             "ranks of a call": str(together),
             "encodes the items of": windows if self.media else "",
             "features go to": reader,
@@ -227,8 +228,9 @@ class Topology:
 
     def facts(self) -> list[dict[str, str]]:
         """Return a row for each component: where and when it runs, and who reads its features."""
-        reads_packs = next((c.name for c in self.components if c.reads_packs), "")
-        return [c.facts(self.reader_of(c.name) or (reads_packs if c.media else "")) for c in self.components]
+        foundation = next((c.name for c in self.components if c.reads_packs), "")
+        readers = {c.name: self.reader_of(c.name) or (foundation if c.media else "") for c in self.components}
+        return [c.facts(readers[c.name], self.readers if c.reads_packs else c.ranks) for c in self.components]
 
     def call_sites_of(self, component: str) -> tuple[int, ...]:
         """Return the indices of the component's call sites, in the order in which a micro-batch calls them."""

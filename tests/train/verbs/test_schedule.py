@@ -111,6 +111,10 @@ def test_the_stages_of_a_pipeline_have_nothing_of_a_section(tmp_path: Path) -> N
     first, last = shown["stages"]
     assert "audio_encoder" in first["others"] and "image_encoder" not in {*first["others"], *last["others"]}
     assert [rank["name"] for rank in shown["ranks"]] == ["rank  0", "rank  1", "vision"]
+    placed = {row["component"]: (row["section"], row["ranks"], row["by"]) for row in shown["placements"]}
+    assert placed["foundation"] == ("main", "0 to 1", "")
+    assert placed["audio_encoder"] == ("main", "0", "in the forwards")
+    assert placed["image_encoder"] == ("vision", "2", "messages")
 
 
 def test_seconds_of_encoders_without_sections_are_refused(tmp_path: Path) -> None:
