@@ -94,7 +94,7 @@ class Day:
         platform: system and processor.
         commit: of the repository; empty where git does not tell.
         phases: name -> what it found.
-        files: name -> bytes of each file beside the result.
+        files: name -> size in bytes of each file in the folder of the result.
         left_out: name -> bytes of each file that is not there, since it is too large, or since there are too many.
     """
 
@@ -183,7 +183,7 @@ def run_phase(phase: Phase, own: Path, made: Path, environment: Mapping[str, str
 
 
 def written_figures(file: Path) -> dict[str, float | str]:
-    """Return the figures of a phase, without one in the middle of which the phase was killed."""
+    """Return the figures of a phase; the one that a killed phase was writing is left out."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return dict(json.loads(line) for line in lines if line.endswith("\n"))
 

@@ -57,7 +57,7 @@ def gradients(step: OmniStep, packs: list[Pack]) -> Step:
 
 
 def update(step: OmniStep, packs: list[Pack]) -> Step:
-    """Return the loss of the second step, behind an update."""
+    """Return the loss of the second step, after an update."""
     step.optimizer.state.clear()
     step.run(packs[:1])
     return step.run(packs[:1]), {}
@@ -143,7 +143,7 @@ def quickstart_steps(precision: str, dtype: torch.dtype) -> Check:
 
 
 def resumed(device: torch.device) -> float:
-    """A run saves in the background, and its next step behind a resume has the loss that it had; 0: to the bit."""
+    """A run saves in the background, and its next step after a resume has the loss that it had; 0: to the bit."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         changes = ("train.steps=3", "train.save_every=2", "train.async_save=true")

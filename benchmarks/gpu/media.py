@@ -65,7 +65,7 @@ def write_rows(folder: Path, sides: tuple[int, int], letters: int) -> Path:
 
 
 def speed(step: OmniStep, packs: Iterable[Pack], load: Load) -> float:
-    """Return tokens per second, loading included, behind the warm-up."""
+    """Return tokens per second, loading included, after the warm-up."""
     taken: Iterator[Pack] = iter(packs)
     for pack in islice(taken, WARM_UP):
         step.run([pack])

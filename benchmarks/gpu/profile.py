@@ -70,7 +70,7 @@ def of_spans(spans: Iterable[Span]) -> Figures:
     yield f"gaps above {LEAST_GAP:.0f} us", float(len(found))
     yield f"gaps above {LEAST_GAP:.0f} us, ms", 1e-3 * sum(gap for gap, _ in found)
     for number, (gap, before) in enumerate(sorted(found, reverse=True)[:5], start=1):
-        yield f"gap {number}, us, behind {before[:100]}", gap
+        yield f"gap {number}, us, after {before[:100]}", gap
     for number, (name, spent) in enumerate(seconds.most_common(SHOWN), start=1):  # long names may begin alike
         yield f"kernel {number}, ms in {calls[name]} x {name[:100]}", 1e-3 * spent
 

@@ -66,7 +66,7 @@ def _launches(device: torch.device, number: int = 1000) -> Figures:
 
 
 def _seconds(work: Callable[[], Any], device: torch.device, times: int = 20) -> float:
-    """Return the median of some runs, each to its end, behind five that do not count: a GPU's clock rises slowly."""
+    """Return the median of some runs, each to its end, after five that do not count: a GPU's clock rises slowly."""
     found = []
     for _ in range(5 + times):
         synchronize(device)

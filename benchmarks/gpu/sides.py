@@ -60,7 +60,7 @@ def laid_out(
     Args:
         config: of the model.
         device: of the rank.
-        foundation: its plan, beside mode and precision.
+        foundation: fields of its plan other than mode and precision.
         ops: backends of operations.
         compute: dtype of the computation; weights are fp32.
         alter: changes the model before its first step; None: nothing does.

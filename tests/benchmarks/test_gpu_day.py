@@ -122,7 +122,7 @@ def test_gaps_are_where_no_kernel_runs() -> None:
     assert profile.gaps(spans) == [(140.0, "c"), (99.0, "d")]
     figures = dict(profile.of_spans(spans))
     assert (figures["step ms"], figures["gaps above 50 us, ms"]) == (pytest.approx(0.41), pytest.approx(0.239))
-    assert figures["kernel 1, ms in 1 x a"] == pytest.approx(0.1) and figures["gap 2, us, behind d"] == 99.0
+    assert figures["kernel 1, ms in 1 x a"] == pytest.approx(0.1) and figures["gap 2, us, after d"] == 99.0
 
 
 def test_kernels_whose_names_begin_alike_have_a_figure_each() -> None:
