@@ -208,9 +208,9 @@ def test_the_installed_version_has_every_private_name(library: str) -> None:
 
 def test_a_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.utils._pytree, "tree_any")
-    monkeypatch.delattr(torch.optim.Adam, "_init_group")
+    monkeypatch.setitem(ATTRIBUTES, "torch", [(torch.optim.AdamW, "_init_group _gone")])
     monkeypatch.delattr(PreTrainedModel, "_load_pretrained_model")
-    assert _gone("torch") == ["torch.utils._pytree.tree_any", "AdamW._init_group"]
+    assert _gone("torch") == ["torch.utils._pytree.tree_any", "AdamW._gone"]
     assert _gone("transformers") == ["transformers.PreTrainedModel._load_pretrained_model"]
 
 
