@@ -1,4 +1,4 @@
-"""The media of a micro-batch: this rank's calls of the encoders, and the exchange of features between ranks.
+"""The media of a micro-batch: this rank's calls of the components, and its pack with their features.
 
 A sharded module gathers its weights when it is called and scatters gradients in its backward. A rank that called it
 less often than the others would leave them waiting. So it makes the missing calls with the component's smallest input,
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,60 +30,37 @@ from omnitrain.ops.device import to_device
 from omnitrain.ops.timing import What
 
 
-class Exchange(Protocol):
-    """Sends the tensors of a rank's features to the ranks that need them.
-
-    Attributes:
-        around_backward: makes a context in which the gradients return.
-    """
-
-    around_backward: Callable[[], AbstractContextManager[None]]
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors that this rank needs."""
-        ...
-
-
 @dataclass(frozen=True)
 class MicroBatchWork:
-    """This rank's work in one micro-batch: media calls, exchanges, its slice of the sequence. Empty in one process.
-
-    Names are those of :attr:`Pack.inputs` and :attr:`Pack.targets`.
+    """This rank's work in the forward of a micro-batch. Empty in one process.
 
     Attributes:
-        calls: name -> number of calls on every rank. Without an entry, a rank makes the calls that its pack needs.
         heads: decoders whose head every rank calls, with targets or without.
-        media_calls: name -> the items of each call of this rank. Without an entry, it encodes those of its own pack.
-        exchanges: component -> sends the features that this rank encoded to the ranks that need them, and returns
-            those that its own pack needs, name by name in the order of their items. Without an entry, every rank
-            encodes for itself.
         sequence_slice: the tokens of the pack over which this rank runs the foundation; None: all of them.
-        cut: components whose exchange returns only the features for these tokens.
-        together: component -> a context in which all ranks that share the pack make its calls together.
-        encoded: component -> its features for this pack, which were encoded before. It makes no calls.
+        features: component -> its features for this pack. The forward calls the components without an entry.
+        calls: name in :attr:`Pack.inputs` or :attr:`Pack.targets` -> number of such calls on every rank. Without an
+            entry, a rank makes the calls that its pack needs.
     """
 
-    calls: Mapping[str, int] = field(default_factory=dict)
     heads: Collection[str] = ()
-    media_calls: Mapping[str, Sequence[MediaGroup]] = field(default_factory=dict)
-    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
     sequence_slice: SequenceSlice | None = None
-    cut: Collection[str] = ()
-    together: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
-    encoded: Mapping[str, ReceivedFeatures] = field(default_factory=dict)
+    features: Mapping[str, ReceivedFeatures] = field(default_factory=dict)
+    calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ReceivedFeatures:
-    """The features of a component for a pack, as an exchange returns them.
+    """The features of a component for a pack, as they leave an edge.
 
     Attributes:
-        tensors: ``[n, ...]`` for all items of the pack, name by name.
+        tensors: ``[n, ...]`` for the items of the pack, name by name.
         pattern: any features of the component; the others have the same form.
+        is_cut: whether they are those for this rank's tokens alone.
     """
 
     tensors: tuple[Tensor, ...]
     pattern: MediaFeatures
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +85,14 @@ class ComponentCalls:
         """The tensors of calls without data, whose backward must run, too."""
         return [tensor for features in self.minimal for tensor in features.tensors() if tensor.is_floating_point()]
 
+    @property
+    def joined(self) -> tuple[Tensor, ...]:
+        """``[features, ...]`` each: the tensors of all calls, one after the other; without calls, of no rows."""
+        own = [features.tensors() for of_name in self.made.values() for features in of_name]
+        if not own:
+            return tuple(tensor[:0] for tensor in self.minimal[0].tensors())
+        return tuple(torch.cat(tensors) for tensors in zip(*own, strict=True))
+
 
 @dataclass(frozen=True)
 class EncodedPack:
@@ -118,7 +103,7 @@ class EncodedPack:
         work: this rank's work in the micro-batch.
         media: features for the foundation's input, for the tokens that are on this rank.
         labels: decoder name -> ``[n]`` int64, of the whole pack.
-        idle: results of calls without data, and tensors of length 0. They enter the loss with a factor of zero.
+        idle: results of calls without data. They enter the loss with a factor of zero.
     """
 
     pack: Pack
@@ -129,13 +114,13 @@ class EncodedPack:
 
 
 def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[str] | None = None) -> EncodedPack:
-    """Encode all media of a pack, and make the exchanges and the calls without data of ``work``.
+    """Return a pack with the features of its media: those of ``work``, and of the components that it calls.
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
         pack: the micro-batch.
         work: this rank's work in this micro-batch.
-        components: encode only their media; None: those of all components.
+        components: only their media; None: those of all components.
 
     Raises:
         UserError: other ranks have an encoder of the pack's media, and ``work`` does not say that they encode now.
@@ -171,52 +156,53 @@ class _Encoding:
         return EncodedPack(self._pack, self._work, media, self._labels, self._idle)
 
     def add(self, component: str) -> None:
-        """Encode or receive the items of a component."""
+        """Take or encode the items of a component."""
         drawn = {**self._pack.inputs, **self._pack.targets}
         batches = {name: drawn[name] for name in self._model.media_names[component] if name in drawn}
-        sequence_slice = self._work.sequence_slice
-        places = {name: local_positions(sequence_slice, batch.positions) for name, batch in batches.items()}
-        made = self._made(component, batches, {name: len(index) for name, (index, _) in places.items()})
-        for name in batches:
-            self._keep(component, name, MediaFeatures.cat(made[name]), *places[name])
+        places = {name: local_positions(self._work.sequence_slice, batch.positions) for name, batch in batches.items()}
+        received = self._work.features.get(component)
+        is_cut = received is not None and received.is_cut
+        if received is None:
+            made: Mapping[str, Sequence[MediaFeatures]] = self._made(component)
+        elif is_cut:
+            made = _by_name(self._model, received, {name: [len(index)] for name, (index, _) in places.items()})
+        else:
+            made = _by_name(self._model, received, {name: batch.num_tokens for name, batch in batches.items()})
+        for name, (index, positions) in places.items():
+            features = MediaFeatures.cat(made[name])
+            if name in self._pack.targets:
+                self._labels[name] = features.side[_LABELS]
+                features = replace(features, side={})
+            if self._work.sequence_slice is not None and not is_cut:
+                features = features.at(index)
+            self._keep(component, name, features, positions)
 
-    def _made(
-        self, component: str, batches: Mapping[str, MediaBatch], num_local: Mapping[str, int]
-    ) -> Mapping[str, Sequence[MediaFeatures]]:
-        """Name -> features of the pack's items. ``num_local``: name -> number of those for this rank's tokens."""
-        model, work = self._model, self._work
-        counts = {name: batch.num_tokens for name, batch in batches.items()}
-        if component in work.encoded:
-            return _cut(model, work.encoded[component], counts)
+    def _made(self, component: str) -> dict[str, list[MediaFeatures]]:
+        """Name -> the features of each call that this rank makes for its pack."""
+        model, work, names = self._model, self._work, self._model.media_names[component]
         if component in model.reads:
-            is_elsewhere = model.reads[component] in self._elsewhere
-            work = _with_tower_features(model, component, work, self._pack, is_elsewhere=is_elsewhere)
+            tower = model.reads[component]
+            rows = [features for calls in self._made(tower).values() for features in calls]
+            ((name, items),) = ((name, own_calls(model, self._pack, name)) for name in names)
+            numbers = {name: min(1, sum(work.calls.get(n, 0) for n in model.media_names[tower]))}
+            calls: dict[str, Sequence[MediaGroup]] = {name: reading(items, MediaFeatures.cat(rows)) if rows else ()}
+        else:
+            calls = {name: own_calls(model, self._pack, name) for name in names}
+            numbers = {name: work.calls.get(name, 0) for name in names}
         if component in self._elsewhere:
-            of_pack = {name: own_calls(model, self._pack, name) for name in model.media_names[component]}
-            return _from_elsewhere(model, component, work, {**of_pack, **work.media_calls})
-        calls = call_component(model, component, work, self._pack)
-        self._idle += calls.idle
-        if component not in work.exchanges:
-            return calls.made
-        received = exchange_features(model, component, calls, work.exchanges[component])
-        self._idle += [tensor for tensor in received if not len(tensor)]  # their backward is a collective, too
-        if component in work.cut:
-            counts = {name: (number,) for name, number in num_local.items()}
-        return _cut(model, ReceivedFeatures(received, calls.pattern), counts)
+            return _from_elsewhere(model, component, calls, is_asked=any(numbers.values()))
+        made = call_component(model, component, calls, numbers)
+        self._idle += made.idle
+        return made.made
 
-    def _keep(self, component: str, name: str, features: MediaFeatures, index: Tensor, positions: Tensor) -> None:
-        """Keep features for the tokens of this rank: those at ``index`` of all, for the tokens at ``positions``."""
+    def _keep(self, component: str, name: str, features: MediaFeatures, positions: Tensor) -> None:
+        """Keep features for the tokens of this rank, which are at ``positions`` of its slice."""
         self._where[name] = positions
-        if name in self._pack.targets:
-            self._labels[name] = features.side[_LABELS]
-            features = replace(features, side={})
-        if self._work.sequence_slice is not None and component not in self._work.cut:
-            features = features.at(index)
         if component in self._model.teachers:
             read = local_positions(self._work.sequence_slice, self._pack.text_rows)[1]
             row = to_device(torch.searchsorted(positions, read), features.main.device)
             self._of_teachers[name] = features.main[row]
-        elif not len(index):  # the model runs as it does over text
+        elif not len(positions):  # the model runs as it does over text
             self._idle += features.tensors()
         elif name.startswith(NATIVE_PREFIX):
             self._native[name] = features
@@ -224,26 +210,29 @@ class _Encoding:
             self._inserted.append((positions, features.main))
 
 
-def call_component(model: Any, component: str, work: MicroBatchWork, pack: Pack | None = None) -> ComponentCalls:
+def call_component(
+    model: Any,
+    component: str,
+    calls: Mapping[str, Sequence[MediaGroup]],
+    numbers: Mapping[str, int] = MappingProxyType({}),
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> ComponentCalls:
     """Make this rank's calls of a component.
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
         component: name of an encoder or decoder.
-        work: this rank's calls.
-        pack: the pack whose items are encoded where ``work`` does not name them.
+        calls: name -> the items of each call.
+        numbers: name -> number of calls on every rank; this rank makes those that it lacks with the smallest input.
+        around: a context for the calls with items.
     """
     made: dict[str, list[MediaFeatures]] = {}
     minimal: list[MediaFeatures] = []
-    with _recorded(model, What("compute", "encode", "forward", component)):
+    with recorded(model, What("compute", "encode", "forward", component)):
         for name in model.media_names[component]:  # the same order on all ranks, with or without data
-            if name in work.media_calls or pack is None:
-                calls = work.media_calls.get(name, ())
-            else:
-                calls = own_calls(model, pack, name)
-            with work.together.get(component, nullcontext)():
-                made[name] = [_encoded(model, name, items) for items in calls]
-            minimal += [_minimal(model, name) for _ in range(work.calls.get(name, 0) - len(calls))]
+            with around():
+                made[name] = [_encoded(model, name, items) for items in calls.get(name, ())]
+            minimal += [_minimal(model, name) for _ in range(numbers.get(name, 0) - len(made[name]))]
     return ComponentCalls(made, minimal)
 
 
@@ -276,32 +265,11 @@ def reading(items: Sequence[MediaGroup], rows: MediaFeatures) -> tuple[MediaGrou
     )
 
 
-def _with_tower_features(
-    model: Any, component: str, work: MicroBatchWork, pack: Pack, *, is_elsewhere: bool
-) -> MicroBatchWork:
-    """Return the work with the call of a projector: what its tower gave is its input."""
-    tower = model.reads[component]
-    (name,), (of_tower,) = model.media_names[component], model.media_names[tower]
-    items = work.media_calls.get(name, own_calls(model, pack, name))
-    if tower in work.encoded:
-        received = work.encoded[tower]
-        rows = received.pattern.with_tensors(received.tensors, (len(received.tensors[0]),))
-        return replace(work, media_calls={**work.media_calls, name: reading(items, rows)})
-    if is_elsewhere:
-        made = _from_elsewhere(model, tower, work, {of_tower: own_calls(model, pack, of_tower)})
-    else:
-        made = call_component(model, tower, work, pack).made
-    of_projector = reading(items, MediaFeatures.cat(made[of_tower])) if made.get(of_tower) else ()
-    number = min(1, work.calls.get(of_tower, 0))
-    return replace(work, calls={name: number, **work.calls}, media_calls={**work.media_calls, name: of_projector})
-
-
 def _from_elsewhere(
-    model: Any, component: str, work: MicroBatchWork, calls: Mapping[str, Sequence[MediaGroup]]
+    model: Any, component: str, calls: Mapping[str, Sequence[MediaGroup]], *, is_asked: bool
 ) -> dict[str, list[MediaFeatures]]:
-    """Get the features of a component that other ranks have, without a graph. ``calls``: name -> items of each."""
-    calls = {name: calls[name] for name in model.media_names[component]}
-    if any(work.calls.get(name) for name in calls):  # the same on all ranks
+    """Get the features of each call from the ranks that have a component; ``is_asked``: all ranks ask for some now."""
+    if is_asked:
         return model.encoder_relay.encode(component, calls)
     if any(calls.values()):
         raise UserError(
@@ -311,23 +279,8 @@ def _from_elsewhere(
     return {}
 
 
-def exchange_features(model: Any, component: str, calls: ComponentCalls, exchange: Exchange) -> tuple[Tensor, ...]:
-    """Send the features of a component to the ranks that need them; return those that this rank needs.
-
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        component: name of an encoder or decoder.
-        calls: this rank's calls of it.
-        exchange: the ranks, and the features of each.
-    """
-    own = [features for of_name in calls.made.values() for features in of_name]
-    sent = [torch.cat(tensors) for tensors in zip(*(f.tensors() for f in own or calls.minimal[:1]), strict=True)]
-    exchange.around_backward = partial(_recorded, model, What("wait", FEATURES, "backward", component))
-    with _recorded(model, What("wait", FEATURES, "forward", component)):
-        return exchange(*(sent if own else [tensor[:0] for tensor in sent]))
-
-
-def _recorded(model: Any, what: What) -> AbstractContextManager[None]:
+def recorded(model: Any, what: What) -> AbstractContextManager[None]:
+    """Return a context that records what a model's components do, where somebody listens."""
     return nullcontext() if model.encode_recorder is None else model.encode_recorder.span(what)
 
 
@@ -411,7 +364,9 @@ def _with_layout_of(model: Any, name: str, features: MediaFeatures) -> MediaFeat
     return replace(features, side=dict(zip(layout.names[1:], features.side.values(), strict=True)), layout=layout)
 
 
-def _cut(model: Any, received: ReceivedFeatures, counts: Mapping[str, Sequence[int]]) -> dict[str, list[MediaFeatures]]:
+def _by_name(
+    model: Any, received: ReceivedFeatures, counts: Mapping[str, Sequence[int]]
+) -> dict[str, list[MediaFeatures]]:
     """Split received features by name. ``counts``: name -> features of each item."""
     sizes = [sum(own) for own in counts.values()]
     pieces = zip(*(tensor.split(sizes) for tensor in received.tensors), strict=True) if sizes else ()

@@ -171,7 +171,7 @@ class ModelFlops:
 
     def _of_item(self, component: str, name: str, item: MediaGroup) -> Passes:
         def run() -> list[Tensor]:
-            made = call_component(self.model, component, MicroBatchWork(media_calls={name: [item]})).made[name]
+            made = call_component(self.model, component, {name: [item]}).made[name]
             return [tensor for features in made for tensor in features.tensors()]
 
         return count(run, self.model, self._again(component)).passes
@@ -199,7 +199,7 @@ class ModelFlops:
         pack = Pack.from_samples([idle_prompt(self.model, length)])
         rows = torch.arange(length - predicted, length)
         pack = replace(pack, text_rows=rows, text_labels=torch.zeros(predicted, dtype=torch.long))
-        work = MicroBatchWork(encoded={name: self._of_teacher(name, length) for name in self.model.teachers})
+        work = MicroBatchWork(features={name: self._of_teacher(name, length) for name in self.model.teachers})
 
         def run() -> list[Tensor]:
             with self._trained_embeddings() if reads_trained else nullcontext():

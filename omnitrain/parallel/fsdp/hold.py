@@ -107,6 +107,32 @@ class HeldUnits:
         end_backward(self._root)
 
 
+@contextmanager
+def reducing_later(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """A context for a backward that another one follows: units keep their weights, and add up their gradients, for it.
+
+    Meanwhile FSDP neither waits for other reductions nor forgets the order of the units, by which it prefetches.
+
+    Args:
+        model: the root unit.
+        names: the units of which the next backward runs a part, too.
+    """
+    units = [unit for name in names if isinstance(unit := model.get_submodule(name), FSDPModule)]
+    assert isinstance(model, FSDPModule)
+
+    def reduce_now(is_now: bool) -> None:
+        model.set_is_last_backward(is_now)
+        for unit in units:
+            unit.set_requires_gradient_sync(is_now, recurse=False)
+            unit.set_reshard_after_backward(is_now, recurse=False)
+
+    reduce_now(False)
+    try:
+        yield
+    finally:
+        reduce_now(True)
+
+
 def _pre_forward(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Add up the gradients of a unit when its backward has ended; a recomputation runs inside of that backward."""
     return (args, kwargs) if is_backward() else call_after_backward(group, args, kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -20,14 +20,13 @@ from omnitrain.ops.draws import StepDraws
 from omnitrain.ops.timing import SpanRecorder, What
 from omnitrain.ops.turns import run_in_turns
 from omnitrain.parallel.expert.load_balance import RouterMonitor
-from omnitrain.parallel.fsdp.hold import HeldUnits
+from omnitrain.parallel.fsdp.hold import HeldUnits, reducing_later
 from omnitrain.parallel.layout import layout_of, reduce_all_replicas, reduce_replicas
 from omnitrain.parallel.pipeline.apply import units_by_stage
 from omnitrain.parallel.pipeline.messages import StageMessages
 from omnitrain.parallel.resolve import dtype_of
-from omnitrain.parallel.schedule.encoders import SeparateEncoders
+from omnitrain.parallel.schedule.graph import StepGraph
 from omnitrain.parallel.schedule.position import row_of, running_action
-from omnitrain.parallel.schedule.section import SectionEncoders
 from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import work_of
@@ -124,10 +123,7 @@ class Executor:
         self._messages: StageMessages | None = None
         self._held: HeldUnits | None = None
         self._units: dict[int | str, tuple[str, ...]] = {}  # stage, or encoder that has its own actions
-        is_first_stage = self._pipeline is None or self._pipeline.stages.rank == self._pipeline.stages.first_rank
-        self._encoders = SeparateEncoders(model, batch, self._draws, is_first_stage=is_first_stage)
-        is_apart = layout is not None and layout.section is not None
-        self._section = SectionEncoders(model, batch, self._draws, upcoming) if is_apart else None
+        self._graph = StepGraph(model, batch, self._draws, upcoming)
 
     def run(self, schedule: Schedule) -> Tensor:
         """Run the actions of this rank.
@@ -213,8 +209,6 @@ class Executor:
         stage, micro_batch = _key(action)
         pack = self._batch.packs[micro_batch].to(self._model.device)
         work = work_of(self._model, self._batch, micro_batch)
-        if stage == 0:
-            work = replace(work, encoded=self._encoders.features_of(micro_batch))
         arrived = self._arrived(self._forward_in, (stage, micro_batch), requires_grad=True)
         delayed = WeightGradients() if self._splits_backward else None
         with ExitStack() as stack:
@@ -223,6 +217,9 @@ class Executor:
                 stack.enter_context(self._draws.forward(micro_batch))
             for context in self._contexts:
                 stack.enter_context(context(pack, work))
+            if stage in (0, self._last):
+                features = self._graph.labels_of if stage else self._graph.features_of
+                work = replace(work, features=features(micro_batch, pack))
             if self._messages is None:
                 output: Any = self._model(pack, work)
             else:
@@ -261,15 +258,34 @@ class Executor:
         pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[0].requires_grad]
         if self._held is None:
             reduce_on_last(self._model, self._batch, key[1])
-        if pairs:  # none if only a tower trains and no rank has media for it
-            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        components = self._graph.trained_in(key[1]) if key[0] == 0 else []
+        with self._before(components):
+            if pairs:  # none if only a tower trains and no rank has media for it
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if key[0] == 0:
+            self._graph.take_gradients(key[1])
         if self._held is not None:
             self._held.add_up()  # of units whose input has no gradient, such as embeddings
-        if key[0] == 0:
-            self._encoders.take_gradients(key[1])
+        for index, component in enumerate(components):
+            with self._before(components[index + 1 :]):
+                self._backward_of(component, key[1])
         if live.arrived:
             back = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived)
             self._hand_over(back, self._backward_out, key, self._backward_in, key[0] - 1)
+
+    def _before(self, components: Sequence[str]) -> AbstractContextManager[None]:
+        """A context for a backward that those of components follow."""
+        if not components or self._held is not None or self._layout is None:
+            return nullcontext()
+        return reducing_later(self._model, [u for name in components for u in self._layout.components[name].units])
+
+    def _backward_of(self, component: str, window: int) -> None:
+        """Run the backward of a component's window."""
+        if self._held is None and self._layout is not None:
+            reduce_replicas(self._model, {component: self._batch.plan.last_active(component) == window})
+        self._graph.backward(component, window)
+        if self._held is not None:
+            self._held.add_up()
 
     def _backward_of_inputs(self, action: Action) -> None:
         live = self._live[_key(action)]
@@ -293,51 +309,35 @@ class Executor:
         )
 
     def _encode(self, action: Action) -> None:
-        (self._section or self._encoders).encode(action)
+        self._graph.encode(action)
 
     def _exchange(self, action: Action) -> None:
-        self._encoders.exchange(action)
+        self._graph.exchange(action)
 
     def _backward_of_encoder(self, action: Action) -> None:
-        if not self._trains:
-            return
-        if self._held is None and layout_of(self._model) is not None:
-            last = self._batch.plan.last_active(action.component)
-            reduce_replicas(self._model, {action.component: last == action.micro_batch})
-        (self._section or self._encoders).backward(action)
-        if self._held is not None:
-            self._held.add_up()
+        if self._trains:
+            assert action.micro_batch is not None
+            self._backward_of(action.component, action.micro_batch)
 
     def _send(self, action: Action) -> None:
-        if action.stage is None:
-            self._send_between_sections(action)
+        if action.kind is Kind.SEND_B and not self._trains:
             return
-        assert self._messages is not None and action.peer is not None
-        is_forward = action.kind is Kind.SEND_F
-        if is_forward or self._trains:
-            out = (self._forward_out if is_forward else self._backward_out).pop(_key(action))
-            self._messages.send(action, out)
-
-    def _send_between_sections(self, action: Action) -> None:
-        if self._section is not None and (self._trains or action.kind is Kind.SEND_F):
-            self._section.send(action)
-        elif self._section is None and self._trains:
-            self._encoders.give_back(action)
+        if action.stage is None:
+            self._graph.send(action)
+            return
+        assert self._messages is not None
+        out = (self._forward_out if action.kind is Kind.SEND_F else self._backward_out).pop(_key(action))
+        self._messages.send(action, out)
 
     def _receive(self, action: Action) -> None:
-        if action.stage is None:
-            self._receive_between_sections(action)
+        if action.kind is Kind.RECV_B and not self._trains:
             return
-        assert self._messages is not None and action.peer is not None
-        is_forward = action.kind is Kind.RECV_F
-        if is_forward or self._trains:
-            (self._forward_in if is_forward else self._backward_in)[_key(action)] = self._messages.receive(action)
-
-    def _receive_between_sections(self, action: Action) -> None:
-        if self._section is None:
-            self._encoders.receive(action)
-        elif self._trains or action.kind is Kind.RECV_F:
-            self._section.receive(action)
+        if action.stage is None:
+            self._graph.receive(action)
+            return
+        assert self._messages is not None
+        inbox = self._forward_in if action.kind is Kind.RECV_F else self._backward_in
+        inbox[_key(action)] = self._messages.receive(action)
 
     def _unshard(self, action: Action) -> None:
         assert self._held is not None

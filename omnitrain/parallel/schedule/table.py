@@ -54,7 +54,7 @@ def section_windows(layout: ModelLayout, plan: StepPlan, name: str, upcoming: St
         slots=section.slots,
         in_flight=section.in_flight,
         encode_twice=section.encode_twice,
-        is_encoded=any(edge.kept_of is plan for c, edge in layout.edges.items() if c in in_order),
+        is_encoded=any(edge.has_kept(plan) for c, edge in layout.edges.items() if c in in_order),
         upcoming={c: [plan.num_micro_batches + window for window in windows] for c, windows in ahead.items()},
         reads={c.name: c.reads for c in plan.topology.components if c.reads and c.name in in_order},
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.omni.encode import MicroBatchWork, call_component
+from omnitrain.models.omni.encode import call_component
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.parallel.sections.edges import FeatureEdge, FeatureForm
@@ -63,11 +63,10 @@ def connect_sections(
 
 def _form(model: OmniModel, component: str, device: torch.device) -> FeatureForm:
     """Encode the smallest input of a component; all ranks of its section take part."""
-    names = model.media_names[component]
-    work = MicroBatchWork(calls={names[0]: 1}, media_calls=dict.fromkeys(names, ()))
+    first = model.media_names[component][0]
     of_gpu = [device] if device.type == "cuda" else []  # by default, those of all GPUs of the node
     with torch.no_grad(), torch.random.fork_rng(of_gpu):
-        pattern = call_component(model, component, work).pattern.without_items()
+        pattern = call_component(model, component, {}, {first: 1}).pattern.without_items()
     return FeatureForm(_on(pattern, torch.device("cpu")), model.has_backward(component))
 
 

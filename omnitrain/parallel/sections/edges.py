@@ -82,7 +82,6 @@ class FeatureEdge:
 
     Attributes:
         kept: window -> features of a later step, which this rank has encoded ahead.
-        kept_of: the plan of that step.
     """
 
     def __init__(
@@ -116,7 +115,19 @@ class FeatureEdge:
         self._shares: dict[int, list[_Share]] = {}
         self._gradient_rows: tuple[Rows, ...] = ()
         self.kept: dict[int, tuple[Tensor, ...]] = {}
-        self.kept_of: StepPlan | None = None
+        self._kept_of: StepPlan | None = None
+
+    def kept_for(self, plan: StepPlan) -> dict[int, tuple[Tensor, ...]]:
+        """Return window -> features of a step that this rank has encoded ahead."""
+        return self.kept if self._kept_of is plan else {}
+
+    def keep_for(self, plan: StepPlan | None) -> None:
+        """Forget what was kept; from now on, :attr:`kept` has features of the step of ``plan``."""
+        self.kept, self._kept_of = {}, plan
+
+    def has_kept(self, plan: StepPlan) -> bool:
+        """Return whether the features of a step were encoded ahead."""
+        return self._kept_of is plan
 
     def expect(self, plan: StepPlan, windows: Sequence[int], *, trains: bool) -> None:
         """Prepare for the messages of a step.

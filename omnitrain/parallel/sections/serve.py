@@ -14,7 +14,7 @@ import torch
 from omnitrain.data.packing.pack import MediaGroup
 from omnitrain.errors import LostRankError, UserError
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.omni.encode import MicroBatchWork, call_component
+from omnitrain.models.omni.encode import call_component
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.parallel.sections.host_link import HostLink
@@ -166,6 +166,6 @@ class FeatureServer:
         items = {name: [call for of_rank in asked for call in of_rank[name]] for name in names}
         numbers = gathered_objects({name: len(calls) for name, calls in items.items()}, self._state.section_group)
         most = {name: max(of_rank[name] for of_rank in numbers) for name in names}
-        made = call_component(self._model, component, MicroBatchWork(most, media_calls=items)).made
+        made = call_component(self._model, component, items, most).made
         in_turn = {name: iter(features) for name, features in made.items()}
         return [{name: [next(in_turn[name]) for _ in calls] for name, calls in of_rank.items()} for of_rank in asked]

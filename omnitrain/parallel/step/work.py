@@ -1,101 +1,92 @@
-"""This rank's work in each micro-batch of a step, from the step plan."""
+"""This rank's work in a step, from the step plan: of a forward, of a component, and the exchange of its features."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from omnitrain.models.omni.encode import MicroBatchWork
+from omnitrain.data.packing.pack import MediaGroup, Pack
+from omnitrain.models.omni.encode import MicroBatchWork, own_calls
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.sequence.apply import RankSlice, slice_of
 from omnitrain.parallel.step.feature_exchange import Exchange
 from omnitrain.parallel.step.feature_routing import positions_of, routes_to_slices
 from omnitrain.parallel.step.media_dispatch import StepBatch
-from omnitrain.plan import Placement, StepPlan
+from omnitrain.plan import Placement
+
+
+class WindowCalls(NamedTuple):
+    """This rank's calls of a component in a window of micro-batches.
+
+    Attributes:
+        items: name -> the items of each call.
+        numbers: name -> number of calls on every rank of the component.
+    """
+
+    items: Mapping[str, Sequence[MediaGroup]]
+    numbers: Mapping[str, int]
 
 
 def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchWork:
-    """Return this rank's work in the forward of a micro-batch, from the step plan."""
+    """Return this rank's work in the forward of a micro-batch, without the features that it reads."""
+    return MicroBatchWork(batch.plan.calls_and_heads(micro_batch)[1], slice_in(model, batch, micro_batch))
+
+
+def slice_in(model: OmniModel, batch: StepBatch, micro_batch: int) -> RankSlice | None:
+    """Return the slice of a micro-batch's sequence on this rank; None: all of it."""
     layout = layout_of(model)
-    sequence_slice = (
-        None if layout is None else slice_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
-    )
-    inside = [c.name for c in batch.plan.topology.components if c.media and c.edge == "forward"]
-    return _work(model, batch, micro_batch, inside, sequence_slice)
+    if layout is None or not batch.packs:
+        return None
+    return slice_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
 
 
-def work_of_window(model: OmniModel, batch: StepBatch, component: str, window: int) -> MicroBatchWork:
-    """Return this rank's calls for the items of an encoder in a window of micro-batches.
-
-    With the exchange of the features, unless a section encodes them and sends messages.
+def calls_in(model: OmniModel, batch: StepBatch, component: str, window: int, pack: Pack | None = None) -> WindowCalls:
+    """Return this rank's calls for the items of a component in a window of micro-batches.
 
     Args:
-        model: parallelized.
+        model: parallelized, or on one process.
         batch: the step.
-        component: an encoder that is encoded outside of the forwards.
+        component: name of an encoder or decoder.
         window: the first micro-batch of the window.
+        pack: this rank's pack, on the model's device, whose items it encodes where the step does not name them.
     """
-    return _work(model, batch, window, [component], None)
+    names, drawn = model.media_names[component], batch.media_calls[window]
+    numbers, _ = batch.plan.calls_and_heads(window)
+    items = {
+        name: [group.to(model.device) for group in drawn[name]]
+        if name in drawn or pack is None
+        else own_calls(model, pack, name)
+        for name in names
+    }
+    return WindowCalls(items, {name: numbers[name] for name in names})
 
 
-def _work(
-    model: OmniModel, batch: StepBatch, micro_batch: int, names: Sequence[str], sequence_slice: RankSlice | None
-) -> MicroBatchWork:
+def exchange_in(model: OmniModel, batch: StepBatch, placement: Placement, window: int) -> Exchange | None:
+    """Return the exchange of a component's features in a window; None: each rank encodes what it reads."""
     plan, layout = batch.plan, layout_of(model)
-    together = {} if layout is None else layout.sharing
-    media = {name for component in names for name in model.media_names[component]}
-    calls, heads = plan.calls_and_heads(micro_batch)
-    exchanged = [c for name in names if _is_exchanged(plan, c := plan.topology.component(name), micro_batch)]
-    cut = {c.name for c in exchanged if sequence_slice is not None and not _needs_all(c, together)}
-    groups = {} if layout is None else layout.exchanges
-    return MicroBatchWork(
-        calls={name: number for name, number in calls.items() if name in media},
-        heads=heads,
-        media_calls={
-            name: [items.to(model.device) for items in drawn]
-            for name, drawn in batch.media_calls[micro_batch].items()
-            if name in media
-        },
-        exchanges={
-            c.name: _exchange(batch, c, micro_batch, sequence_slice if c.name in cut else None, groups.get(c.name))
-            for c in exchanged
-        },
-        sequence_slice=sequence_slice,
-        cut=cut,
-        together=together,
-    )
-
-
-def _is_exchanged(plan: StepPlan, component: Placement, micro_batch: int) -> bool:
-    moves = component.edge != "message" and plan.topology.moves(component.name)
-    return moves and plan.is_active(component.name, micro_batch)
-
-
-def _needs_all(component: Placement, together: Collection[str]) -> bool:
-    """Whether a rank needs the features of all tokens, where it has a slice of the sequence."""
-    return component.place == "world" or component.head is not None or component.name in together
-
-
-def _exchange(
-    batch: StepBatch,
-    component: Placement,
-    micro_batch: int,
-    sequence_slice: RankSlice | None,
-    group: dist.ProcessGroup | None,
-) -> Exchange:
-    """The exchange of a component's features; ``sequence_slice``: only those of this slice come back."""
-    plan, topology = batch.plan, batch.plan.topology
+    topology = plan.topology
+    if not topology.moves(placement.name):
+        return None
     rank = dist.get_rank() if dist.is_initialized() else 0
-    caller = topology.caller_of(rank, component.name)
-    made = [item for call in plan.calls_of(caller, component.name, micro_batch) for item in call.items]
-    routes = plan.routes(component.name, micro_batch)
-    if sequence_slice is not None:
-        positions = positions_of(batch.packs[micro_batch], component)
+    caller = topology.caller_of(rank, placement.name)
+    made = [item for call in plan.calls_of(caller, placement.name, window) for item in call.items]
+    routes = plan.routes(placement.name, window)
+    if (share := slice_read(model, batch, placement, window)) is not None:
+        positions = positions_of(batch.packs[window], placement)
         sharing = topology.data_groups[topology.group_of[caller]]
-        routes, made = routes_to_slices(routes, sharing, positions, sequence_slice.split, made)
+        routes, made = routes_to_slices(routes, sharing, positions, share.split, made)
     to_stage = rank - caller
     routes = replace(routes, producer=routes.producer + to_stage, consumer=routes.consumer + to_stage)
-    return Exchange(routes, group, made=made, is_differentiable=component.is_trained)
+    return Exchange(routes, None if layout is None else layout.exchanges.get(placement.name), made=made)
+
+
+def slice_read(model: OmniModel, batch: StepBatch, placement: Placement, window: int) -> RankSlice | None:
+    """Return the slice for whose tokens alone this rank reads a component's features of a window; None: for all."""
+    layout = layout_of(model)
+    is_shared = layout is not None and placement.name in layout.sharing
+    needs_all = placement.edge != "forward" or placement.place == "world" or placement.head is not None or is_shared
+    return None if needs_all or not batch.plan.topology.moves(placement.name) else slice_in(model, batch, window)

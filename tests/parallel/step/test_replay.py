@@ -9,15 +9,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.schedule import executor as step
+from omnitrain.parallel.schedule import graph
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.plan import step_planner
+from omnitrain.parallel.step.work import WindowCalls
 from tests.parallel.factories import any_to_any, qwen3_vl
 from tests.parallel.laid_out import laid_out, samples
 from tests.parallel.step.random_tables import RANKS, Step, random_steps, step_batch
@@ -85,13 +86,13 @@ def with_mistakes(table: Step) -> dict[str, list[str]]:
     model, rank = laid_out(state={"dp_replicate_size": 2}), torch.distributed.get_rank()
     units = {name: component.units for name, component in layout_of(model).components.items()}
     batch = step_batch(model, step_planner(model), table[rank])
-    work_of = step.work_of
+    calls_in = graph.calls_in
 
-    def skipping(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchWork:
-        work = work_of(model, batch, micro_batch)
-        return replace(work, calls={}) if rank >= 2 and micro_batch == 0 else work
+    def skipping(model: OmniModel, batch: StepBatch, component: str, window: int, pack: Pack | None) -> WindowCalls:
+        calls = calls_in(model, batch, component, window, pack)
+        return calls._replace(numbers={}) if rank >= 2 and window == 0 and not any(calls.items.values()) else calls
 
-    with patch.object(step, "work_of", skipping):
+    with patch.object(graph, "calls_in", skipping):
         skipped = differences(batch.plan, rank, units, record(model, batch))
     events = record(model, batch)
     call_sites = [call_site.name for call_site in batch.plan.topology.call_sites]
