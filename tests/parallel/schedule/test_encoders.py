@@ -15,7 +15,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.ops.experts import experts_in
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
-from omnitrain.parallel.schedule.encoders import SeparateEncoders
+from omnitrain.parallel.schedule.graph import StepGraph
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.step.windows import window_chooser
@@ -140,14 +140,14 @@ def limited_gradients(limit: int | None, window: int | str) -> tuple[dict[str, t
     model = parallelized("pp2", {"place": "world", "window": window, "feature_bytes": limit})
     samples, most = samples_of("qwen3_vl_moe"), 0
     batch = step_planner(model)([Pack.from_samples(samples[k % 4 :]) for k in range(6)])
-    exchange = SeparateEncoders.exchange
+    exchange = StepGraph.exchange
 
-    def noted(self: SeparateEncoders, action: Action) -> None:
+    def noted(self: StepGraph, action: Action) -> None:
         nonlocal most
         exchange(self, action)
         most = max(most, self.waiting_bytes("image_encoder"))
 
-    with patch.object(SeparateEncoders, "exchange", noted):
+    with patch.object(StepGraph, "exchange", noted):
         accumulate_gradients(model, batch)
     return gradients(model), most, batch.plan.topology.component("image_encoder").window
 
@@ -178,16 +178,16 @@ def memory_that_waits() -> list[tuple[int, int]]:
     """After each backward of a micro-batch: bytes of features and gradients that wait, and of the memory they keep."""
     model = parallelized("dp1", {"place": "world", "window": 4})
     batch = step_planner(model)([Pack.from_samples(samples_of("qwen3_vl_moe")) for _ in range(4)])
-    take, found = SeparateEncoders.take_gradients, []
+    take, found = StepGraph.take_gradients, []
 
-    def noted(self: SeparateEncoders, micro_batch: int) -> None:
+    def noted(self: StepGraph, micro_batch: int) -> None:
         take(self, micro_batch)
-        kinds = [kind for w in self._live.values() for kind in (w.held, w.leaves, w.gradients)]
+        kinds = [kind for w in self._read.values() for kind in (w.held, w.leaves, w.gradients)]
         tensors = [tensor for kind in kinds for tensors in kind.values() for tensor in tensors]
         memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         found.append((self.waiting_bytes("image_encoder"), sum(memory.values())))
 
-    with patch.object(SeparateEncoders, "take_gradients", noted):
+    with patch.object(StepGraph, "take_gradients", noted):
         accumulate_gradients(model, batch)
     return found
 
@@ -201,7 +201,7 @@ def waiting_tensors(freeze: bool) -> int:
     """Features and gradients that wait in a step of one rank."""
     model = parallelized("dp1", {"place": "world", "window": 2, "freeze": freeze})
     batch = step_planner(model)([Pack.from_samples(samples_of("qwen3_vl_moe")) for _ in range(2)])
-    with patch.object(SeparateEncoders, "_waiting", autospec=True, side_effect=SeparateEncoders._waiting) as waiting:
+    with patch.object(StepGraph, "_waiting_there", autospec=True, side_effect=StepGraph._waiting_there) as waiting:
         accumulate_gradients(model, batch)
     return sum(len(call.args[2]) for call in waiting.call_args_list)
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from omnitrain.parallel.schedule.section import SectionEncoders
+from omnitrain.parallel.schedule.graph import StepGraph
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.plan.schedule.actions import Action
@@ -49,14 +49,14 @@ def test_what_is_encoded_ahead_trains_as_one_process(sections: RankPool, layout:
 
 def encoded_in_steps(recipe: Path, overrides: list[str], interrupted_at: int) -> list[set[bool]]:
     """A run that goes on after Ctrl-C. For each step in which this rank encodes: whether it is for the next one."""
-    steps: dict[SectionEncoders, set[bool]] = {}
-    encode = SectionEncoders.encode
+    steps: dict[StepGraph, set[bool]] = {}
+    encode = StepGraph.encode
 
-    def noted(self: SectionEncoders, action: Action) -> None:
+    def noted(self: StepGraph, action: Action) -> None:
         steps.setdefault(self, set()).add((action.micro_batch or 0) >= self._batch.plan.num_micro_batches)
         encode(self, action)
 
-    with patch.object(SectionEncoders, "encode", noted):
+    with patch.object(StepGraph, "encode", noted):
         fit(recipe, overrides, False, interrupted_at, times=2)
     return list(steps.values())
 

@@ -51,12 +51,11 @@ def joined(items: Sequence[int], rows: dict[int, int]) -> list[Tensor]:
     return [torch.cat(tensors) for tensors in zip(empty, *parts, strict=True)]
 
 
-def inner(ones: Sequence[Tensor | None], others: Sequence[Tensor]) -> float:
+def inner(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     """Over all ranks."""
     total = torch.zeros((), dtype=torch.float64)
     for one, other in zip(ones, others, strict=True):
-        if one is not None and one.is_floating_point():
-            total += (one.double() * other.double()).sum()
+        total += (one.double() * other.double()).sum()
     dist.all_reduce(total)
     return total.item()
 
@@ -88,46 +87,36 @@ def exchange_and_back(routes: RowRoutes, rank: int, seed: int) -> tuple[float, f
     np.random.default_rng(seed + rank).shuffle(made)
     needed = routes.item[routes.consumer == rank].tolist()
     inputs = joined(made.tolist(), rows)
-    for tensor in inputs:
-        tensor.requires_grad_(tensor.is_floating_point() and len(tensor) > 0)
-    outputs = Exchange(routes, made=made.tolist())(*inputs)
+    exchange = Exchange(routes, made=made.tolist())
+    outputs = exchange.send(inputs)
     for output, expected in zip(outputs, joined(needed, rows), strict=True):
         assert output.dtype == expected.dtype
         assert torch.equal(output, expected)
-        assert output.requires_grad == output.is_floating_point()
-    gradients = [torch.randint(-4, 5, output.shape).to(output.dtype) for output in outputs]  # exact in bf16, too
-    used = [0, 3] if rank == 0 else [2]  # a rank may leave outputs unused
-    for retain in (True, False):
-        torch.autograd.backward([outputs[i] for i in used], [gradients[i] for i in used], retain_graph=retain)
-    there = inner([outputs[i] for i in used], [gradients[i] for i in used])
-    back = inner([None if x.grad is None else x.grad / 2 for x in inputs], inputs)
-    return there, back
+    floating = [output for output in outputs if output.is_floating_point()]
+    gradients = [torch.randint(-4, 5, output.shape).to(output.dtype) for output in floating]  # exact in bf16, too
+    returned = exchange.send_back(gradients)
+    return inner(floating, gradients), inner(returned, [tensor for tensor in inputs if tensor.is_floating_point()])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_exchange_moves_every_row_and_its_backward_is_the_transpose(ranks: RankPool, world: int) -> None:
+def test_exchange_moves_every_row_and_the_way_back_is_the_transpose(ranks: RankPool, world: int) -> None:
     results = ranks.run(exchange_random_plans, range(30), timeout_s=60, world=world)
     for there, back in results[0]:
         assert abs(there - back) <= 1e-6 * abs(there)
     assert sum(there != 0 for there, _ in results[0]) > 15
 
 
-def exchange_once(
-    entries: Sequence[tuple[int, int, int, int]], is_differentiable: bool
-) -> tuple[list[int], list[float], list[float]]:
+def exchange_once(entries: Sequence[tuple[int, int, int, int]]) -> tuple[list[int], list[float], list[float]]:
     """Bytes sent there and back; the rows that arrived; the gradients, where each consumer's are 10 ** its rank."""
     rank, routes = dist.get_rank(), routes_of(entries)
     own = {item: rows for item, producer, _, rows in entries if producer == rank}
     tensors = [torch.cat([torch.empty(0), *(torch.full((own[item],), float(item)) for item in sorted(own))])]
     tensors += [torch.zeros(len(tensors[0]), 2, dtype=torch.bfloat16), torch.zeros(len(tensors[0]), dtype=torch.int32)]
-    tensors[0].requires_grad_()
     with counted_collectives() as sent:
-        exchange = Exchange(routes, is_differentiable=is_differentiable)
-        arrived, *_ = exchange(*tensors)
-        if arrived.requires_grad:
-            (arrived.sum() * 10**rank).backward()
-    gradient = tensors[0].grad
-    return sent, arrived.tolist(), [] if gradient is None else gradient.tolist()
+        exchange = Exchange(routes)
+        arrived, other, _ = exchange.send(tensors)
+        gradient, _ = exchange.send_back([torch.full_like(arrived, 10.0**rank), torch.zeros_like(other)])
+    return sent, arrived.tolist(), gradient.tolist()
 
 
 TO_ALL = [(7, 1, consumer, 2) for consumer in range(4)]
@@ -135,12 +124,12 @@ ROW_BYTES, GRADIENT_BYTES = 4 + 4 + 4, 4 + 4
 
 
 def test_gradients_of_several_consumers_add_up(ranks: RankPool) -> None:
-    results = ranks.run(exchange_once, TO_ALL, True, timeout_s=30)
+    results = ranks.run(exchange_once, TO_ALL, timeout_s=30)
     assert [gradient for _, _, gradient in results] == [[], [1111.0] * 2, [], []]
 
 
 def test_one_collective_there_and_one_back_also_on_ranks_without_items(ranks: RankPool) -> None:
-    results = ranks.run(exchange_once, [(3, 0, 1, 2), (4, 0, 0, 0), (5, 0, 0, 1)], True, timeout_s=30)
+    results = ranks.run(exchange_once, [(3, 0, 1, 2), (4, 0, 0, 0), (5, 0, 0, 1)], timeout_s=30)
     assert [sent for sent, _, _ in results] == [
         [3 * ROW_BYTES, GRADIENT_BYTES],
         [0, 2 * GRADIENT_BYTES],
@@ -152,26 +141,20 @@ def test_one_collective_there_and_one_back_also_on_ranks_without_items(ranks: Ra
 
 
 def test_nothing_is_sent_where_every_item_stays_on_its_rank(ranks: RankPool) -> None:
-    results = ranks.run(exchange_once, [(rank, rank, rank, rank) for rank in range(4)], True, timeout_s=30)
+    results = ranks.run(exchange_once, [(rank, rank, rank, rank) for rank in range(4)], timeout_s=30)
     assert [sent for sent, _, _ in results] == [[]] * 4
     assert [(arrived, gradient) for _, arrived, gradient in results] == [
         ([float(rank)] * rank, [10.0**rank] * rank) for rank in range(4)
     ]
 
 
-def test_nothing_goes_back_to_what_is_not_trained(ranks: RankPool) -> None:
-    results = ranks.run(exchange_once, TO_ALL, False, timeout_s=30)
-    assert [sent for sent, _, _ in results] == [[0], [8 * ROW_BYTES], [0], [0]]
-    assert [(arrived, gradient) for _, arrived, gradient in results] == [([7.0, 7.0], [])] * 4
-
-
 def waits_of_an_exchange() -> dict[str, int]:
     rank = dist.get_rank()
-    exchange = Exchange(routes_of([(0, 0, 1, 2), (1, 1, 0, 3)]), is_differentiable=False)
+    exchange = Exchange(routes_of([(0, 0, 1, 2), (1, 1, 0, 3)]))
     rows = torch.ones(2 + rank, 4)
     device = Device([rows])
     with device.watched():
-        exchange(rows.to(DEVICE, non_blocking=True))
+        exchange.send([rows.to(DEVICE, non_blocking=True)])
     return device.waits
 
 
@@ -184,7 +167,7 @@ def exchange_in_pairs() -> list[float]:
     groups = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
     rank = dist.get_rank()
     routes = routes_of([(producer, producer, producer ^ 1, 1 + producer) for producer in range(4)])
-    arrived, *_ = Exchange(routes, groups[rank // 2])(torch.full((1 + rank,), float(rank)))
+    (arrived,) = Exchange(routes, groups[rank // 2]).send([torch.full((1 + rank,), float(rank))])
     return arrived.tolist()
 
 
@@ -211,7 +194,7 @@ def test_tables_that_contradict_themselves_are_refused(
 
 
 def wrong_number_of_rows() -> None:
-    Exchange(routes_of([(1, 0, 0, 2)]))(torch.zeros(3, 4))
+    Exchange(routes_of([(1, 0, 0, 2)])).send([torch.zeros(3, 4)])
 
 
 def test_rows_are_counted_before_anything_moves(ranks: RankPool) -> None:
