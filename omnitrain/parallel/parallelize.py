@@ -51,7 +51,7 @@ from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.sections.connect import connect_sections
 from omnitrain.parallel.sections.edges import FeatureEdge
-from omnitrain.parallel.sections.serve import feature_relay
+from omnitrain.parallel.sections.serve import AskSections
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state, states_of_components, with_own_groups
@@ -313,7 +313,7 @@ def _remember(
         here = [name for name, at in prepared.states.items() if at.section == state.section]
         components = _with_units_of_all(components, here)
         edges = connect_sections(model, sections, state, device)
-        model.encoder_relay = feature_relay(model, sections, state, device)
+        model.ask = AskSections(model, sections, state, device)
     if pipeline is not None:
         model.relay = PipelineRelay(pipeline, device)
     model.takes_batches = False

@@ -9,7 +9,7 @@ import torch
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.summon import gathered
-from omnitrain.parallel.sections.serve import FeatureClient, FeatureServer
+from omnitrain.parallel.sections.serve import AskSections
 
 T = TypeVar("T")
 
@@ -29,17 +29,17 @@ def serving(model: OmniModel, work: Callable[[], T]) -> T | None:
         UserError: ``work`` raised it on the first rank; then all ranks of sections raise it, too.
         TrainingError: ``work`` raised another error on the first rank.
     """
-    relay = model.encoder_relay
-    if isinstance(relay, FeatureServer):
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), gathered(model):
-                relay.serve()
-        finally:
-            model.train(was_training)
-        return None
-    if isinstance(relay, FeatureClient) and not relay.is_open:
-        with relay.open():
+    ask = model.ask
+    if not isinstance(ask, AskSections) or ask.is_open:
+        return work()
+    if ask.is_served:
+        with ask.open():
             return work()
-    return work()
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), gathered(model):
+            ask.serve()
+    finally:
+        model.train(was_training)
+    return None

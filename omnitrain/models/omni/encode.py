@@ -11,14 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
-from omnitrain.errors import UserError
 from omnitrain.models.components.media_calls import media_calls
 from omnitrain.models.components.protocols import TensorFeatures
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout
@@ -28,6 +27,7 @@ from omnitrain.models.omni.teacher import with_teacher_inputs
 from omnitrain.ops.attention import SequenceSlice
 from omnitrain.ops.device import to_device
 from omnitrain.ops.timing import What
+from omnitrain.recipe.parallel import FOUNDATION
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,30 @@ class EncodedPack:
     idle: list[Tensor]
 
 
+class Ask(Protocol):
+    """Asks other ranks for the features of a pack, outside of a step, where no plan says what they encode."""
+
+    def __call__(self, pack: Pack, calls: Mapping[str, int]) -> dict[str, ReceivedFeatures]:
+        """Return component -> its features for a pack. All ranks that run packs must call it together.
+
+        Args:
+            pack: of this rank, with the inputs of projectors and teachers.
+            calls: see :class:`MicroBatchWork`.
+
+        Raises:
+            UserError: the other ranks do not listen, or this rank is one that encodes for others.
+        """
+        ...
+
+    def require(self, component: str) -> None:
+        """Raise if only other ranks have a component.
+
+        Raises:
+            UserError: says what a user calls instead of the model.
+        """
+        ...
+
+
 def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[str] | None = None) -> EncodedPack:
     """Return a pack with the features of its media: those of ``work``, and of the components that it calls.
 
@@ -123,12 +147,11 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
         components: only their media; None: those of all components.
 
     Raises:
-        UserError: other ranks have an encoder of the pack's media, and ``work`` does not say that they encode now.
+        UserError: only other ranks have an encoder of the pack's media, or the foundation.
     """
-    if model.encoder_relay is not None:
-        model.encoder_relay.require_forward()
-    pack = with_teacher_inputs(with_projector_inputs(pack, model.divided), model.teachers)
-    encoding = _Encoding(model, pack, work)
+    if model.ask is not None:
+        model.ask.require(FOUNDATION)
+    encoding = _Encoding(model, with_all_inputs(model, pack), work)
     towers = set(model.reads.values())  # what a tower gives goes to its projector
     for component in model.media_names:
         if component not in towers and (components is None or component in components):
@@ -141,7 +164,6 @@ class _Encoding:
 
     def __init__(self, model: Any, pack: Pack, work: MicroBatchWork) -> None:
         self._model, self._pack, self._work = model, pack, work
-        self._elsewhere = () if model.encoder_relay is None else model.encoder_relay.components
         self._inserted: list[tuple[Tensor, Tensor]] = []
         self._native: dict[str, MediaFeatures] = {}
         self._labels: dict[str, Tensor] = {}
@@ -179,21 +201,22 @@ class _Encoding:
 
     def _made(self, component: str) -> dict[str, list[MediaFeatures]]:
         """Name -> the features of each call that this rank makes for its pack."""
-        model, work, names = self._model, self._work, self._model.media_names[component]
-        if component in model.reads:
-            tower = model.reads[component]
-            rows = [features for calls in self._made(tower).values() for features in calls]
-            ((name, items),) = ((name, own_calls(model, self._pack, name)) for name in names)
-            numbers = {name: min(1, sum(work.calls.get(n, 0) for n in model.media_names[tower]))}
-            calls: dict[str, Sequence[MediaGroup]] = {name: reading(items, MediaFeatures.cat(rows)) if rows else ()}
-        else:
-            calls = {name: own_calls(model, self._pack, name) for name in names}
-            numbers = {name: work.calls.get(name, 0) for name in names}
-        if component in self._elsewhere:
-            return _from_elsewhere(model, component, calls, is_asked=any(numbers.values()))
-        made = call_component(model, component, calls, numbers)
+        model, names = self._model, self._model.media_names[component]
+        calls = {name: own_calls(model, self._pack, name) for name in names}
+        if any(calls.values()) and model.ask is not None:
+            model.ask.require(component)
+        if component in model.reads and any(calls.values()):
+            rows = self._rows_of(model.reads[component])
+            calls = {name: reading(items, rows) for name, items in calls.items()}
+        made = call_component(model, component, calls, self._work.calls)
         self._idle += made.idle
         return made.made
+
+    def _rows_of(self, tower: str) -> MediaFeatures:
+        """What a tower gives for all items of the pack."""
+        if (received := self._work.features.get(tower)) is not None:
+            return received.pattern.with_tensors(received.tensors, (len(received.tensors[0]),))
+        return MediaFeatures.cat([features for calls in self._made(tower).values() for features in calls])
 
     def _keep(self, component: str, name: str, features: MediaFeatures, positions: Tensor) -> None:
         """Keep features for the tokens of this rank, which are at ``positions`` of its slice."""
@@ -236,6 +259,16 @@ def call_component(
     return ComponentCalls(made, minimal)
 
 
+def with_all_inputs(model: Any, pack: Pack) -> Pack:
+    """Return a pack in which teachers and the projectors of divided encoders have items, too.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+        pack: a micro-batch.
+    """
+    return with_teacher_inputs(with_projector_inputs(pack, model.divided), model.teachers)
+
+
 def with_projector_inputs(pack: Pack, divided: Collection[str]) -> Pack:
     """Return a pack in which the projectors of divided encoders have items, too: those of their towers, without pixels.
 
@@ -252,7 +285,7 @@ def _without_data(batch: MediaBatch) -> MediaBatch:
     return replace(batch, groups=(MediaGroup({}, {}, batch.num_tokens, samples),))
 
 
-def reading(items: Sequence[MediaGroup], rows: MediaFeatures) -> tuple[MediaGroup, ...]:
+def reading(items: Sequence[MediaGroup], rows: MediaFeatures) -> list[MediaGroup]:
     """Return the calls of a projector with its input.
 
     Args:
@@ -260,23 +293,7 @@ def reading(items: Sequence[MediaGroup], rows: MediaFeatures) -> tuple[MediaGrou
         rows: what the tower gave for all of them, in order.
     """
     features = {"main": rows.main, **rows.side}
-    return tuple(
-        replace(group, features=features, num_rows=dict.fromkeys(features, group.num_tokens)) for group in items
-    )
-
-
-def _from_elsewhere(
-    model: Any, component: str, calls: Mapping[str, Sequence[MediaGroup]], *, is_asked: bool
-) -> dict[str, list[MediaFeatures]]:
-    """Get the features of each call from the ranks that have a component; ``is_asked``: all ranks ask for some now."""
-    if is_asked:
-        return model.encoder_relay.encode(component, calls)
-    if any(calls.values()):
-        raise UserError(
-            f"{component} is on other ranks, and a forward by itself does not tell them to encode: use "
-            "accumulate_gradients to train, and heldout_loss or generate (in omnitrain.serving) otherwise"
-        )
-    return {}
+    return [replace(group, features=features, num_rows=dict.fromkeys(features, group.num_tokens)) for group in items]
 
 
 def recorded(model: Any, what: What) -> AbstractContextManager[None]:

@@ -11,8 +11,7 @@ import numpy as np
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.discovery import special_ids
-from omnitrain.models.omni.encode import MicroBatchWork, num_calls
-from omnitrain.models.omni.teacher import with_teacher_inputs
+from omnitrain.models.omni.encode import MicroBatchWork, num_calls, with_all_inputs
 from omnitrain.peers import Peers, all_or_raise
 
 _IDLE = "idle"  # source and id of samples for ranks without data; real data may use the same name
@@ -33,21 +32,18 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
         UserError: raised on all ranks if the foundation's own forward reads a pack, and the model is a pipeline; or if
             other ranks have encoders, and do not listen.
     """
-    if model.encoder_relay is not None:
-        model.encoder_relay.require_open()
     if model.relay.is_cut:  # before any stage waits for another
         all_or_raise(peers, lambda: [model.runner.in_forward.require_whole_model(pack) for pack in packs])
-    packs = [with_teacher_inputs(pack, model.teachers) for pack in packs]
+    packs = [with_all_inputs(model, pack) for pack in packs]
     rounds = peers.most({"packs": len(packs)})["packs"]
     calls = {(i, name): calls for i, pack in enumerate(packs) for name, calls in num_calls(model, pack).items()}
     most = peers.most(calls)
     heads = peers.most({(i, name): 1 for i, pack in enumerate(packs) for name in pack.targets})
     for number in range(rounds):
-        work = MicroBatchWork(
-            calls={name: times for (where, name), times in most.items() if where == number},
-            heads={name for where, name in heads if where == number},
-        )
-        yield (packs[number] if number < len(packs) else Pack.from_samples([idle_prompt(model)])), work
+        pack = packs[number] if number < len(packs) else Pack.from_samples([idle_prompt(model)])
+        numbers = {name: times for (where, name), times in most.items() if where == number}
+        features = {} if model.ask is None else model.ask(pack, numbers)
+        yield pack, MicroBatchWork({name for where, name in heads if where == number}, None, features, numbers)
 
 
 def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:

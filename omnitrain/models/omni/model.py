@@ -37,11 +37,11 @@ from omnitrain.models.foundation.sequence_slice import filled_up, local_position
 from omnitrain.models.foundation.stage import BlockSpan, Stage
 from omnitrain.models.hf.config_copies import take_own_configs
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class
-from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, idle_head, with_zero_gradients
+from omnitrain.models.omni.encode import Ask, EncodedPack, MicroBatchWork, encode, idle_head, with_zero_gradients
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.lockstep import idle_prompt
-from omnitrain.models.omni.relay import ONE_STAGE, EncoderRelay, StageRelay
+from omnitrain.models.omni.relay import ONE_STAGE, StageRelay
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.models.omni.summary import components_html
@@ -76,8 +76,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         compute_device: device of its computations, if its parameters are on another device.
         takes_batches: whether :meth:`forward` takes batches of transformers; not after ``build_parallelize_model``.
         relay: runs its pipeline stages in turn, for evaluation and generation.
-        encoder_relay: gets the features of encoders that other ranks have, for evaluation and generation; None: there
-            are none.
+        ask: gets the features of components that only other ranks have, for evaluation and generation; None: there are
+            none.
     """
 
     config_class = OmniConfig
@@ -96,7 +96,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         self._draws = False
         self.takes_batches = True
         self.relay: StageRelay = ONE_STAGE
-        self.encoder_relay: EncoderRelay | None = None
+        self.ask: Ask | None = None
         self._minimal_inputs: dict[str, tuple[TensorFeatures, tuple[int, ...]]] = {}
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
         # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.

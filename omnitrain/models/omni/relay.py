@@ -1,12 +1,10 @@
-"""Run a model that is spread over ranks outside of training: its stages in turn, and encoders of other ranks."""
+"""Run the stages of a pipeline in turn, outside of training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from omnitrain.data.packing.pack import MediaGroup
-from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.omni.stage import StageInput
 
 T = TypeVar("T")
@@ -48,40 +46,6 @@ class StageRelay(Protocol):
 
     def from_last(self, make: Callable[[], T]) -> T:
         """The same for the rank with the last stage."""
-        ...
-
-
-class EncoderRelay(Protocol):
-    """Gets the features of encoders that other ranks have."""
-
-    @property
-    def components(self) -> Collection[str]:
-        """These encoders."""
-        ...
-
-    def require_forward(self) -> None:
-        """Raise if this rank cannot run the model.
-
-        Raises:
-            UserError: it has only some encoders.
-        """
-        ...
-
-    def require_open(self) -> None:
-        """Raise if features cannot be asked for now.
-
-        Raises:
-            UserError: the other ranks do not listen, or this rank is one that encodes for others.
-        """
-        ...
-
-    def encode(self, component: str, calls: Mapping[str, Sequence[MediaGroup]]) -> dict[str, list[MediaFeatures]]:
-        """Return name -> the features of each call. All ranks that encode packs must call it together.
-
-        Args:
-            component: one of :attr:`components`.
-            calls: name -> the items of each call of this rank; all names of the component, often without calls.
-        """
         ...
 
 

@@ -163,11 +163,11 @@ class StepGraph:
         """Run the backward of a window, where the gradients of its features have come."""
         node, edge = self._nodes[component], self._edges[component]
         if (key := (component, window)) in self._gradients:
-            gradients, has_gradient = self._gradients.pop(key), self._messages[component].form.has_gradient
+            gradients, has_gradient = self._gradients.pop(key), [*self._messages[component].form.has_gradient]
         elif key in self._read:
             read = self._read.pop(key)
             edge.give_back(window, read.all_gradients(self._model.device))
-            gradients, has_gradient = edge.take_gradients(window, node.num_rows(window)), read.has_gradient
+            gradients, has_gradient = edge.take_gradients(window, node.num_rows(window)), [*read.has_gradient]
         else:
             return  # no rank has items
         in_turn = iter(gradients)

@@ -11,78 +11,87 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from omnitrain.data.packing.pack import MediaGroup
+from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.errors import LostRankError, UserError
-from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.omni.encode import call_component
+from omnitrain.models.omni.encode import ComponentCalls, ReceivedFeatures, call_component, own_calls, reading
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.parallel.sections.host_link import HostLink
 from omnitrain.parallel.state import ParallelState
 from omnitrain.peers import told_error
-from omnitrain.recipe.parallel import MAIN, Section
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, Section
 
 _END = None  # in place of a component
 _GRACE_SECONDS = 10.0  # for a section to take the news of a failure
 
 
-def feature_relay(
-    model: OmniModel, sections: Mapping[str, Section], state: ParallelState, device: torch.device
-) -> FeatureClient | FeatureServer:
-    """Return this rank's end of the connection between ``main`` and its sections. All ranks must call it.
+class AskSections:
+    """:class:`~omnitrain.models.omni.encode.Ask` of a run with sections. All ranks must create it.
 
     Args:
         model: parallelized.
         sections: section -> its settings.
         state: the state of this rank's section.
         device: of this rank.
-    """
-    link, main = HostLink(device), state.of_section(MAIN)
-    askers = main.ranks[: main.size("stage")]  # of the first stage
-    if state.section != MAIN:
-        return FeatureServer(model, state, askers, link)
-    servers = {name: state.of_section(of).ranks for of, section in sections.items() for name in section.components}
-    return FeatureClient(servers, state.rank, askers, link)
 
-
-class FeatureClient:
-    """:class:`~omnitrain.models.omni.relay.EncoderRelay` of a rank of ``main``.
-
-    Args:
-        servers: component -> the ranks that have it.
-        rank: of this process.
-        askers: the ranks of the first pipeline stage.
-        link: between all ranks.
+    Attributes:
+        is_served: whether this rank is one of ``main``, for which the others encode.
+        is_open: whether they do so now.
     """
 
-    def __init__(self, servers: Mapping[str, Sequence[int]], rank: int, askers: Sequence[int], link: HostLink) -> None:
-        self.components = frozenset(servers)
-        self._servers, self._rank, self._askers, self._link = servers, rank, askers, link
+    def __init__(
+        self, model: OmniModel, sections: Mapping[str, Section], state: ParallelState, device: torch.device
+    ) -> None:
+        self._model, self._state, self._link = model, state, HostLink(device)
+        main = state.of_section(MAIN)
+        self._askers = main.ranks[: main.size("stage")]  # of the first stage
+        self._servers = {n: state.of_section(of).ranks for of, section in sections.items() for n in section.components}
+        self.is_served = state.section == MAIN
         self.is_open = False
 
-    def require_forward(self) -> None:
-        """Do nothing: this rank has the foundation."""
-
-    def require_open(self) -> None:
-        """Raise unless the sections serve."""
+    def __call__(self, pack: Pack, calls: Mapping[str, int]) -> dict[str, ReceivedFeatures]:
+        """Return component -> its features for a pack; see :class:`~omnitrain.models.omni.encode.Ask`."""
+        self.require(FOUNDATION)
         if not self.is_open:
             raise UserError(
-                f"{', '.join(sorted(self.components))}: other ranks encode for this one, and do not listen now; call "
+                f"{', '.join(sorted(self._servers))}: other ranks encode for this one, and do not listen now; call "
                 "omnitrain.serving(model, work) on all ranks, with the evaluation or generation as `work`"
             )
+        found: dict[str, ReceivedFeatures] = {}
+        for component, names in self._model.media_names.items():
+            if self._state.rank in self._askers and component in self._servers and any(calls.get(n) for n in names):
+                found[component] = self._asked(component, pack, found.get(self._model.reads.get(component, "")))
+        return found
 
-    def encode(self, component: str, calls: Mapping[str, Sequence[MediaGroup]]) -> dict[str, list[MediaFeatures]]:
-        """Return the features of each call; see :class:`EncoderRelay`."""
-        self.require_open()
+    def _asked(self, component: str, pack: Pack, rows: ReceivedFeatures | None) -> ReceivedFeatures:
+        """The features of a component; ``rows``: those that it reads in place of media."""
+        items = {name: own_calls(self._model, pack, name) for name in self._model.media_names[component]}
+        if rows is not None:
+            read = rows.pattern.with_tensors(rows.tensors, (len(rows.tensors[0]),))
+            items = {name: reading(groups, read) for name, groups in items.items()}
         servers = self._servers[component]
-        if self._rank == self._askers[0]:
+        if self._state.rank == self._askers[0]:
             self._link.send(component, *servers)
-        server = servers[self._askers.index(self._rank) % len(servers)]
-        self._link.send(calls, server)
-        answer: dict[str, list[MediaFeatures]] | Exception = self._link.receive(server)
+        server = servers[self._askers.index(self._state.rank) % len(servers)]
+        self._link.send(items, server)
+        answer: ReceivedFeatures | Exception = self._link.receive(server)
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def require(self, component: str) -> None:
+        """Raise if this rank does not have a component; see :class:`~omnitrain.models.omni.encode.Ask`."""
+        state = self._state
+        if not self.is_served:
+            raise UserError(
+                f"rank {state.rank} has only the components of the section {state.section}, and cannot run the model; "
+                "call omnitrain.serving(model, work) on all ranks, with the evaluation or generation as `work`"
+            )
+        if component in self._servers:
+            raise UserError(
+                f"{component} is on other ranks, and a forward by itself does not tell them to encode: use "
+                "accumulate_gradients to train, and heldout_loss or generate (in omnitrain.serving) otherwise"
+            )
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -96,7 +105,7 @@ class FeatureClient:
             raise
         finally:
             self.is_open = False
-            if self._rank == self._askers[0]:
+            if self._state.rank == self._askers[0]:
                 self._end(failure)
 
     def _end(self, failure: BaseException | None) -> None:
@@ -105,38 +114,7 @@ class FeatureClient:
             self._link.send(_END, *ranks)
             return
         with suppress(LostRankError):  # it must not hide the failure
-            self._link.send(told_error(failure, self._rank), *ranks, timeout_s=_GRACE_SECONDS)
-
-
-class FeatureServer:
-    """:class:`~omnitrain.models.omni.relay.EncoderRelay` of a rank of a section: it encodes for the ranks that ask.
-
-    Args:
-        model: parallelized.
-        state: the state of the section.
-        askers: the ranks of the first pipeline stage of ``main``.
-        link: between all ranks.
-    """
-
-    def __init__(self, model: OmniModel, state: ParallelState, askers: Sequence[int], link: HostLink) -> None:
-        self.components = frozenset[str]()
-        self._model, self._state, self._link = model, state, link
-        self._first, self._own = askers[0], askers[state.ranks.index(state.rank) :: state.world_size]
-
-    def require_forward(self) -> None:
-        """Raise: this rank does not have the foundation."""
-        raise UserError(
-            f"rank {self._state.rank} has only the components of the section {self._state.section}, and cannot run the "
-            "model; call omnitrain.serving(model, work) on all ranks, with the evaluation or generation as `work`"
-        )
-
-    def require_open(self) -> None:
-        """Raise: this rank only serves."""
-        self.require_forward()
-
-    def encode(self, component: str, calls: Mapping[str, Sequence[MediaGroup]]) -> dict[str, list[MediaFeatures]]:
-        """Do not call it: no component is elsewhere."""
-        raise AssertionError(component)
+            self._link.send(told_error(failure, self._state.rank), *ranks, timeout_s=_GRACE_SECONDS)
 
     def serve(self) -> None:
         """Encode what ranks of ``main`` ask for, until the first of them says that it was the last.
@@ -145,27 +123,31 @@ class FeatureServer:
             UserError: ``main`` ended with it.
             TrainingError: ``main`` ended with another error.
         """
-        while (component := self._link.receive(self._first)) is not _END:
+        state, link = self._state, self._link
+        own = self._askers[state.ranks.index(state.rank) :: state.world_size]
+        while (component := link.receive(self._askers[0])) is not _END:
             if isinstance(component, Exception):
                 raise component
-            asked = [self._link.receive(rank) for rank in self._own]
+            asked = [link.receive(rank) for rank in own]
             try:
                 answers = self._encoded(component, asked)
             except Exception as error:
-                for rank in self._own:
-                    self._link.send(told_error(error, self._state.rank), rank, timeout_s=_GRACE_SECONDS)
+                for rank in own:
+                    link.send(told_error(error, state.rank), rank, timeout_s=_GRACE_SECONDS)
                 raise
-            for rank, answer in zip(self._own, answers, strict=True):
-                self._link.send(answer, rank)
+            for rank, answer in zip(own, answers, strict=True):
+                link.send(answer, rank)
 
     def _encoded(
         self, component: str, asked: Sequence[Mapping[str, Sequence[MediaGroup]]]
-    ) -> list[dict[str, list[MediaFeatures]]]:
+    ) -> Iterator[ReceivedFeatures]:
         """The features for each rank that asked. All ranks of the section call the component equally often."""
         names = self._model.media_names[component]
         items = {name: [call for of_rank in asked for call in of_rank[name]] for name in names}
         numbers = gathered_objects({name: len(calls) for name, calls in items.items()}, self._state.section_group)
         most = {name: max(of_rank[name] for of_rank in numbers) for name in names}
-        made = call_component(self._model, component, items, most).made
-        in_turn = {name: iter(features) for name, features in made.items()}
-        return [{name: [next(in_turn[name]) for _ in calls] for name, calls in of_rank.items()} for of_rank in asked]
+        calls = call_component(self._model, component, items, most)
+        in_turn = {name: iter(features) for name, features in calls.made.items()}
+        for of_rank in asked:
+            made = {name: [next(in_turn[name]) for _ in groups] for name, groups in of_rank.items()}
+            yield ReceivedFeatures(ComponentCalls(made, [calls.pattern]).joined, calls.pattern.without_items())

@@ -13,6 +13,7 @@ import omnitrain as ot
 from omnitrain.data.packing.fill_pack import pack_all
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.sections.serve import AskSections
 from omnitrain.parallel.spawn.errors import RankError
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
@@ -105,9 +106,8 @@ def loss_of_texts(layout: str) -> tuple[float, list[str]] | None:
     model = tiny_model(seed=3)
     packs = list(pack_all(tiny_samples(tiny_processor(model), 4, ["text"]), 64))
     peers, asked = on_ranks(model.eval(), layout), list[str]()
-    relay = model.encoder_relay
-    if relay is not None:
-        relay.encode = lambda component, calls: asked.append(component)
+    if isinstance(model.ask, AskSections):
+        model.ask._asked = lambda component, *_: asked.append(component)
     losses = ot.serving(model, lambda: ot.heldout_loss(model, packs[peers.rank :: peers.size], peers))
     return losses and (losses["heads"]["text"]["loss"], asked)
 
