@@ -108,7 +108,8 @@ class StepGraph:
         self._edges: dict[str, Edge] = {
             **self._messages,
             **{
-                c.name: GroupEdge(partial(exchange_in, model, batch, c), partial(self._waiting, c.name)) for c in groups
+                c.name: GroupEdge(partial(exchange_in, model, batch, c), partial(_waiting, model, c.name))
+                for c in groups
             },
         }
         self._encoded: dict[_Window, Encoded] = {}  # its features have not left yet
@@ -319,8 +320,9 @@ class StepGraph:
         is_on_host = self._layout is not None and self._layout.components[component].plan.features_on == "cpu"
         return [*map(_to_host, tensors)] if is_on_host else [*tensors]
 
-    def _waiting(self, component: str, phase: Phase) -> AbstractContextManager[None]:
-        return recorded(self._model, What("wait", FEATURES, phase, component))
+
+def _waiting(model: OmniModel, component: str, phase: Phase) -> AbstractContextManager[None]:
+    return recorded(model, What("wait", FEATURES, phase, component))
 
 
 def _key(action: Action) -> _Window:
