@@ -62,7 +62,7 @@ def test_a_forward_reads_leaves_and_a_decoder_is_a_node_as_an_encoder_is() -> No
     features = graph.features_of(0, batch.packs[0])
     assert features.keys() == {"image_encoder", "audio_encoder", "image_decoder", "audio_decoder"}
     for name, received in features.items():
-        embeddings, *labels = received.tensors
+        embeddings, *labels = received.tensors()
         items = sum(sum(call.num_tokens) for call in own_calls(model, pack, name))
         assert embeddings.is_leaf and embeddings.requires_grad and len(embeddings) == items
         assert [label.dtype for label in labels] == [torch.int64] * (name in model.decoder_names)
