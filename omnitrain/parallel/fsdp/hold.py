@@ -109,7 +109,7 @@ class HeldUnits:
 
 @contextmanager
 def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """A context for a backward that another one follows: units keep their weights, and add up their gradients, for it.
+    """A context for a backward that another one follows: units keep their weights and gradients for it.
 
     Meanwhile FSDP neither waits for other reductions nor forgets the order of the units, by which it prefetches.
 
@@ -118,19 +118,20 @@ def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
         names: the units of which the next backward runs a part, too.
     """
     units = [unit for name in names if isinstance(unit := model.get_submodule(name), FSDPModule)]
+    groups = [group for unit in units for group in parameter_groups(unit)]
     assert isinstance(model, FSDPModule)
-
-    def reduce_now(is_now: bool) -> None:
-        model.set_is_last_backward(is_now)
-        for unit in units:
-            unit.set_requires_gradient_sync(is_now, recurse=False)
-            unit.set_reshard_after_backward(is_now, recurse=False)
-
-    reduce_now(False)
+    model.set_is_last_backward(False)
+    for group in groups:
+        group.post_backward = _nothing_after_backward
     try:
         yield
     finally:
-        reduce_now(True)
+        model.set_is_last_backward(True)
+        for group in groups:
+            del group.post_backward
+
+
+def _nothing_after_backward(*_: object) -> None: ...
 
 
 def _pre_forward(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
