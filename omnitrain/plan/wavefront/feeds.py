@@ -99,6 +99,13 @@ class Wavefront:
         """For each feeder the samples that it encodes."""
         return [{s for s, needs in enumerate(self.needs) if g in needs} for g in range(len(self.feeders))]
 
+    @cached_property
+    def loads(self) -> tuple[list[float], list[float]]:
+        """``[samples]`` seconds of forwards, and of backwards: all feeders of a sample together."""
+        needs = [[self.feeders[g] for g in feeders] for feeders in self.needs]
+        forward = [sum([feeder.forward[s] for feeder in feeders]) for s, feeders in enumerate(needs)]
+        return forward, [sum([feeder.backwards[s] for feeder in feeders]) for s, feeders in enumerate(needs)]
+
     def lanes_of(self, order: Sequence[int]) -> list[list[int]]:
         """Return the samples of each lane, in the order of ``order``."""
         lanes: list[list[int]] = [[] for _ in range(self.num_lanes)]
