@@ -52,8 +52,7 @@ def launch(
         quiet: do not show what the ranks print. It is in the results in any case.
 
     Raises:
-        RankError: a rank raised, died, or did not return in time. The message has the traceback of the rank that failed
-            first. ``error.tracebacks`` has those of all ranks that raised, and ``error.output`` what each rank printed.
+        RankError: a rank raised, died, or did not return in time; has the tracebacks and what each rank printed.
         UserError: ``function`` or ``args`` cannot be sent to another process.
     """
     if nproc < 1:

@@ -40,8 +40,7 @@ class RankPool:
 
     Args:
         nproc: maximum number of ranks; each starts when it is first needed.
-        preload: modules to import once for all ranks. On Linux, where multiprocessing's fork server forks the ranks;
-            the first user of the fork server in a process decides.
+        preload: modules to import once for all ranks, on Linux; the first user of the fork server decides.
 
     Attributes:
         num_starts, start_seconds: number of ranks started so far, with replacements, and the time waited for them.
@@ -67,7 +66,7 @@ class RankPool:
         world: int | None = None,
         on_print: Callable[[int, str], None] | None = None,
     ) -> list[Any]:
-        """Call ``function(*args)`` on ranks 0 .. world - 1, with ``torch.distributed`` initialised.
+        """Return the results of ``function(*args)`` on ranks 0 .. world - 1, with ``torch.distributed`` initialised.
 
         Args:
             function: a function at a module's top level or in a notebook, or ``"module:function"``.
@@ -76,9 +75,6 @@ class RankPool:
             world: number of ranks; None: all.
             on_print: gets each rank and whole lines that it prints, as they come. The ranks then have the environment
                 of a launcher (``RANK``, ``WORLD_SIZE``, ...). None: they print to where this process does.
-
-        Returns:
-            The return value of each rank.
 
         Raises:
             UserError: ``function`` or ``args`` cannot be sent to another process, or the pool has fewer ranks.
