@@ -47,9 +47,7 @@ def attending_through(around: Callable[[Call, Attend], torch.Tensor]) -> Iterato
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
     """Return a spec for a packed sequence, else the mask of ``implementation``; for ``AttentionMaskInterface``.
 
-    Args:
-        implementation: transformers' implementation for unpacked input.
-        arguments: the arguments of transformers' ``sdpa_mask``.
+    ``arguments`` are those of transformers' ``sdpa_mask``, ``implementation`` is that for unpacked input.
 
     Raises:
         UserError: the sequence is packed, and the requested mask does not fit it.
@@ -109,7 +107,7 @@ def omnitrain_attention(
         ``[B, T, heads, value_dim]``, and attention weights if ``implementation`` returns them.
 
     Raises:
-        UserError: the layer needs a feature that is not supported; names it.
+        UserError: names a feature that the layer needs and no backend supports.
     """
     if isinstance(attention_mask, MaskSpec):
         shard = attention_mask.shard

@@ -26,10 +26,8 @@ from omnitrain.ops.attention.spec import MaskFunction, MaskSpec, plain_spec, seg
 class Pattern:
     """A mask that kernels support; all conditions hold at once.
 
-    Attributes:
-        causal: a token sees no later token.
-        window: a token sees only tokens less than this many positions before it.
-        chunk: a token sees only its chunk of this many tokens, counted from the start of its segment.
+    ``causal``: a token sees no later token; ``window``: only tokens less than this many positions before it; ``chunk``:
+    only its chunk of this many tokens, counted from the start of its segment.
     """
 
     causal: bool = False
@@ -38,13 +36,10 @@ class Pattern:
 
 
 def describe(mask_function: MaskFunction, offsets: tuple[int, ...], use_vmap: bool, device: torch.device) -> MaskSpec:
-    """Return the spec of a sequence packed at ``offsets`` in a model with the mask ``mask_function``.
+    """Return the spec of a sequence packed at ``offsets`` ``(0, ..., T)`` in a model with the mask ``mask_function``.
 
-    Args:
-        mask_function: as transformers composed it, over indices of the sequence.
-        offsets: ``(0, ..., T)``.
-        use_vmap: as transformers passed it.
-        device: device of the indices.
+    ``mask_function``, over indices of the sequence, and ``use_vmap`` are as transformers passed them; ``device`` is
+    that of the indices.
 
     Raises:
         UserError: a function that the model added both counts from the sequence's start and looks up tokens, so its
@@ -89,11 +84,7 @@ def within_segments(function: MaskFunction, starts: torch.Tensor) -> MaskFunctio
     """Return ``function`` as it would be for each segment alone, over indices of the sequence; exact within segments.
 
     Functions that look up tokens (image blocks) keep these indices. Functions that count (chunks) get indices that
-    start at 0 in each segment.
-
-    Args:
-        function: mask function over indices of the sequence, as transformers composed it.
-        starts: ``[T]``, the first token of each token's segment.
+    start at 0 in each segment; ``starts`` ``[T]`` is the first token of each token's segment.
 
     Raises:
         UserError: see :func:`describe`.

@@ -26,10 +26,8 @@ SamplesOf = Callable[[torch.Tensor], torch.Tensor | None]
 class Implementation:
     """The meaning of an attention name in a config.
 
-    Attributes:
-        backend: backend for packed sequences, or ``auto``.
-        plain: transformers' implementation for unpacked input.
-        passes_offsets: models should pass ``cu_seq_lens_q`` to attention instead of cutting or masking by themselves.
+    ``backend`` is for packed sequences (or ``auto``), ``plain`` is transformers' implementation for unpacked input.
+    ``passes_offsets``: models should pass ``cu_seq_lens_q`` to attention instead of cutting or masking by themselves.
     """
 
     backend: str = AUTO
@@ -53,10 +51,10 @@ _registered: dict[str, Implementation] = {}
 def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tuple[str, ...]:
     """Make every transformers module in ``model`` attend through :func:`omnitrain_attention`.
 
-    The choice is stored in the configs, so models that share a config object share the choice.
+    The choice is stored in the configs, so models that share a config object share the choice. A later call changes it.
 
     Args:
-        model: any module; a later call changes the backend.
+        model: any module.
         backend: backend for packed sequences: ``auto``, ``flash``, ``varlen``, ``sdpa``, ``flex`` or ``reference``.
 
     Returns:

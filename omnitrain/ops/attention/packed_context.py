@@ -51,12 +51,9 @@ class SequenceSlice(Protocol):
     ) -> torch.Tensor:
         """Compute over the whole sequence for some heads; differentiable. All ranks of the sequence must call it.
 
-        Args:
-            compute: tensors ``[T, local heads, width]``, and the slice of these heads -> ``[T, local heads, width]``.
-            tensors: ``[local tokens, heads, width]``, all with the same number of heads, a multiple of ``num_ranks``.
-
-        Returns:
-            ``[local tokens, heads, width]``.
+        ``compute`` gets tensors ``[T, local heads, width]`` and the slice of these heads, and returns ``[T, local
+        heads, width]``. ``tensors`` are ``[local tokens, heads, width]``, all with the same number of heads, a multiple
+        of ``num_ranks``. Returns ``[local tokens, heads, width]``.
         """
         ...
 
@@ -141,11 +138,7 @@ def relies_on_context(module: torch.nn.Module) -> None:
 
 
 def check_recomputation(module: torch.nn.Module) -> None:
-    """Refuse a recomputation outside of :func:`packed` if a forward of ``module`` relied on that context.
-
-    Raises:
-        UserError: the recomputation would treat a packed sequence as one sample.
-    """
+    """Raise a UserError if a recomputation outside of :func:`packed` would treat a packed sequence as one sample."""
     in_backward = current_graph_task_id() != -1
     if in_backward and _running.get(_MISSING) is _MISSING and module in _rely_on_context:
         raise UserError(

@@ -64,8 +64,7 @@ class MaskSpec:
             a mask ``[1, 1 or heads, T, T]`` (boolean: may see, or a float to add to the scores).
         use_vmap: whether ``general`` takes scalar indices, as transformers states for functions that models add.
         shard: the slice of the sequence on this rank; None: all of it. All other fields describe the whole sequence.
-        ndim: ndim of the mask tensor that it replaces.
-        shape: shape of the mask tensor that it replaces.
+        ndim, shape: those of the mask tensor that it replaces.
     """
 
     ndim = 4
@@ -295,11 +294,9 @@ _shards = WeakTensorKeyDictionary()
 
 
 def offsets_on(cu_seqlens: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
-    """Return a copy of ``cu_seqlens`` for a slice; layers that get it as ``cu_seq_lens_q`` attend from the slice.
+    """Return a copy of ``cu_seqlens`` ``[segments + 1]``, of the whole sequence, for a slice of it.
 
-    Args:
-        cu_seqlens: ``[segments + 1]`` int32 or int64, of the whole sequence.
-        shard: the slice of the sequence on this rank.
+    Layers that get the copy as ``cu_seq_lens_q`` attend from the slice.
     """
     copy = cu_seqlens.clone()
     _shards[copy] = shard

@@ -182,8 +182,8 @@ class _RingAttention(torch.autograd.Function):
         state = RunningSoftmax(query, value.size(-1))
         for owner, (keys, values) in _around(ring, (key, value)):
             for rows, columns, block in ring.blocks(owner, query.device):
-                out, lse = attend_block(query[:, rows], keys[:, columns], values[:, columns], block, ring.scoring)
-                state.add(rows, out, lse)
+                states = query[:, rows], keys[:, columns], values[:, columns]
+                state.add(rows, *attend_block(states, block, ring.scoring))
         if sinks is not None:
             state.add_sinks(sinks)
         output = state.out.to(value.dtype)
@@ -202,15 +202,9 @@ class _RingAttention(torch.autograd.Function):
         for owner, (keys, values) in _around(ring, (key, value)):
             of_keys, of_values = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
             for rows, columns, block in ring.blocks(owner, query.device):
+                states = query[:, rows], keys[:, columns], values[:, columns]
                 dq, dk, dv = attend_block_backward(
-                    grad[:, rows],
-                    query[:, rows],
-                    keys[:, columns],
-                    values[:, columns],
-                    output[:, rows],
-                    lse[:, rows],
-                    block,
-                    ring.scoring,
+                    grad[:, rows], states, output[:, rows], lse[:, rows], block, ring.scoring
                 )
                 of_query[:, rows] += dq
                 of_keys[:, columns] += dk

@@ -19,14 +19,10 @@ _FIRST_CAPABILITY = (8, 0)  # Ampere
 class Ragged:
     """The arguments of these kernels.
 
-    Attributes:
-        query: ``[T, heads, D]``. ``D`` is a multiple of 8: narrower heads are padded with zeros, which do not change a
-            score. The scale must come from the head dimension of the call.
-        key: ``[T, key heads, D]``.
-        value: ``[T, key heads, D]``, padded as well.
-        offsets: ``[segments + 1]``, int32.
-        max_length: number of tokens of the longest segment.
-        window: numbers of tokens that a token sees before and after itself; -1: all.
+    ``query`` ``[T, heads, D]``, ``key`` and ``value`` ``[T, key heads, D]``; ``D`` is a multiple of 8: narrower heads
+    are padded with zeros, which do not change a score. The scale must come from the head dimension of the call.
+    ``offsets`` is ``[segments + 1]`` int32, ``max_length`` the tokens of the longest segment, ``window`` the numbers of
+    tokens that a token sees before and after itself (-1: all).
     """
 
     query: torch.Tensor

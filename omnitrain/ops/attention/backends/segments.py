@@ -25,14 +25,7 @@ SHORT_SLACK = 1.5  # for segments with explicit scores: there padding costs less
 
 @dataclass(frozen=True)
 class Segment:
-    """One segment.
-
-    Attributes:
-        start: its first token.
-        length: number of tokens.
-        causal: whether its mask is causal.
-        mask: ``[1, 1 or heads, length, length]``; None: the mask is causal or full.
-    """
+    """One segment; ``mask`` ``[1, 1 or heads, length, length]``; None: the mask is causal or full."""
 
     start: int
     length: int
@@ -46,11 +39,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Batch:
-    """Neighbouring segments that share one call.
+    """Neighbouring segments that share one call, padded at their ends to the longest one's ``length``.
 
     Attributes:
         segments: the segments, in order of the sequence.
-        length: length of the longest segment; the others are padded at their ends.
+        length: length of the longest segment.
         causal: whether no token sees a later one.
         mask: ``[1 or segments, 1 or heads, length, length]``; None: the mask is causal or full.
         padded_tokens: ``[segments * length]``, the token at each padded position; None: no padding.
@@ -122,16 +115,10 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tenso
 
 
 def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> torch.Tensor:
-    """Run ``kernel`` for each batch of segments.
+    """Run ``kernel`` for each batch of segments: ``[1, T, heads, value width]``.
 
-    Args:
-        call: the attention.
-        kernel: computes the attention of a batch.
-        short: causal neighbours with at most this many tokens get explicit scores
-            (:mod:`omnitrain.ops.cpu.short_attention`), only on CPU and if ``call`` has no feature but grouped heads.
-
-    Returns:
-        ``[1, T, heads, value width]``.
+    Causal neighbours with at most ``short`` tokens get explicit scores (:mod:`omnitrain.ops.cpu.short_attention`), only
+    on CPU and if ``call`` has no feature but grouped heads.
     """
     slack = CAUSAL_SLACK if call.position_bias is None else 1.0
     parts = _parts_of(call, slack, short)
@@ -150,13 +137,10 @@ def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> torch.Te
 
 
 def batches_of(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batch, ...]:
-    """Return the batches of a sequence, computed once per mask.
+    """Return the batches of a sequence, computed once per mask, with index tensors and masks on ``device``.
 
-    Args:
-        mask: mask of the sequence.
-        slack: in a batch of causal segments, the longest is at most this many times the shortest; other batches have
-            segments of equal length.
-        device: device of the index tensors and masks.
+    In a batch of causal segments, the longest is at most ``slack`` times the shortest; other batches have segments of
+    equal length.
     """
     return mask.remember((slack, device), lambda: _make_batches(mask, slack, device))
 
