@@ -22,12 +22,7 @@ def recompute_contexts(
     """Return the contexts of a forward and of its recompute: ``context_fn`` of ``torch.utils.checkpoint``.
 
     The recompute replays routing: rounding may differ, and a token that then went to another expert would have another
-    gradient, or change the number of rows on some rank.
-
-    Args:
-        has_routers: whether the module has experts.
-        in_forward: further contexts of the forward.
-        in_recompute: further contexts of the recompute.
+    gradient, or change the number of rows on some rank. ``in_forward`` and ``in_recompute`` are further contexts.
     """
     forward: list[MakeContext] = []
     recompute: list[MakeContext] = [

@@ -24,27 +24,22 @@ class SequenceSlice(Protocol):
     @property
     def positions(self) -> torch.Tensor:
         """``[t]`` int64, ascending: the tokens of the sequence on this rank."""
-        ...
 
     @property
     def host_positions(self) -> torch.Tensor:
         """``positions``, on the host."""
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens of the whole sequence."""
-        ...
 
     @property
     def attention(self) -> SequenceShard:
         """The shard that attends from these tokens to the whole sequence."""
-        ...
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks that share the sequence."""
-        ...
 
     def by_heads(
         self, compute: Callable[[Sequence[torch.Tensor], slice], torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -55,16 +50,9 @@ class SequenceSlice(Protocol):
         heads, width]``. ``tensors`` are ``[local tokens, heads, width]``, all with the same number of heads, a multiple
         of ``num_ranks``. Returns ``[local tokens, heads, width]``.
         """
-        ...
 
     def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gather a tensor of all tokens, in their order; differentiable. All ranks of the sequence must call it.
-
-        Args:
-            tensor: a tensor with this rank's tokens along ``dim``.
-            dim: the dim of the tokens.
-        """
-        ...
+        """Gather this rank's tokens along ``dim`` to all tokens, in order; differentiable; all ranks must call it."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -170,11 +170,7 @@ class MaskSpec:
         return MaskSpec(offsets, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
 
     def function(self, device: torch.device) -> MaskFunction:
-        """Return the mask as a function of token indices, exact within each segment only.
-
-        Raises:
-            TypeError: the mask is a float tensor, which is no function of indices.
-        """
+        """Return the mask as a function of token indices, exact within each segment; a float mask is a TypeError."""
         if callable(self.general):
             return self.general
         if isinstance(self.general, torch.Tensor):
@@ -273,20 +269,14 @@ class SequenceShard(Protocol):
     @property
     def num_local_tokens(self) -> int:
         """Number of tokens of the sequence on this rank."""
-        ...
 
     def attend(self, call: Call, compute: Callable[[Call], torch.Tensor]) -> torch.Tensor:
-        """Attend from this rank's tokens to the whole sequence. All ranks of the sequence must call it.
+        """Attend from this rank's tokens to the whole sequence: ``[1, local tokens, H, E]``. All its ranks call it.
 
-        Args:
-            call: queries, keys and values ``[1, heads, local tokens, width]`` of this rank; all other fields are for
-                the whole sequence and all heads.
-            compute: computes attention ``[1, T, heads, E]`` of a call over a whole sequence, for some of the heads.
-
-        Returns:
-            ``[1, local tokens, H, E]``.
+        ``call`` has queries, keys and values ``[1, heads, local tokens, width]`` of this rank; all other fields are for
+        the whole sequence and all heads. ``compute`` computes attention ``[1, T, heads, E]`` of a call over a whole
+        sequence, for some of the heads.
         """
-        ...
 
 
 # cu_seqlens tensor -> the slice of its sequence on this rank.

@@ -59,11 +59,7 @@ def plain_attention(
 
 
 def own_eager(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the eager attention function that the forward of ``module`` names in its modeling file.
-
-    Raises:
-        UserError: the file has no such function.
-    """
+    """Return the eager attention function that the forward of ``module`` names in its file; else a UserError."""
     forward = inspect.unwrap(type(module).forward)
     names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
     function = forward.__globals__.get(names[0] if names else "eager_attention_forward")

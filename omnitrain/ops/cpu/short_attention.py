@@ -27,8 +27,7 @@ class ShortBatch:
 
     Attributes:
         length: ``L``.
-        num_queries: ``B * K * G * Q``, number of padded queries.
-        num_keys: ``B * K * L``, number of padded keys.
+        num_queries, num_keys: ``B * K * G * Q`` padded queries, and ``B * K * L`` padded keys.
         hidden: ``[1 or B * K, G * Q, L]`` fp32, 0 if a query sees a key, else ``-inf``.
         is_real: ``[B * K, G * Q, 1]`` fp32, 0 for padding, else 1; None: no padding.
     """
@@ -61,8 +60,7 @@ class ShortKeys:
     """The batches of a sequence and the indices of their keys; layers with different queries share them.
 
     Attributes:
-        tokens: ``T``.
-        heads: ``K``.
+        tokens, heads: ``T`` and ``K``.
         batches: the padded positions of each batch, in order of the sequence.
         rows: for each padded key, its row of ``[T * K, D]``.
         padded: ``[T * K]``, the padded position of each of these rows.
@@ -124,12 +122,9 @@ def short_keys(groups: Sequence[Sequence[int]], heads: int) -> ShortKeys:
 
 
 def short_segments(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> ShortSegments:
-    """Compute the indices of a sequence's queries.
+    """Compute the indices of a sequence's queries, for ``H = heads``.
 
-    Args:
-        keys: the keys of the sequence.
-        heads: ``H``.
-        read: ``[T]`` bool, the tokens whose output is used; None: all.
+    ``read`` ``[T]`` bool has the tokens whose output is used; None: all.
     """
     queries = keys.batches if read is None else [_only_read(padded, read.numpy()) for padded in keys.batches]
     batches = tuple(_batch(*pair, heads, keys.heads) for pair in zip(queries, keys.batches, strict=True))

@@ -69,9 +69,7 @@ def rows_read() -> ReadRows | None:
 def rows_read_of(module: nn.Module, length: int) -> ReadRows | None:
     """Return the tokens that are read of an attention's output; None: all, because it is not the last attention.
 
-    Args:
-        module: an attention layer.
-        length: number of its tokens; if it is not that of the forward, all are read.
+    If ``length``, the number of its tokens, is not that of the forward, all are read.
     """
     read = _read.get() if module in _last_to_mix else None
     return read if read is not None and read.length == length else None
@@ -82,14 +80,8 @@ def skip_unread_rows(model: nn.Module, names: Sequence[str]) -> Counter[str]:
 
     Exact only for modules in which each token reaches only the same token of the last hidden states. Parameters and
     names stay. Tokens are dim 1 of the input ``[1, T, ...]``. On other inputs (DTensors, too), outside of
-    :func:`reading` and in a compiled block the modules run as before.
-
-    Args:
-        model: the model, changed in place.
-        names: names of the modules, with items of a module list by their index from its end: ``model.layers.-1.mlp``.
-
-    Returns:
-        Class name -> number of modules.
+    :func:`reading` and in a compiled block the modules run as before. In ``names``, items of a module list have their
+    index from its end: ``model.layers.-1.mlp``. Returns class name -> number of modules.
     """
     modules = [submodule(model, name) for name in names]
     for name, module in zip(names, modules, strict=True):

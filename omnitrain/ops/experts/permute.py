@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from omnitrain.ops.collectives import with_backward
+
 
 @dataclass(frozen=True, eq=False)
 class TokenPermutation:
@@ -57,7 +59,9 @@ def sort_by_expert(top_k_index: Tensor, num_experts: int) -> TokenPermutation:
 
 def take_rows(tokens: Tensor, routes: TokenPermutation) -> Tensor:
     """Permute ``tokens`` ``[T, H]`` to rows ``[S, H]``, each token once per chosen expert."""
-    taken: Tensor = _TakeRows.apply(tokens, routes)
+    taken: Tensor = with_backward(
+        lambda tokens: tokens.index_select(0, routes.token_of_row), lambda grad: token_gradients(grad, routes), tokens
+    )
     return taken
 
 
@@ -91,17 +95,6 @@ def weighted_sum_gradients(
     products = torch.einsum("sh,sh->s", rows, of_row)
     weight_of_row = weights.new_empty(rows.size(0)).scatter_(0, routes.row_of_slot.view(-1), weights.reshape(-1))
     return of_row.mul_(weight_of_row.unsqueeze(-1)), products[routes.row_of_slot].to(weights.dtype)
-
-
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, routes: TokenPermutation) -> Tensor:
-        ctx.routes = routes
-        return tokens.index_select(0, routes.token_of_row)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return token_gradients(gradients[0], ctx.routes), None
 
 
 class _CombineRows(torch.autograd.Function):

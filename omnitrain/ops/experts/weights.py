@@ -80,14 +80,11 @@ class ExpertWeights:
     Attributes:
         module: the experts of a layer.
         num_experts: number of experts on this rank.
-        first: weight of the first matmul, ``[E, out, in]``, or ``[E, in, out]`` if the class is declared transposed.
-        down: weight of the second matmul, in the same format.
-        first_bias: ``[E, out]``, or None.
-        down_bias: ``[E, out]``, or None.
-        first_adapter: adapter of ``first``, or None.
-        down_adapter: adapter of ``down``, or None.
-        first_later: takes the gradient of ``first`` instead of autograd; None: autograd gets it.
-        down_later: takes the gradient of ``down`` instead of autograd; None: autograd gets it.
+        first, down: weights of the two matmuls, ``[E, out, in]``, or ``[E, in, out]`` if the class is declared
+            transposed.
+        first_bias, down_bias: ``[E, out]``, or None.
+        first_adapter, down_adapter: adapters of the weights, or None.
+        first_later, down_later: take the gradients of the weights instead of autograd; None: autograd gets them.
     """
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], later: Mapping[str, DelayedByRange]) -> None:
@@ -198,17 +195,10 @@ class _InChunks(torch.autograd.Function):
 class _Gradients:
     """Collects the gradients of chunks' matrices in one buffer, so that none exists twice.
 
-    Gradients are kept per backward: an interrupted backward leaves nothing for the next one.
-
-    Args:
-        offsets: offsets of the chunks.
-        ranges: ranges of each chunk.
-        matrices: names of the matrices, in the order in which delayed gradients are computed; the first have the
-            largest operands.
-        work: computes the gradients in :meth:`made`; None: they are computed at once.
-
-    Attributes:
-        later: matrix -> takes a function that computes its gradient after the backward; empty: the backward needs it.
+    Gradients are kept per backward: an interrupted backward leaves nothing for the next one. ``work`` computes them in
+    :meth:`made`, in the order of ``matrices``, the ones with the largest operands first; None: they are computed at
+    once. ``later``: matrix -> takes a function that computes its gradient after the backward; empty: the backward needs
+    it.
     """
 
     def __init__(

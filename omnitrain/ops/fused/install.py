@@ -26,9 +26,7 @@ from omnitrain.ops.registry import Backend, choose
 class FusedOp:
     """The implementation of one operation in a model.
 
-    Attributes:
-        backend: name of the implementation.
-        classes: class name -> number of modules that now use it; empty if ``backend`` is ``torch``, the model's code.
+    ``classes``: class name -> number of modules that now use it; empty if ``backend`` is ``torch``, the model's code.
     """
 
     backend: str
@@ -78,16 +76,13 @@ FUSED = tuple(_OPERATIONS)
 
 
 def fuse_ops(model: nn.Module, backends: Mapping[str, str], device: torch.device | None = None) -> dict[str, FusedOp]:
-    """Run operations of ``model`` by the named backends, in place.
+    """Run operations of ``model`` by the named backends, in place; return the result of each operation.
 
     Args:
         model: the model, on any device.
         backends: operation (``rms_norm``, ``swiglu``, ``rotary``, ``patch_embed``) -> ``auto``, ``torch`` (the model's
             own code) or another backend's name.
         device: device on which the model will run; None: its current device.
-
-    Returns:
-        The result of each operation in ``backends``.
 
     Raises:
         UserError: an operation or backend is unknown, or the backend cannot run on the device.
@@ -97,11 +92,7 @@ def fuse_ops(model: nn.Module, backends: Mapping[str, str], device: torch.device
 
 
 def backends_of(operation: str) -> Sequence[Backend]:
-    """Return the implementations of an operation, in the order in which ``auto`` tries them.
-
-    Raises:
-        UserError: the operation is unknown.
-    """
+    """Return the implementations of an operation, in the order of ``auto``; an unknown one is a UserError."""
     if operation not in _OPERATIONS:
         raise UserError(f"no operation {operation!r}; expected one of {', '.join(_OPERATIONS)}")
     return _OPERATIONS[operation].backends

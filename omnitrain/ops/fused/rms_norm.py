@@ -45,12 +45,9 @@ class RMSNormForm:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, form: RMSNormForm) -> torch.Tensor:
-    """Compute the reference, in transformers' order of operations.
+    """Compute the reference of ``form`` for ``x`` ``[..., hidden]``, in transformers' order of operations.
 
-    Args:
-        x: ``[..., hidden]``, any floating dtype.
-        weight: ``[hidden]``, or None: no scaling.
-        form: the variant.
+    ``weight`` is ``[hidden]``, or None: no scaling.
     """
     wide = x.float()
     return form.scaled(wide * form.inverse_rms(wide), weight, x.dtype)

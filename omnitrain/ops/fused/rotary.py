@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from omnitrain.ops.collectives import with_backward
 from omnitrain.ops.registry import Backend, liger_missing
 
 # query [B, H, T, D], key [B, K, T, D], cosine and sine [B or 1, T, R] -> both rotated, same shapes.
@@ -23,11 +24,8 @@ def rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the reference, in transformers' order of operations: feature ``i`` is paired with ``i + R / 2``.
 
-    Args:
-        query: ``[B, H, T, D]``, any floating dtype.
-        key: ``[B, K, T, D]``, same dtype.
-        cos: ``[B or 1, T, R]``, same dtype; ``R`` is even. Features after the first ``R`` do not change.
-        sin: same shape and dtype as ``cos``.
+    ``query`` is ``[B, H, T, D]``, ``key`` ``[B, K, T, D]``, ``cos`` and ``sin`` ``[B or 1, T, R]``, all of one floating
+    dtype; ``R`` is even. Features after the first ``R`` do not change.
     """
     return _rotated(query, cos, sin), _rotated(key, cos, sin)
 
@@ -97,21 +95,13 @@ def fused_rotary(
     if known_sin is not sin or tables is None or tables.cos.size(2) != heads:
         tables = _Tables.of(cos, sin, heads)
         _tables[cos] = sin, tables
-    turned: tuple[torch.Tensor, torch.Tensor] = _FusedRotary.apply(query, key, tables)
+    # Tokens before heads, as projections lay them out.
+    turned: tuple[torch.Tensor, torch.Tensor] = with_backward(
+        lambda *states: tuple(tables.turned(x.transpose(1, 2)).transpose(1, 2) for x in states),
+        lambda *grads: tuple(tables.turned(x.transpose(1, 2), back=True).transpose(1, 2) for x in grads),
+        *(query, key),
+    )
     return turned
-
-
-class _FusedRotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, tables: _Tables) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.tables = tables
-        # Tokens before heads, as projections lay them out.
-        return tables.turned(query.transpose(1, 2)).transpose(1, 2), tables.turned(key.transpose(1, 2)).transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back = (ctx.tables.turned(gradient.transpose(1, 2), back=True).transpose(1, 2) for gradient in gradients)
-        return (*back, None)
 
 
 ROTARY = (
@@ -173,9 +163,7 @@ def _fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.
 def is_rotary(function: Callable[..., Any], *, partial: bool = False) -> bool:
     """Whether ``function(query, key, cos, sin)`` equals :func:`rotary` on random numbers in fp32 and bf16.
 
-    Args:
-        function: any function; False if it raises.
-        partial: test with fewer rotated features than the head dimension.
+    ``partial``: test with fewer rotated features than the head dimension.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 6, 5, 16), (2, 3, 5, 16), *[(2, 5, 8 if partial else 16)] * 2]

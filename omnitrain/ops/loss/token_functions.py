@@ -30,13 +30,7 @@ def further_parameters(function: TokenFunction) -> dict[str, bool]:
 def token_losses(
     function: TokenFunction, logits: torch.Tensor, labels: torch.Tensor, teachers: TeacherRows | None = None
 ) -> torch.Tensor:
-    """Return one loss per token, ``[n]`` fp32.
-
-    Args:
-        function: the user's.
-        logits: ``[n, classes]``.
-        labels: ``[n]``.
-        teachers: see :data:`TeacherRows`.
+    """Return one loss of ``function`` per token, ``[n]`` fp32, from logits ``[n, classes]`` and labels ``[n]``.
 
     Raises:
         UserError: the function returns something else.
@@ -59,8 +53,7 @@ def with_gradient_of_logits(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return one loss per token, and the gradient of their sum by the logits ``[n, classes]`` if it is wanted.
 
-    Raises:
-        UserError: the losses do not depend on the logits.
+    Losses that do not depend on the logits are a UserError.
     """
     if not with_gradient:
         with torch.no_grad():

@@ -42,11 +42,8 @@ _UNMEASURED_CHUNKS = 4  # for `expert_chunks: auto` until chunks are measured
 class ExpertLayer:
     """The experts of one layer.
 
-    Attributes:
-        name: name of their module.
-        weights: names of their parameters whose dim 0 is the expert.
-        num_experts: number of experts.
-        backend: their configured backend, or ``auto``.
+    ``name`` is that of their module, ``weights`` the names of their parameters whose dim 0 is the expert, ``backend``
+    the configured one, or ``auto``.
     """
 
     name: str

@@ -29,12 +29,7 @@ from omnitrain.ops.experts import (
 
 
 def deepep_problem(device_type: str, compute: str | None) -> str:
-    """Return why DeepEP cannot be used; empty if it can be tried.
-
-    Args:
-        device_type: device type of the ranks.
-        compute: dtype of the rows.
-    """
+    """Return why DeepEP cannot be used with rows of dtype ``compute``; empty if it can be tried."""
     if find_spec("deep_ep") is None:
         return "deep_ep is not installed"
     if device_type != "cuda":
@@ -47,8 +42,7 @@ def deepep_problem(device_type: str, compute: str | None) -> str:
 def open_deepep(group: dist.ProcessGroup, hidden: int, device: torch.device) -> tuple[Any, str]:
     """Create a buffer for rows of width ``hidden``, and test it with a real exchange; all ranks must call this.
 
-    Returns:
-        The buffer and an empty text; or None and the reason, if it failed on some rank.
+    Returns the buffer and an empty text; or None and the reason, if it failed on some rank.
     """
     buffer: Any = None
     problem = ""
@@ -104,11 +98,7 @@ class DeepEpDispatcher:
 
 
 class _DeepEPDispatch:
-    """A :class:`omnitrain.ops.experts.DispatchHandle`; all experts of a rank are one chunk.
-
-    Attributes:
-        rows_to_others: number of rows that this rank sends to other ranks and receives back.
-    """
+    """A :class:`omnitrain.ops.experts.DispatchHandle`; all experts of a rank are one chunk."""
 
     def __init__(self, buffer: Any, tokens: Tensor, weights: Tensor, index: Tensor, num_experts: int) -> None:
         self._call = _Call(buffer, index, num_experts)

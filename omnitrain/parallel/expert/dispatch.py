@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from omnitrain.ops.collectives import with_backward
 from omnitrain.ops.experts import (
     ExpertRange,
     LayerSpans,
@@ -47,12 +48,7 @@ _RANGES = 16  # of a rank's experts, for weight gradients
 
 
 class Link(Protocol):
-    """All-to-alls of rows among ranks; keeps the buffers of an exchange alive until it is waited for.
-
-    Attributes:
-        rank: rank of this process.
-        size: number of ranks.
-    """
+    """All-to-alls of rows among ``size`` ranks; keeps the buffers of an exchange alive until it is waited for."""
 
     rank: int
     size: int
@@ -63,11 +59,9 @@ class Link(Protocol):
         Do not read or write either tensor before calling the returned wait function; later work on the device may then
         use ``out``. All ranks must start the same exchanges in the same order.
         """
-        ...
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
         """Exchange ``[size, n]``: row ``r`` goes to rank ``r``, row ``s`` of the result comes from rank ``s``."""
-        ...
 
 
 class GroupLink:
@@ -92,8 +86,7 @@ class ChunkSplits:
     """The exchange of one chunk of experts.
 
     Attributes:
-        sent: number of rows sent to each rank.
-        received: number of rows received from each rank.
+        sent, received: numbers of rows sent to, and received from, each rank.
         by_expert: ``[R]`` int64: sorts received rows, which come by sender, by this rank's experts.
         by_sender: ``[R]`` int64: the inverse.
         ends: ``[E]`` int32: end of each expert's rows after sorting.
@@ -110,11 +103,9 @@ class ChunkSplits:
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """The exchange of one layer.
+    """The exchange of one layer, and of each of its chunks.
 
-    Attributes:
-        routes: sorts this rank's tokens into rows by the chunk of their experts, then by rank, then by expert.
-        chunks: the splits of each chunk of experts.
+    ``routes`` sorts this rank's tokens into rows by the chunk of their experts, then by rank, then by expert.
     """
 
     routes: TokenPermutation
@@ -129,13 +120,8 @@ class DispatchPlan:
 class RankDispatcher:
     """Dispatch rows over a link whose ranks have equally many experts, in order.
 
-    All ranks must take part in every call, with any number of tokens. Only planning synchronizes with the device,
-    once per call.
-
-    Args:
-        link: the link of the ranks.
-        chunks: number of chunks of a rank's experts, at most their number. May change between steps, equally on all
-            ranks.
+    All ranks must take part in every call, with any number of tokens. Only planning synchronizes with the device, once
+    per call. ``chunks`` of a rank's experts, at most their number, may change between steps, equally on all ranks.
     """
 
     def __init__(self, link: Link, chunks: int = 1) -> None:
@@ -238,15 +224,43 @@ class ChunkedDispatch:
 
     def __init__(self, link: Link, plan: DispatchPlan, tokens: Tensor, weights: Tensor, spans: LayerSpans) -> None:
         self.ranges: Sequence[Sequence[ExpertRange]] = [splits.ranges for splits in plan.chunks]
-        self._plan, self._in_flight, self._weights = plan, _InFlight(link, plan, spans), weights
-        self._rows: tuple[Tensor, ...] = _Dispatch.apply(self._in_flight, tokens)
+        self._plan, self._weights = plan, weights
+        self._in_flight = in_flight = _InFlight(link, plan, spans)
+
+        def start(tokens: Tensor) -> tuple[Tensor, ...]:
+            for chunk in range(len(plan.chunks)):
+                in_flight.to_experts(chunk, tokens.index_select(0, in_flight.tokens_of(chunk)))
+            return tuple(_placeholder(sum(splits.received), tokens) for splits in plan.chunks)
+
+        def sum_gradients(*_: Tensor) -> Tensor:
+            return token_gradients(in_flight.wait_all(), plan.routes)
+
+        self._rows: tuple[Tensor, ...] = with_backward(start, sum_gradients, tokens)
         self._results: list[Tensor] = []
 
     def wait_chunk(self, chunk: int) -> tuple[Tensor, Tensor]:  # noqa: D102
-        return _WaitChunk.apply(self._in_flight, chunk, self._rows[chunk]), self._plan.chunks[chunk].ends
+        splits, in_flight = self._plan.chunks[chunk], self._in_flight
+
+        def sorted_by_expert(_: Tensor) -> Tensor:
+            return in_flight.wait(chunk).index_select(0, splits.by_expert)
+
+        def return_gradients(gradient: Tensor) -> Tensor:
+            in_flight.to_tokens(chunk, gradient.index_select(0, splits.by_sender), backward=True)
+            return _placeholder(len(gradient), gradient)
+
+        return with_backward(sorted_by_expert, return_gradients, self._rows[chunk]), splits.ends
 
     def return_chunk(self, chunk: int, results: Tensor) -> None:  # noqa: D102
-        self._results.append(_ReturnChunk.apply(self._in_flight, chunk, results))
+        splits, in_flight = self._plan.chunks[chunk], self._in_flight
+
+        def start(results: Tensor) -> Tensor:
+            in_flight.to_tokens(chunk, results.index_select(0, splits.by_sender))
+            return _placeholder(sum(splits.sent), results)
+
+        def wait_for_gradients(_: Tensor) -> Tensor:
+            return in_flight.wait(chunk).index_select(0, splits.by_expert)
+
+        self._results.append(with_backward(start, wait_for_gradients, results))
 
     def combine(self) -> Tensor:  # noqa: D102
         combined: Tensor = _Combine.apply(self._in_flight, self._weights, *self._results)
@@ -311,60 +325,6 @@ class _InFlight:
 def _placeholder(rows: int, like: Tensor) -> Tensor:
     """``[rows, H]`` that connects autograd nodes; :class:`_InFlight` has the rows themselves."""
     return like.new_zeros(()).expand(rows, like.size(1))
-
-
-class _Dispatch(torch.autograd.Function):
-    """Start to dispatch the rows of all chunks; the backward waits for all chunks and sums gradients per token."""
-
-    @staticmethod
-    def forward(ctx: Any, in_flight: _InFlight, tokens: Tensor) -> tuple[Tensor, ...]:
-        ctx.in_flight = in_flight
-        for chunk in range(len(in_flight.plan.chunks)):
-            in_flight.to_experts(chunk, tokens.index_select(0, in_flight.tokens_of(chunk)))
-        return tuple(_placeholder(sum(splits.received), tokens) for splits in in_flight.plan.chunks)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, token_gradients(ctx.in_flight.wait_all(), ctx.in_flight.plan.routes)
-
-
-class _WaitChunk(torch.autograd.Function):
-    """Wait for the rows of a chunk, and sort them by expert."""
-
-    @staticmethod
-    def forward(ctx: Any, in_flight: _InFlight, chunk: int, placeholder: Tensor) -> Tensor:
-        ctx.in_flight, ctx.chunk = in_flight, chunk
-        return in_flight.wait(chunk).index_select(0, in_flight.plan.chunks[chunk].by_expert)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        in_flight: _InFlight = ctx.in_flight
-        in_flight.to_tokens(
-            ctx.chunk, gradient.index_select(0, in_flight.plan.chunks[ctx.chunk].by_sender), backward=True
-        )
-        return None, None, _placeholder(len(gradient), gradient)
-
-
-class _ReturnChunk(torch.autograd.Function):
-    """Start to return the results of a chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, in_flight: _InFlight, chunk: int, results: Tensor) -> Tensor:
-        ctx.in_flight, ctx.chunk = in_flight, chunk
-        splits = in_flight.plan.chunks[chunk]
-        in_flight.to_tokens(chunk, results.index_select(0, splits.by_sender))
-        return _placeholder(sum(splits.sent), results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        return (
-            None,
-            None,
-            ctx.in_flight.wait(ctx.chunk).index_select(0, ctx.in_flight.plan.chunks[ctx.chunk].by_expert),
-        )
 
 
 class _Combine(torch.autograd.Function):

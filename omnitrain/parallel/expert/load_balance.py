@@ -35,12 +35,9 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 @dataclass
 class _Layer:
-    """One MoE layer.
+    """One MoE layer, by the name of its experts' module.
 
     Attributes:
-        name: name of the experts module.
-        experts: the module.
-        num_experts: number of experts.
         bias: ``E`` numbers, added to the scores only for the top-k choice; None: the router has no such bias.
         scores: ``[t, E]`` router scores of the current forward, before the softmax.
         index: ``[t, k]`` chosen experts of the current forward.
@@ -62,12 +59,8 @@ class _Layer:
 class _SampleTokens:
     """The tokens of the current forward on this rank that belong to samples.
 
-    Attributes:
-        valid: ``[v]`` int64: their positions on this rank.
-        sample: ``[v]`` int64: the sample of each.
-        num_samples: number of samples in the pack.
-        num_local: number of tokens on this rank, with those of no sample.
-        is_slice: whether other ranks have the other tokens of the pack.
+    ``valid`` ``[v]`` int64 are their positions on this rank, ``sample`` ``[v]`` int64 the sample of each. ``num_local``
+    counts tokens on this rank, with those of no sample; ``is_slice``: other ranks have other tokens of the pack.
     """
 
     valid: Tensor
@@ -80,11 +73,8 @@ class _SampleTokens:
 class RouterMonitor:
     """Balance a model's routers by losses and biases, and measure the load of the experts, per optimizer step.
 
-    Only tokens of samples count, each once: tokens of idle packs do not count, nor does recomputation.
-
-    Args:
-        model: parallelized, or on one process.
-        balance: the settings for balance.
+    Only tokens of samples count, each once: tokens of idle packs do not count, nor does recomputation. The model is
+    parallelized, or on one process.
 
     Raises:
         UserError: the model has no experts, or its routers do not support ``balance``.
@@ -253,12 +243,10 @@ class RouterMonitor:
                 layer.fractions = torch.tensor(shares[layer.name])
 
     def read(self) -> dict[str, dict[str, float]]:
-        """Return the load of each layer's experts in the last step.
+        """Return name of the experts -> the load of each layer's experts in the last step.
 
-        Returns:
-            Name of the experts -> ``load``: tokens of the busiest expert over the mean; ``entropy``: entropy of the
-            fractions, relative to equal fractions; ``bytes``: bytes that this rank sent to other ranks in forwards
-            since the last reading.
+        ``load``: tokens of the busiest expert over the mean; ``entropy``: entropy of the fractions, relative to equal
+        fractions; ``bytes``: bytes that this rank sent to other ranks in forwards since the last reading.
         """
         readings = {}
         for layer in self._layers:

@@ -30,13 +30,7 @@ _SAMPLES = "samples"
 
 
 class RoutingOfRun:
-    """Record the decisions of a run's routers, or replay those of an earlier run, or do nothing.
-
-    Args:
-        model: parallelized, or on one process.
-        record: folder to write to, if any.
-        replay: folder to read from, if any.
-        rank: rank of this process.
+    """Record the decisions of a run's routers to a folder, or replay those of an earlier run's folder, or do nothing.
 
     Raises:
         UserError: the model has no experts, or the folder has no recorded decisions.
@@ -84,8 +78,7 @@ class RoutingOfRun:
     def read(self) -> tuple[int, int]:
         """Return how many decisions the replay changed on this rank since the last reading.
 
-        Returns:
-            The number of (token, layer) pairs whose experts had nearly the same score, and the number of others.
+        The first number is of (token, layer) pairs whose experts had nearly the same score, the second of all others.
         """
         changed, self._changed = self._changed, Replayed()
         return int(changed.near_ties), int(changed.others)
@@ -117,11 +110,7 @@ class _FileSlice:
 
 
 class RoutingFiles:
-    """The decisions in a folder, read lazily. For a sample in several steps, those of the last step count.
-
-    Raises:
-        UserError: the folder has no recorded decisions.
-    """
+    """The decisions in a folder, read lazily. For a sample in several steps, the last step's decisions count."""
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("step-*.safetensors"))
@@ -140,8 +129,7 @@ class RoutingFiles:
     def of_samples(self, ids: Sequence[str], lengths: Sequence[int]) -> Recording:
         """Return the decisions for these samples; samples that were not recorded have none.
 
-        Raises:
-            UserError: a sample has another number of tokens than in the recording.
+        A sample with another number of tokens than in the recording is a UserError.
         """
         recording = Recording()
         for name, length in zip(ids, lengths, strict=True):

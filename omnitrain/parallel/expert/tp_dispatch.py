@@ -15,12 +15,8 @@ from omnitrain.ops.experts import Dispatcher, DispatchHandle, LayerSpans
 class TPTokenDispatcher:
     """A :class:`omnitrain.ops.experts.Dispatcher` that passes this rank's slice of the tokens to another dispatcher.
 
-    The gradients of replicated tensors are partial on each rank and sum over ``group``, as everywhere in tensor
-    parallelism.
-
-    Args:
-        inner: the dispatcher of the slice.
-        group: the ranks that hold the same tokens.
+    The ranks of ``group`` hold the same tokens. The gradients of replicated tensors are partial on each rank and sum
+    over ``group``, as everywhere in tensor parallelism.
     """
 
     def __init__(self, inner: Dispatcher, group: dist.ProcessGroup) -> None:

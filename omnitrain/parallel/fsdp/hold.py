@@ -33,14 +33,7 @@ from omnitrain.torch_private import (
 
 
 class HeldUnits:
-    """The FSDP units of a model while a schedule controls them.
-
-    Args:
-        model: the root unit.
-
-    Attributes:
-        names: names of all units, the root (``""``) included, in the order of modules.
-    """
+    """The FSDP units of a model, the root unit, while a schedule controls them; ``names`` in the order of modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}

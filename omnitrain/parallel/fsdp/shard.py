@@ -86,7 +86,7 @@ def shard(
             meta device by their weights. None: no parameter is on the meta device.
         absent: names of the parameters that other pipeline stages or sections hold. They stay on the meta device, and a
             unit that has no others is not sharded.
-        root: the component like which parameters of the root itself are sharded.
+        root: the component whose sharding the root's own parameters take.
     """
     # No caller writes to the foundation's output, a view in most models.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -49,10 +49,7 @@ def find_units(model: OmniModel, experts: Mapping[str, Sequence[str]] | None = N
     images is no unit, because ranks with more images would gather it more often; neither is a tower that the
     foundation's forward calls for some samples only. Other parameters belong to the root, for example bare parameters
     of the foundation. If the root would have none, the foundation is a unit, too, so that it can be called by itself.
-
-    Args:
-        model: the model.
-        experts: component -> its modules of experts under expert parallelism, which have a different mesh.
+    ``experts``: component -> its modules of experts under expert parallelism, which have a different mesh.
     """
     parameters = _Parameters(model)
     sharded = experts or {}

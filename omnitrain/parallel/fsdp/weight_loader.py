@@ -78,7 +78,7 @@ class WeightLoader:
     def fill(self, module: nn.Module) -> None:
         """Put the weights of a module in place, to be sharded now. All ranks must call it.
 
-        They are in memory, or a ``StoredTensor``: who copies a part of it reads this part from the files.
+        A weight is either in memory, or a ``StoredTensor``; copying a slice of one reads only that slice from disk.
         """
         for parameter in module.parameters():
             if parameter in self._left:

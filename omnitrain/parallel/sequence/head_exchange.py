@@ -131,16 +131,9 @@ def tokens_to_heads(
 def heads_to_tokens(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], lengths: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Gather this rank's tokens of all heads of several tensors, by one differentiable all-to-all.
+    """Gather this rank's tokens of all heads: the inverse of :func:`tokens_to_heads`, by one differentiable all-to-all.
 
-    Args:
-        tensors: ``[all tokens, local heads, width]``.
-        spans: per tensor, the heads of each rank; no head belongs to two ranks.
-        lengths: number of tokens of each rank.
-        group: process group of the ranks.
-
-    Returns:
-        Per tensor ``[local tokens, heads, width]``.
+    ``[all tokens, local heads, width] -> [local tokens, heads, width]`` per tensor; no head belongs to two ranks.
     """
     return with_backward(*_gather_and_scatter(spans, lengths, group)[::-1], *tensors)
 

@@ -45,8 +45,7 @@ def ring_attention(
         ``[1, tokens of the cp rank, heads, E]``.
 
     Raises:
-        UserError: the call has dropout, a position bias, or a mask with gradients, which ring attention does not
-            support.
+        UserError: the call has dropout, a position bias, or a mask with gradients.
     """
     _require_supported(call)
     of_ranks = call.mask.remember(

@@ -82,12 +82,8 @@ def of_own_heads(call: Call, heads: OwnHeads, rank: int) -> Call:
 class UlyssesShard:
     """Attention over a sequence that ``split`` divides among the ranks of two groups.
 
-    A :class:`~omnitrain.ops.attention.spec.SequenceShard`, attached to a mask by ``MaskSpec.on``.
-
-    Attributes:
-        split: the split of the sequence.
-        sp_group: the ranks that exchange tokens for heads.
-        cp_group: the ranks of the ring; None: no ring attention.
+    A :class:`~omnitrain.ops.attention.spec.SequenceShard`, attached to a mask by ``MaskSpec.on``. The ranks of
+    ``sp_group`` exchange tokens for heads; those of ``cp_group`` are a ring; None: no ring attention.
     """
 
     split: SequenceSplit

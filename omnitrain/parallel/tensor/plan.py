@@ -40,16 +40,11 @@ class TensorPlan:
 
 
 def tensor_plan(model: OmniModel, plan: ParallelPlan, degrees: Mapping[str, int]) -> TensorPlan:
-    """Return the styles of a model.
+    """Return the styles of a model that is not parallelized yet; ``degrees``: section -> its tensor parallel ranks.
 
     Without ``plan.tp_plan`` the foundation's HF plan applies, except its entries for towers, and for modules that the
     foundation's forward uses only for some samples, because no plan can be tried on these. A glob that matches another
     name of the foundation applies only to the foundation; another glob to all components that it matches.
-
-    Args:
-        model: not parallelized yet.
-        plan: the plans of all components.
-        degrees: section -> number of its tensor parallel ranks.
     """
     problems: list[str] = []
     if plan.tp_plan and set(degrees.values()) == {1}:

@@ -27,12 +27,7 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 @dataclass(frozen=True)
 class TokenShare:
-    """The consecutive slices of a pack on the ranks.
-
-    Attributes:
-        counts: number of tokens of each rank.
-        group: process group of the ranks.
-    """
+    """The consecutive slices of a pack: the number of tokens of each rank of ``group``."""
 
     counts: tuple[int, ...]
     group: dist.ProcessGroup
@@ -73,9 +68,8 @@ def dividing(share: TokenShare | None) -> Iterator[None]:
 class TokenSharding:
     """Whether sequence parallelism divides the tokens of a model.
 
-    Attributes:
-        problem: why it does not; empty: it does.
-        ends: layer-independent names of the rowwise matrices that end a region.
+    ``problem``: why it does not; empty: it does. ``ends``: layer-independent names of the rowwise matrices that end a
+    region.
     """
 
     problem: str = ""
@@ -140,15 +134,9 @@ def regions_of(block: nn.Module) -> list[nn.Module]:
 def ends_of(
     blocks: Iterable[nn.Module], styles: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> Iterator[set[str]]:
-    """Collect, during forwards, the rowwise matrices whose product a region returns unchanged.
+    """Collect, during forwards, the rowwise matrices whose product a region of the blocks returns unchanged.
 
-    Args:
-        blocks: blocks of a decoder.
-        styles: module name -> style.
-        modules: module name -> module.
-
-    Yields:
-        Their layer-independent names, filled by the forwards.
+    Yields their layer-independent names, filled by the forwards.
     """
     ends: set[str] = set()
     products: dict[str, Tensor] = {}

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from omnitrain.ops.attention.spec import Call, MaskSpec
+from omnitrain.ops.collectives import with_backward
 from omnitrain.ops.cpu.short_attention import ShortKeys, ShortSegments, attend_short, short_keys, short_segments
 from omnitrain.ops.cpu.unread_rows import ReadRows
 from omnitrain.ops.device import to_device
@@ -32,9 +31,10 @@ class Segment:
     causal: bool
     mask: torch.Tensor | None = None
 
-    def is_alike(self, other: Segment) -> bool:
-        """Whether both have the same kind of mask."""
-        return self.causal == other.causal and (self.mask is None) == (other.mask is None)
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Segments of one kind may share a call."""
+        return self.causal, self.mask is None
 
 
 @dataclass(frozen=True)
@@ -64,50 +64,27 @@ class Batch:
 
     def fold(self, x_THD: torch.Tensor) -> torch.Tensor:
         """``[tokens, heads, dim] -> [segments, heads, length, dim]``."""
-        padded = x_THD if self.padded_tokens is None else _FillUp.apply(x_THD, self.padded_tokens, self.real_places)
-        return padded.unflatten(0, (len(self.segments), self.length)).transpose(1, 2)
+        real, padded = self.real_places, self.padded_tokens
+        if real is not None and padded is not None:
+            # The backward selects rows, where autograd would add row by row. Padding has no gradient: its output is
+            # dropped, and no real token attends to it.
+            x_THD = with_backward(lambda x: x.index_select(0, padded), lambda grad: grad.index_select(0, real), x_THD)
+        return x_THD.unflatten(0, (len(self.segments), self.length)).transpose(1, 2)
 
     def unfold(self, x_BHLD: torch.Tensor) -> torch.Tensor:
         """``[segments, heads, length, dim] -> [tokens, heads, dim]``."""
-        x_THD = x_BHLD.transpose(1, 2).flatten(0, 1)
-        return x_THD if self.real_places is None else _Real.apply(x_THD, self.real_places)
+        x_THD, real = x_BHLD.transpose(1, 2).flatten(0, 1), self.real_places
+        if real is None:
+            return x_THD
+        shape = x_THD.shape
+        return with_backward(
+            lambda x: x.index_select(0, real), lambda grad: grad.new_zeros(shape).index_copy_(0, real, grad), x_THD
+        )
 
     def cut(self, bias: torch.Tensor) -> torch.Tensor:
         """``[1, heads, T, T] -> [segments, heads, length, length]``; all segments must have the same length."""
         spans = [slice(segment.start, segment.start + segment.length) for segment in self.segments]
         return torch.cat([bias[:, :, span, span] for span in spans])
-
-
-class _FillUp(torch.autograd.Function):
-    """Pads by ``index_select``; its backward selects rows, where autograd would add row by row.
-
-    Padding has no gradient: its output is dropped, and no real token attends to it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, padded_tokens: torch.Tensor, real_places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(real_places)
-        return x.index_select(0, padded_tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class _Real(torch.autograd.Function):
-    """The inverse of :class:`_FillUp`: selects the real tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, real_places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(real_places)
-        ctx.places = x.size(0)
-        return x.index_select(0, real_places)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.new_zeros(ctx.places, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad), None
 
 
 # Query, key and value of a batch of segments -> [segments, heads, length, value width].
@@ -142,7 +119,12 @@ def batches_of(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batc
     In a batch of causal segments, the longest is at most ``slack`` times the shortest; other batches have segments of
     equal length.
     """
-    return mask.remember((slack, device), lambda: _make_batches(mask, slack, device))
+
+    def made() -> tuple[Batch, ...]:
+        segments = (_segment(mask, start, stop, device) for start, stop in pairwise(mask.offsets))
+        return tuple(_batch(tuple(group), mask.window, device) for group in _grouped(segments, slack))
+
+    return mask.remember((slack, device), made)
 
 
 def _parts_of(call: Call, slack: float, short: int) -> tuple[Batch | ShortSegments, ...]:
@@ -181,18 +163,13 @@ def _make_parts(
         start = stop
 
 
-def _make_batches(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batch, ...]:
-    segments = (_segment(mask, start, stop, device) for start, stop in pairwise(mask.offsets))
-    return tuple(_batch(tuple(group), mask.window, device) for group in _grouped(segments, slack))
-
-
 def _grouped(segments: Iterable[Segment], slack: float) -> list[list[Segment]]:
     """Neighbours that share a call."""
     groups: list[list[Segment]] = []
     shortest = longest = 0
     for segment in segments:
         shortest, longest = min(shortest, segment.length), max(longest, segment.length)
-        if groups and segment.is_alike(groups[-1][0]) and longest <= (slack if segment.causal else 1.0) * shortest:
+        if groups and segment.kind == groups[-1][0].kind and longest <= (slack if segment.causal else 1.0) * shortest:
             groups[-1].append(segment)
         else:
             groups.append([segment])

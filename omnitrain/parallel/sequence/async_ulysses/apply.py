@@ -33,11 +33,9 @@ class AsyncUlyssesModules:
 
 
 def apply_async_ulysses(model: OmniModel, sp: int) -> AsyncUlyssesModules:
-    """Apply async Ulysses to the attention modules that support it on all ranks; all ranks must call it.
+    """Apply async Ulysses for ``sp`` ranks to the attention modules that support it on all ranks; all must call it.
 
-    Args:
-        model: not sharded yet, with all other replacements of layers' forwards done.
-        sp: number of ranks that exchange tokens for heads.
+    The model is not sharded yet, with all other replacements of layers' forwards done.
     """
     foundation: Any = model.foundation
     layouts = attention_layouts(foundation, model.runner.contract)

@@ -43,8 +43,7 @@ class Input:
     Attributes:
         linear: name of the linear layer.
         is_key: whether its output features are concatenated key heads, instead of query heads.
-        norm: name of the norm after it; empty: none.
-        norm_width: last dim of the norm's input.
+        norm, norm_width: name of the norm after it (empty: none), and last dim of the norm's input.
         heads_first: whether the gradient of the norm's output is heads-first in memory in the unmodified module; the
             sums of the norm's weight gradient must have the same order.
     """
@@ -60,12 +59,8 @@ class Input:
 class AttentionLayout:
     """The projections of attention modules of one class and size.
 
-    Attributes:
-        hidden: name of the argument with the hidden states.
-        inputs: the input projections in the order of their calls.
-        output: name of the output projection.
-        num_heads: number of query heads.
-        num_key_heads: number of key heads.
+    ``hidden`` is the argument with the hidden states, ``inputs`` the input projections in the order of their calls,
+    ``output`` the name of the output projection; ``num_heads`` counts query heads.
     """
 
     hidden: str
@@ -81,13 +76,7 @@ class AttentionLayout:
 
 @dataclass(frozen=True, eq=False)
 class OwnHeadsShard:
-    """A :class:`~omnitrain.ops.attention.spec.SequenceShard` whose exchanges the projections make.
-
-    Attributes:
-        num_local_tokens: number of tokens of the whole sequence: this shard gets all of them.
-        heads: the heads of each rank.
-        attend_own_heads: see :meth:`UlyssesShard.attend_own_heads`.
-    """
+    """A :class:`~omnitrain.ops.attention.spec.SequenceShard` of all tokens, whose exchanges the projections make."""
 
     num_local_tokens: int
     heads: OwnHeads
@@ -126,19 +115,11 @@ def run_async(
     gather_tables: Callable[[Tensor, int], Tensor],
     attend_own_heads: Callable[[Call, OwnHeads, Callable[[Call], Tensor]], Tensor],
 ) -> Any:
-    """Run one forward of an attention module.
+    """Run one forward of an attention module, whose unmodified forward is ``plain``, with this rank's tokens.
 
-    Args:
-        module: the attention module.
-        plain: its unmodified forward.
-        layout: its projections and numbers of heads.
-        exchange: the ranks.
-        arguments: arguments of the forward, with this rank's tokens.
-        gather_tables: all-gathers a tensor without gradients that has this rank's tokens along a dim.
-        attend_own_heads: computes attention with this rank's heads.
-
-    Returns:
-        The return value of ``plain``, with this rank's tokens in its first output.
+    ``gather_tables`` all-gathers a tensor without gradients that has this rank's tokens along a dim;
+    ``attend_own_heads`` computes attention with this rank's heads. Returns the return value of ``plain``, with this
+    rank's tokens in its first output.
     """
     heads = deal_heads(layout.num_heads, layout.num_key_heads, len(exchange.lengths), exchange.rank)
     num_tokens = sum(exchange.lengths)
