@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from omnitrain.ops.attention import Attend, Call, MaskSpec, attending_through
-from omnitrain.ops.attention.spec import FULL, GENERAL
+from omnitrain.ops.attention.entry import Attend, attending_through
+from omnitrain.ops.attention.spec import FULL, GENERAL, Call, MaskSpec
 from omnitrain.ops.collectives import with_backward
 from omnitrain.torch_private import GROUPED_MM, FakeTensor, FakeTensorMode, TorchDispatchMode, packet_of
 

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
-from omnitrain.ops.attention import inside, packed_sequence
+from omnitrain.ops.attention.packed_context import inside, packed_sequence
 from omnitrain.ops.cpu.unread_rows import reading, rows_read
 from omnitrain.ops.delayed_wgrad import delayed_to, delaying
-from omnitrain.ops.experts import RoutingTape
+from omnitrain.ops.experts.routing_tape import RoutingTape
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

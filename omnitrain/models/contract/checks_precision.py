@@ -30,7 +30,7 @@ from omnitrain.models.discovery import discover
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.compute_dtype import compute_in, stays_fp32
 from omnitrain.models.hf.hub_kernels import torch_kernels
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import LOSS, Rounding, Step
 
 _COMPARED = 2**14  # about so many elements of each gradient are compared

@@ -25,7 +25,7 @@ from omnitrain.models.discovery import discover
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.hf.load import as_config, as_dict
-from omnitrain.ops.attention import use_omnitrain_attention
+from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.plan.sequence import split_sequence
 
 _NUM_SLICES = 3

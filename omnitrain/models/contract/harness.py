@@ -20,7 +20,7 @@ from omnitrain.models.contract.samples import Probe, ordinary_words, probe_sampl
 from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config
 from omnitrain.models.discovery import discover, failure_of_model
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
-from omnitrain.ops.attention import PackedSequence
+from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.ops.attention.spec import Call
 
 _T = TypeVar("_T")

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import backend_of, experts_in, set_experts, settings_of
-from omnitrain.ops.experts.weights import names_by_expert, num_experts_of, weight_names
+from omnitrain.ops.experts.entry import settings_of
+from omnitrain.ops.experts.install import backend_of, set_experts
+from omnitrain.ops.experts.weights import experts_in, names_by_expert, num_experts_of, weight_names
 from omnitrain.parallel.expert.deepep import DeepEpDispatcher, open_deepep
 from omnitrain.parallel.expert.dispatch import GroupLink, RankDispatcher
 from omnitrain.parallel.expert.shared_expert import SharedExpertOverlap, shared_experts

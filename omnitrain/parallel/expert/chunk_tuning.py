@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from statistics import median
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import settings_of
+from omnitrain.ops.experts.entry import settings_of
 from omnitrain.parallel.expert.apply import expert_layers
 from omnitrain.parallel.expert.dispatch import RankDispatcher
 from omnitrain.parallel.expert.tp_dispatch import TPTokenDispatcher

@@ -17,15 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.ops.collectives import with_backward
-from omnitrain.ops.experts import (
-    ExpertRange,
-    LayerSpans,
-    TokenPermutation,
-    combine_rows,
-    is_replaying,
-    sort_by_expert,
-    take_rows,
-)
+from omnitrain.ops.experts.permute import TokenPermutation, combine_rows, sort_by_expert, take_rows
+from omnitrain.ops.experts.routing_tape import is_replaying
+from omnitrain.ops.experts.timing import LayerSpans
+from omnitrain.ops.experts.weights import ExpertRange
 
 
 def deepep_problem(device_type: str, compute: str | None) -> str:

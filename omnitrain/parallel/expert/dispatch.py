@@ -29,17 +29,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.ops.collectives import with_backward
-from omnitrain.ops.experts import (
-    ExpertRange,
-    LayerSpans,
+from omnitrain.ops.experts.permute import (
     TokenPermutation,
-    chunk_offsets,
-    is_replaying,
     sort_by_expert,
     token_gradients,
     weighted_sum_gradients,
     weighted_sums,
 )
+from omnitrain.ops.experts.routing_tape import is_replaying
+from omnitrain.ops.experts.timing import LayerSpans
+from omnitrain.ops.experts.weights import ExpertRange, chunk_offsets
 from omnitrain.ops.turns import give_turn
 
 Wait = Callable[[], Any]

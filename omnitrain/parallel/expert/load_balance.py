@@ -17,7 +17,6 @@ from omnitrain.errors import UserError
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.device import to_device
-from omnitrain.ops.experts import bytes_sent, is_replaying
 from omnitrain.ops.experts.balance_loss import (
     counts_per_sample,
     fraction_balance,
@@ -25,7 +24,9 @@ from omnitrain.ops.experts.balance_loss import (
     sample_balance,
     z_loss,
 )
+from omnitrain.ops.experts.entry import bytes_sent
 from omnitrain.ops.experts.routers import choice_bias, find_router
+from omnitrain.ops.experts.routing_tape import is_replaying
 from omnitrain.ops.experts.weights import num_experts_of
 from omnitrain.parallel.expert.apply import expert_layers
 from omnitrain.parallel.layout import layout_of

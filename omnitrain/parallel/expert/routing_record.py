@@ -23,7 +23,8 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import Recording, Replayed, experts_in
+from omnitrain.ops.experts.routing_replay import Recording, Replayed
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.layout import layout_of
 
 _SAMPLES = "samples"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from omnitrain.models.contract.harness import Failure, attempt
-from omnitrain.ops.experts import LayerSpans
+from omnitrain.ops.experts.timing import LayerSpans
 from omnitrain.torch_private import has_hooks
 
 _TRIAL_TOKENS = 4

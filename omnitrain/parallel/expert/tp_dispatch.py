@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.ops.collectives import gather_rows
-from omnitrain.ops.experts import Dispatcher, DispatchHandle, LayerSpans
+from omnitrain.ops.experts.entry import Dispatcher, DispatchHandle
+from omnitrain.ops.experts.timing import LayerSpans
 
 
 class TPTokenDispatcher:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from omnitrain.ops.experts import is_experts
+from omnitrain.ops.experts.weights import is_experts
 from omnitrain.ops.recompute import Contexts, recompute_contexts
 from omnitrain.parallel.tensor.sequence_parallel import dividing, tokens_divided
 from omnitrain.torch_private import PROFILER_RECORDS

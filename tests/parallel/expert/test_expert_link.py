@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from omnitrain.ops.experts import LayerSpans, set_experts, use_omnitrain_experts
 from omnitrain.ops.experts import grouped_mm as grouped
-from omnitrain.ops.experts.timing import NOT_RECORDED
+from omnitrain.ops.experts.install import set_experts, use_omnitrain_experts
+from omnitrain.ops.experts.timing import NOT_RECORDED, LayerSpans
 from omnitrain.ops.timing import SpanRecorder
 from omnitrain.parallel.expert.dispatch import RankDispatcher
 from omnitrain.parallel.expert.shared_expert import SharedExpertOverlap, shared_experts

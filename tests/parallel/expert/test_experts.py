@@ -16,7 +16,8 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.models.discovery import discover
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.ops.experts import bytes_sent, experts_in
+from omnitrain.ops.experts.entry import bytes_sent
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.verify import verify
 from tests.parallel import factories

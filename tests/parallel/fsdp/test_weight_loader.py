@@ -16,7 +16,8 @@ import omnitrain as ot
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.ops.experts import experts_in, settings_of
+from omnitrain.ops.experts.entry import settings_of
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.fsdp.load import first_ranks
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of

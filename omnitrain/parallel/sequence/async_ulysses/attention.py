@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from omnitrain.models.discovery.parameter_reads import leaves
 from omnitrain.models.foundation.recurrent_segments import each, token_dim
-from omnitrain.ops.attention import MaskSpec
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.ops.patch_forward import forward_of, own_forward, set_forward
 from omnitrain.parallel.sequence.async_ulysses.projections import (
     Projection,

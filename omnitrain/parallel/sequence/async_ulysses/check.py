@@ -21,8 +21,8 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.harness import Failure, Trial, attempt
 from omnitrain.models.foundation.runner import EncodedMedia
-from omnitrain.ops.attention import MaskSpec, PackedSequence
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.packed_context import PackedSequence
+from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.ops.collectives import with_backward
 from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, Input, run_async
 from omnitrain.parallel.sequence.async_ulysses.projections import TokenExchange, TokenSpans
