@@ -110,16 +110,14 @@ def omnitrain_attention(
         UserError: names a feature that the layer needs and no backend supports.
     """
     if isinstance(attention_mask, MaskSpec):
-        shard = attention_mask.shard
-        _check_fit(module, query, key, attention_mask.offsets[-1] if shard is None else shard.num_local_tokens)
+        spec, shard = attention_mask, attention_mask.shard
+        _check_fit(module, query, key, spec.offsets[-1] if shard is None else shard.num_local_tokens)
         if implementation == SDPA:
-            _check_causality(module, attention_mask, kwargs)
-        spec = attention_mask
-    else:
-        packed_spec = _spec(module, query, key, attention_mask, kwargs)
-        if packed_spec is None:
-            return plain_attention(implementation, module, query, key, value, attention_mask, **kwargs)
+            _check_causality(module, spec, kwargs)
+    elif (packed_spec := _spec(module, query, key, attention_mask, kwargs)) is not None:
         spec = packed_spec
+    else:
+        return plain_attention(implementation, module, query, key, value, attention_mask, **kwargs)
     refuse_unknown(type(module).__name__, kwargs)
     _check_bias(module, spec, kwargs.get("position_bias"))
     call = Call(
@@ -136,25 +134,24 @@ def omnitrain_attention(
         read=rows_read_of(module, query.size(2)) if spec.shard is None else None,
     )
 
-    def compute(whole: Call) -> torch.Tensor:
-        if (around := _through.get()) is not None:
-            return around(whole, lambda own: choose(module, own, backend).attend(own))
-        return choose(module, whole, backend).attend(whole)
+    def attend(own: Call) -> torch.Tensor:
+        return choose(module, own, backend).attend(own)
 
+    around = _through.get()
+    compute: Attend = attend if around is None else lambda own: around(own, attend)
     return (compute(call) if spec.shard is None else spec.shard.attend(call, compute)), None
 
 
 def _spec(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> MaskSpec | None:
     """The spec of a packed sequence whose mask is not a spec yet; None: the input is not packed."""
     packed = packed_sequence()
     if (cu_seqlens := kwargs.get("cu_seq_lens_q")) is not None:
-        offsets, shard = _offsets(module, kwargs), shard_of(cu_seqlens)
+        keys = kwargs.get("cu_seq_lens_k")
+        if keys is not None and keys is not cu_seqlens and not torch.equal(keys, cu_seqlens):
+            raise UserError(f"{type(module).__name__}: queries and keys of a packed sequence have different offsets")
+        offsets, shard = _read(cu_seqlens), shard_of(cu_seqlens)
         if shard is not None or packed is None or packed.sequence_slice is None or packed.offsets != offsets:
             _check_fit(module, query, key, offsets[-1] if shard is None else shard.num_local_tokens)
             spec = _spec_of_layer(module, offsets, mask, kwargs, _specs_of.setdefault(cu_seqlens, set()))
@@ -165,13 +162,6 @@ def _spec(
     relies_on_context(module)
     spec = _spec_of_layer(module, packed.offsets, mask, kwargs, packed.specs)
     return spec if packed.sequence_slice is None else spec.on(packed.sequence_slice.attention)
-
-
-def _offsets(module: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[int, ...]:
-    queries, keys = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
-    if keys is not None and keys is not queries and not torch.equal(keys, queries):
-        raise UserError(f"{type(module).__name__}: queries and keys of a packed sequence have different offsets")
-    return _read(queries)
 
 
 def _read(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
@@ -243,11 +233,7 @@ def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: torch.Tensor | No
 
 
 def _is_packed(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    packed: PackedSequence,
-    mask: torch.Tensor | None,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, packed: PackedSequence, mask: torch.Tensor | None
 ) -> bool:
     """Whether a layer inside a packed sequence attends over the sequence, not over other states."""
     length = packed.num_local_tokens

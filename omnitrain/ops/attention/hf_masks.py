@@ -66,11 +66,15 @@ def pattern_of(function: MaskFunction, offsets: tuple[int, ...]) -> Pattern | No
     if name == "chunked_overlay":
         return Pattern(chunk=captured["chunk_size"])
     if name == "packed_sequence_mask_function":
-        return Pattern() if _is_constant(captured["packed_sequence_mask"], offsets) else None
+        numbers = captured["packed_sequence_mask"]
+        covers = numbers.size(1) == offsets[-1]  # not only a slice of the sequence
+        starts = segment_starts(offsets, numbers.device)
+        return Pattern() if covers and bool((numbers == numbers[:, starts]).all()) else None
     if name == "and_masks":
         return _all([pattern_of(f, offsets) for f in captured[_PARTS]])
     if name == "or_masks":
-        return _any([pattern_of(f, offsets) for f in captured[_PARTS]])
+        patterns = [pattern_of(f, offsets) for f in captured[_PARTS]]
+        return Pattern() if Pattern() in patterns else patterns[0] if len(set(patterns)) == 1 else None
     return None
 
 
@@ -90,10 +94,9 @@ def within_segments(function: MaskFunction, starts: torch.Tensor) -> MaskFunctio
         UserError: see :func:`describe`.
     """
     name, captured = _name(function), _captured(function)
-    if name == "and_masks":
-        return and_masks(*(within_segments(part, starts) for part in captured[_PARTS]))
-    if name == "or_masks":
-        return or_masks(*(within_segments(part, starts) for part in captured[_PARTS]))
+    if name in ("and_masks", "or_masks"):
+        parts = (within_segments(part, starts) for part in captured[_PARTS])
+        return and_masks(*parts) if name == "and_masks" else or_masks(*parts)
     if name in _COUNTING or (name is None and not _looks_up_tokens(function, len(starts))):
         return partial(_from_start, function, starts)
     return function
@@ -129,12 +132,6 @@ def _captured(function: MaskFunction) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
-def _is_constant(numbers: torch.Tensor, offsets: tuple[int, ...]) -> bool:
-    if numbers.size(1) != offsets[-1]:  # it covers only a slice of the sequence
-        return False
-    return bool((numbers == numbers[:, segment_starts(offsets, numbers.device)]).all())
-
-
 def _all(patterns: list[Pattern | None]) -> Pattern | None:
     known = [pattern for pattern in patterns if pattern is not None]
     chunks = {pattern.chunk for pattern in known if pattern.chunk is not None}
@@ -142,12 +139,6 @@ def _all(patterns: list[Pattern | None]) -> Pattern | None:
         return None
     window = min((pattern.window for pattern in known if pattern.window is not None), default=None)
     return Pattern(any(pattern.causal for pattern in known), window, next(iter(chunks), None))
-
-
-def _any(patterns: list[Pattern | None]) -> Pattern | None:
-    if Pattern() in patterns:
-        return Pattern()
-    return patterns[0] if len(set(patterns)) == 1 else None
 
 
 def _cut(offsets: tuple[int, ...], chunk: int) -> tuple[int, ...]:

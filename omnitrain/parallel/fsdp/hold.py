@@ -48,9 +48,10 @@ class HeldUnits:
             for unit in self._units.values():
                 unit.set_reshard_after_backward(False, recurse=False)
                 unit.set_requires_gradient_sync(False, recurse=False)
-                replace_hook_before_backward(unit, _nothing_before_backward)
+                replace_hook_before_backward(unit, lambda output: output)
                 for group in parameter_groups(unit):
-                    group.pre_forward, group.post_forward = partial(_pre_forward, group), _post_forward
+                    group.pre_forward = partial(_pre_forward, group)
+                    group.post_forward = lambda module, args, output: output
             self._root.set_is_last_backward(False)
             yield
         except BaseException:
@@ -103,11 +104,3 @@ class HeldUnits:
 def _pre_forward(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Add up the gradients of a unit when its backward has ended; a recomputation runs inside of that backward."""
     return (args, kwargs) if is_backward() else call_after_backward(group, args, kwargs)
-
-
-def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    return output
-
-
-def _nothing_before_backward(output: Any) -> Any:
-    return output

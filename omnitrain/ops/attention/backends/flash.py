@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -20,13 +20,8 @@ def attend(call: Call) -> torch.Tensor:
 
     def kernel(packed: ragged.Ragged) -> torch.Tensor:
         return function(
-            packed.query,
-            packed.key,
-            packed.value,
-            cu_seqlens_q=packed.offsets,
-            cu_seqlens_k=packed.offsets,
-            max_seqlen_q=packed.max_length,
-            max_seqlen_k=packed.max_length,
+            *(packed.query, packed.key, packed.value),
+            *(packed.offsets, packed.offsets, packed.max_length, packed.max_length),
             dropout_p=call.dropout,
             softmax_scale=call.scaling,
             causal=call.mask.causal,
@@ -37,14 +32,12 @@ def attend(call: Call) -> torch.Tensor:
     return ragged.attend_ragged(call, kernel)
 
 
+_find = cache(find_spec)
+
+
 def obstacle(call: Call) -> str | None:
     """Return why the backend cannot run ``call``; None: it can."""
-    return ragged.obstacle(call) if _is_installed() else f"flash_attn is not installed ({install_command('flash')})"
-
-
-@lru_cache(maxsize=1)
-def _is_installed() -> bool:
-    return find_spec("flash_attn") is not None
+    return ragged.obstacle(call) if _find("flash_attn") else f"flash_attn is not installed ({install_command('flash')})"
 
 
 def _function() -> Callable[..., torch.Tensor]:
