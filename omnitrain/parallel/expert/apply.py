@@ -26,9 +26,8 @@ from omnitrain.ops.experts.entry import settings_of
 from omnitrain.ops.experts.install import backend_of, set_experts
 from omnitrain.ops.experts.weights import experts_in, names_by_expert, num_experts_of, weight_names
 from omnitrain.parallel.expert.deepep import DeepEpDispatcher, open_deepep
-from omnitrain.parallel.expert.dispatch import GroupLink, RankDispatcher
+from omnitrain.parallel.expert.dispatch import GroupLink, RankDispatcher, TPTokenDispatcher
 from omnitrain.parallel.expert.shared_expert import SharedExpertOverlap, shared_experts
-from omnitrain.parallel.expert.tp_dispatch import TPTokenDispatcher
 from omnitrain.parallel.fsdp.shard import device_of
 from omnitrain.recipe.globs import any_layer, matches_weight
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan

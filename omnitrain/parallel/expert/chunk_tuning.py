@@ -14,8 +14,7 @@ from statistics import median
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.entry import settings_of
 from omnitrain.parallel.expert.apply import expert_layers
-from omnitrain.parallel.expert.dispatch import RankDispatcher
-from omnitrain.parallel.expert.tp_dispatch import TPTokenDispatcher
+from omnitrain.parallel.expert.dispatch import RankDispatcher, TPTokenDispatcher
 from omnitrain.parallel.layout import layout_of
 from omnitrain.peers import Peers
 from omnitrain.recipe.parallel import AUTO_CHUNKS

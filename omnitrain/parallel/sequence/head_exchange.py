@@ -125,7 +125,11 @@ def tokens_to_heads(
     Returns:
         Per tensor ``[all tokens, local heads, width]``.
     """
-    return with_backward(*_gather_and_scatter(spans, lengths, group), *tensors)
+    return with_backward(
+        lambda *own: start_gather(own, spans, lengths, group)(),
+        lambda *gradients: start_scatter(gradients, spans, lengths, group)(),
+        *tensors,
+    )
 
 
 def heads_to_tokens(
@@ -135,16 +139,10 @@ def heads_to_tokens(
 
     ``[all tokens, local heads, width] -> [local tokens, heads, width]`` per tensor; no head belongs to two ranks.
     """
-    return with_backward(*_gather_and_scatter(spans, lengths, group)[::-1], *tensors)
-
-
-def _gather_and_scatter(
-    spans: Sequence[HeadSpans], lengths: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]:
-    """The two exchanges, which are each other's transpose."""
-    return (
-        lambda *tensors: start_gather(tensors, spans, lengths, group)(),
-        lambda *tensors: start_scatter(tensors, spans, lengths, group)(),
+    return with_backward(
+        lambda *own: start_scatter(own, spans, lengths, group)(),
+        lambda *gradients: start_gather(gradients, spans, lengths, group)(),
+        *tensors,
     )
 
 

@@ -11,10 +11,10 @@ the same, bit for bit.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -136,9 +136,10 @@ def run_async(
             return value if dim is None else gather_tables(value, dim)
         return each(value, whole)
 
-    run = _Run(module, layout, heads, exchange, hidden[0])
     args, kwargs = (whole(list(arguments.args)), whole(arguments.kwargs))
-    with run.replacing():
+    with ExitStack() as stack:
+        for name, forward in _forwards(module, layout, heads, exchange, hidden[0]).items():
+            stack.enter_context(own_forward(module.get_submodule(name), forward))
         return plain(*args, **kwargs)
 
 
@@ -163,61 +164,40 @@ def why_not_async(module: nn.Module, layout: AttentionLayout, sp: int) -> str | 
     return None
 
 
-class _Run:
-    """The replaced forwards during one forward of the module."""
+def _forwards(
+    module: nn.Module, layout: AttentionLayout, heads: OwnHeads, exchange: TokenExchange, hidden: Tensor
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The forwards of projections and norms during one forward of the module; the first projection computes all."""
+    projections = {
+        i.linear: Projection(
+            _linear(module, i.linear),
+            heads.keys if i.is_key else heads.queries,
+            module.get_submodule(i.norm) if i.norm else None,
+            module.get_submodule(i.norm).forward if i.norm else None,
+            i.norm_width,
+            i.heads_first,
+        )
+        for i in layout.inputs
+    }
+    results: dict[str, Tensor] = {}
 
-    def __init__(
-        self, module: nn.Module, layout: AttentionLayout, heads: OwnHeads, exchange: TokenExchange, hidden: Tensor
-    ) -> None:
-        self._module, self._layout, self._heads, self._exchange, self._hidden = module, layout, heads, exchange, hidden
-        self._norms = {i.norm: module.get_submodule(i.norm).forward for i in layout.inputs if i.norm}
-        self._results: dict[str, Tensor] = {}
+    def projected(name: str, stand_in: Tensor) -> Tensor:
+        if not results:
+            results.update(zip(projections, project_and_gather(hidden, [*projections.values()], exchange), strict=True))
+        return results.pop(name)[None]
 
-    @contextmanager
-    def replacing(self) -> Iterator[None]:
-        """Replace the forwards of projections and norms while the context is open."""
+    def output(x: Tensor) -> Tensor:
+        projection = Projection(_linear(module, layout.output), heads.queries)
+        return scatter_and_project(x[0], projection, exchange)[None]
 
-        def output(x: Tensor) -> Tensor:
-            projection = Projection(self._linear(self._layout.output), self._heads.queries)
-            return scatter_and_project(x[0], projection, self._exchange)[None]
+    norms: dict[str, Callable[[Tensor], Tensor]] = {i.norm: lambda x: x for i in layout.inputs if i.norm}
+    return norms | {name: partial(projected, name) for name in projections} | {layout.output: output}
 
-        forwards: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(self._norms, lambda x: x)
-        forwards |= {i.linear: self._projected(i.linear) for i in self._layout.inputs}
-        forwards[self._layout.output] = output
-        with ExitStack() as stack:
-            for name, forward in forwards.items():
-                stack.enter_context(own_forward(self._module.get_submodule(name), forward))
-            yield
 
-    def _projected(self, name: str) -> Callable[[Tensor], Tensor]:
-        """A forward that returns the result of a projection; the first one computes all."""
-
-        def forward(stand_in: Tensor) -> Tensor:
-            if not self._results:
-                names = [i.linear for i in self._layout.inputs]
-                outputs = project_and_gather(self._hidden, self._projections(), self._exchange)
-                self._results = dict(zip(names, outputs, strict=True))
-            return self._results.pop(name)[None]
-
-        return forward
-
-    def _projections(self) -> list[Projection]:
-        return [
-            Projection(
-                self._linear(i.linear),
-                self._heads.keys if i.is_key else self._heads.queries,
-                self._module.get_submodule(i.norm) if i.norm else None,
-                self._norms.get(i.norm),
-                i.norm_width,
-                i.heads_first,
-            )
-            for i in self._layout.inputs
-        ]
-
-    def _linear(self, name: str) -> nn.Linear:
-        linear = self._module.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        return linear
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    linear = module.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    return linear
 
 
 def _shard_in(arguments: Any) -> UlyssesShard | None:
