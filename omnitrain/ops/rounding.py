@@ -113,12 +113,7 @@ class Rounding:
         expected = self._expected.get(name)
         norm = _norm(expected) or 1.0 if expected is not None else 1.0
         most_distance, most_along = self._most.get(name, (0.0, 0.0))
-        return Deviation(
-            distance / norm,
-            along / norm**2,
-            FACTOR * most_distance / norm,
-            FACTOR * most_along / norm**2,
-        )
+        return Deviation(distance / norm, along / norm**2, FACTOR * most_distance / norm, FACTOR * most_along / norm**2)
 
     def _differences(self, step: Step) -> Iterator[tuple[str, tuple[float, float]]]:
         """Name -> norm of the difference, and its product with the expected tensor."""

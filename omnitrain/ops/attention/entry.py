@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnitrain.errors import UserError
@@ -30,12 +31,12 @@ _read_before = WeakTensorKeyDictionary()
 # cu_seqlens tensor -> the specs of the layers that got it.
 _specs_of = WeakTensorKeyDictionary()
 
-Attend = Callable[[Call], torch.Tensor]
-_through: ContextVar[Callable[[Call, Attend], torch.Tensor] | None] = ContextVar("attention_through", default=None)
+Attend = Callable[[Call], Tensor]
+_through: ContextVar[Callable[[Call, Attend], Tensor] | None] = ContextVar("attention_through", default=None)
 
 
 @contextmanager
-def attending_through(around: Callable[[Call, Attend], torch.Tensor]) -> Iterator[None]:
+def attending_through(around: Callable[[Call, Attend], Tensor]) -> Iterator[None]:
     """Let ``around(call, attend)`` compute packed attention inside, by the backend's ``attend`` or in another way."""
     token = _through.set(around)
     try:
@@ -44,7 +45,7 @@ def attending_through(around: Callable[[Call, Attend], torch.Tensor]) -> Iterato
         _through.reset(token)
 
 
-def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
+def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | Tensor | None:
     """Return a spec for a packed sequence, else the mask of ``implementation``; for ``AttentionMaskInterface``.
 
     ``arguments`` are those of transformers' ``sdpa_mask``, ``implementation`` is that for unpacked input.
@@ -82,15 +83,15 @@ def _described(packed: PackedSequence, function: MaskFunction, use_vmap: bool, d
 @torch.compiler.disable  # offsets are values, not shapes: torch would recompile a traced call for each pack
 def omnitrain_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: MaskSpec | torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskSpec | Tensor | None = None,
     *,
     backend: str,
     implementation: str,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend within the segments of a packed sequence, else as ``implementation``; for ``AttentionInterface``.
 
     Args:
@@ -134,7 +135,7 @@ def omnitrain_attention(
         read=rows_read_of(module, query.size(2)) if spec.shard is None else None,
     )
 
-    def attend(own: Call) -> torch.Tensor:
+    def attend(own: Call) -> Tensor:
         return choose(module, own, backend).attend(own)
 
     around = _through.get()
@@ -143,7 +144,7 @@ def omnitrain_attention(
 
 
 def _spec(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
+    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> MaskSpec | None:
     """The spec of a packed sequence whose mask is not a spec yet; None: the input is not packed."""
     packed = packed_sequence()
@@ -164,7 +165,7 @@ def _spec(
     return spec if packed.sequence_slice is None else spec.on(packed.sequence_slice.attention)
 
 
-def _read(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+def _read(cu_seqlens: Tensor) -> tuple[int, ...]:
     """The values of ``cu_seqlens``; all layers of a tower share the tensor, and only the first reads the device."""
     if cu_seqlens.is_inference():  # has no version counter
         return tuple(cu_seqlens.tolist())
@@ -176,11 +177,7 @@ def _read(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
 
 def _spec_of_layer(
-    module: torch.nn.Module,
-    offsets: tuple[int, ...],
-    mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
-    held: set[MaskSpec],
+    module: torch.nn.Module, offsets: tuple[int, ...], mask: Tensor | None, kwargs: dict[str, Any], held: set[MaskSpec]
 ) -> MaskSpec:
     """The spec of a layer that got none; ``held`` then holds it for the other layers."""
     if mask is not None:
@@ -213,7 +210,7 @@ def _check_causality(module: torch.nn.Module, spec: MaskSpec, kwargs: dict[str, 
         )
 
 
-def _check_fit(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, num_tokens: int) -> None:
+def _check_fit(module: torch.nn.Module, query: Tensor, key: Tensor, num_tokens: int) -> None:
     shape = (query.size(0), query.size(2), key.size(2))
     if shape != (1, num_tokens, num_tokens):
         raise UserError(
@@ -222,7 +219,7 @@ def _check_fit(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, 
         )
 
 
-def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: torch.Tensor | None) -> None:
+def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: Tensor | None) -> None:
     """Check that a position bias covers the whole sequence; a model makes it for the tokens that it sees."""
     length = spec.offsets[-1]
     if bias is not None and bias.shape[-2:] != (length, length):
@@ -233,7 +230,7 @@ def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: torch.Tensor | No
 
 
 def _is_packed(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, packed: PackedSequence, mask: torch.Tensor | None
+    module: torch.nn.Module, query: Tensor, key: Tensor, packed: PackedSequence, mask: Tensor | None
 ) -> bool:
     """Whether a layer inside a packed sequence attends over the sequence, not over other states."""
     length = packed.num_local_tokens

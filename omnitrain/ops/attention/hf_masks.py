@@ -15,6 +15,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import and_masks, or_masks
 
@@ -84,7 +85,7 @@ def is_causal(function: MaskFunction) -> bool:
     return _name(function) == "causal_mask_function" or any(is_causal(value) for value in nested)
 
 
-def within_segments(function: MaskFunction, starts: torch.Tensor) -> MaskFunction:
+def within_segments(function: MaskFunction, starts: Tensor) -> MaskFunction:
     """Return ``function`` as it would be for each segment alone, over indices of the sequence; exact within segments.
 
     Functions that look up tokens (image blocks) keep these indices. Functions that count (chunks) get indices that
@@ -146,7 +147,7 @@ def _cut(offsets: tuple[int, ...], chunk: int) -> tuple[int, ...]:
     return (0, *(cut for start, stop in pairwise(offsets) for cut in (*range(start + chunk, stop, chunk), stop)))
 
 
-def _from_start(function: MaskFunction, starts: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> Any:
+def _from_start(function: MaskFunction, starts: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Any:
     return function(batch, head, query - starts[query], key - starts[key])
 
 
@@ -155,7 +156,7 @@ def _looks_up_tokens(function: MaskFunction, num_tokens: int) -> bool:
     captured = list(_flat(_captured(function).values()))
     nested = [value for value in captured if callable(value)]
     held = [*captured, *(deeper for value in nested for deeper in _flat(_captured(value).values()))]
-    by_token = any(isinstance(value, torch.Tensor) and num_tokens in value.shape for value in held)
+    by_token = any(isinstance(value, Tensor) and num_tokens in value.shape for value in held)
     callables = [function, *(value for value in held if callable(value))]
     readable = all(isinstance(value, (FunctionType, partial)) for value in callables)
     if not readable or len(callables) > 1 + len(nested) or (nested and by_token):

@@ -8,6 +8,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel, masking_utils, modeling_utils
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -19,7 +20,7 @@ from omnitrain.ops.attention.unpacked import SDPA
 from omnitrain.ops.config_value import config_value
 from omnitrain.transformers_private import attention_of, set_attention, takes_attention
 
-SamplesOf = Callable[[torch.Tensor], torch.Tensor | None]
+SamplesOf = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _known_inside_a_packed_sequence(find: SamplesOf) -> SamplesOf:
     """Skip transformers' search for samples in positions, which waits for the device, inside a packed sequence."""
 
     @wraps(find)
-    def found(position_ids: torch.Tensor) -> torch.Tensor | None:
+    def found(position_ids: Tensor) -> Tensor | None:
         packed = packed_sequence()
         return None if packed is not None and position_ids.shape == (1, packed.num_local_tokens) else find(position_ids)
 

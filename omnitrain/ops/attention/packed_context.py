@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from omnitrain.errors import UserError
 from omnitrain.torch_private import current_graph_task_id
@@ -22,11 +23,11 @@ class SequenceSlice(Protocol):
     """This rank's slice of a packed sequence that several ranks share."""
 
     @property
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """``[t]`` int64, ascending: the tokens of the sequence on this rank."""
 
     @property
-    def host_positions(self) -> torch.Tensor:
+    def host_positions(self) -> Tensor:
         """``positions``, on the host."""
 
     @property
@@ -41,9 +42,7 @@ class SequenceSlice(Protocol):
     def num_ranks(self) -> int:
         """Number of ranks that share the sequence."""
 
-    def by_heads(
-        self, compute: Callable[[Sequence[torch.Tensor], slice], torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Compute over the whole sequence for some heads; differentiable. All ranks of the sequence must call it.
 
         ``compute`` gets tensors ``[T, local heads, width]`` and the slice of these heads, and returns ``[T, local
@@ -51,7 +50,7 @@ class SequenceSlice(Protocol):
         of ``num_ranks``. Returns ``[local tokens, heads, width]``.
         """
 
-    def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Gather this rank's tokens along ``dim`` to all tokens, in order; differentiable; all ranks must call it."""
 
 

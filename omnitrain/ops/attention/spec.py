@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import (
     and_masks,
@@ -41,7 +42,7 @@ EVERYTHING = frozenset({FULL, CAUSAL, WINDOW, GENERAL, GQA, VALUE_WIDTH, DROPOUT
 _NO_TENSOR = "the mask of a packed sequence is a description, not a tensor"
 
 # (batch index, head index, query index, key index) -> may the query see the key; indices broadcast.
-MaskFunction = Callable[..., torch.Tensor]
+MaskFunction = Callable[..., Tensor]
 
 Made = TypeVar("Made")
 
@@ -75,7 +76,7 @@ class MaskSpec:
         *,
         causal: bool = False,
         window: int | None = None,
-        general: MaskFunction | torch.Tensor | None = None,
+        general: MaskFunction | Tensor | None = None,
         use_vmap: bool = False,
     ) -> None:
         self.offsets = tuple(dict.fromkeys(offsets))
@@ -129,23 +130,23 @@ class MaskSpec:
 
     def of_heads(self, start: int, stop: int) -> MaskSpec:
         """Return the mask of the heads ``start`` to ``stop``, for a rank that has the whole sequence of these heads."""
-        if not isinstance(self.general, torch.Tensor) or self.general.size(1) == 1:
+        if not isinstance(self.general, Tensor) or self.general.size(1) == 1:
             return self.whole
         general = self.general[:, start:stop]
         return self.whole.remember((start, stop), lambda: self._with(general, None))
 
-    def _with(self, general: MaskFunction | torch.Tensor | None, shard: SequenceShard | None) -> MaskSpec:
+    def _with(self, general: MaskFunction | Tensor | None, shard: SequenceShard | None) -> MaskSpec:
         spec = MaskSpec(self.offsets, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
         if shard is not None:
             spec.shard, spec._whole = shard, self
         return spec
 
-    def block_mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> torch.Tensor:
+    def block_mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
         """Return the mask between two runs ``(start, stop)`` of one segment, ``[1, 1 or heads, queries, keys]``.
 
         It is boolean, or a float to add to the scores.
         """
-        if isinstance(self.general, torch.Tensor):
+        if isinstance(self.general, Tensor):
             return self.general[..., slice(*queries), slice(*keys)]
         return sdpa_mask(
             batch_size=1,
@@ -162,7 +163,7 @@ class MaskSpec:
     def between(self, start: int, stop: int) -> MaskSpec:
         """Return the spec of the tokens ``start`` to ``stop`` as a separate sequence; both must be offsets."""
         general = self.general
-        if isinstance(general, torch.Tensor):
+        if isinstance(general, Tensor):
             general = general[..., start:stop, start:stop]
         elif general is not None:
             general = partial(_moved, general, start)
@@ -173,7 +174,7 @@ class MaskSpec:
         """Return the mask as a function of token indices, exact within each segment; a float mask is a TypeError."""
         if callable(self.general):
             return self.general
-        if isinstance(self.general, torch.Tensor):
+        if isinstance(self.general, Tensor):
             if self.general.dtype != torch.bool:
                 raise TypeError("a float mask is not a function of indices")
             return partial(_look_up, self.general.to(device))
@@ -204,15 +205,15 @@ class Call:
         read: the tokens whose output is used; a backend need not compute the others. None: all tokens.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
     mask: MaskSpec
     scale: float | None = None
     dropout: float = 0.0
     softcap: float | None = None
-    position_bias: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
+    position_bias: Tensor | None = None
+    sinks: Tensor | None = None
     read: ReadRows | None = None
 
     @property
@@ -254,11 +255,11 @@ class Backend:
     name: str
     honours: frozenset[str]
     obstacle: Callable[[Call], str | None]
-    attend: Callable[[Call], torch.Tensor]
+    attend: Callable[[Call], Tensor]
     automatic_on: frozenset[str] | None = None
 
 
-def repeat_heads(states: torch.Tensor, num_heads: int) -> torch.Tensor:
+def repeat_heads(states: Tensor, num_heads: int) -> Tensor:
     """Repeat each key head along dim 1, once per query head that reads it."""
     return states if states.size(1) == num_heads else states.repeat_interleave(num_heads // states.size(1), dim=1)
 
@@ -270,7 +271,7 @@ class SequenceShard(Protocol):
     def num_local_tokens(self) -> int:
         """Number of tokens of the sequence on this rank."""
 
-    def attend(self, call: Call, compute: Callable[[Call], torch.Tensor]) -> torch.Tensor:
+    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
         """Attend from this rank's tokens to the whole sequence: ``[1, local tokens, H, E]``. All its ranks call it.
 
         ``call`` has queries, keys and values ``[1, heads, local tokens, width]`` of this rank; all other fields are for
@@ -283,7 +284,7 @@ class SequenceShard(Protocol):
 _shards = WeakTensorKeyDictionary()
 
 
-def offsets_on(cu_seqlens: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
+def offsets_on(cu_seqlens: Tensor, shard: SequenceShard) -> Tensor:
     """Return a copy of ``cu_seqlens`` ``[segments + 1]``, of the whole sequence, for a slice of it.
 
     Layers that get the copy as ``cu_seq_lens_q`` attend from the slice.
@@ -293,7 +294,7 @@ def offsets_on(cu_seqlens: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
     return copy
 
 
-def shard_of(cu_seqlens: torch.Tensor) -> SequenceShard | None:
+def shard_of(cu_seqlens: Tensor) -> SequenceShard | None:
     """Return the slice that was given to :func:`offsets_on`; None: the whole sequence is on this rank."""
     shard: SequenceShard | None = _shards.get(cu_seqlens)
     return shard
@@ -316,24 +317,24 @@ def plain_spec(offsets: tuple[int, ...], causal: bool, window: int | None) -> Ma
     return spec
 
 
-def segment_numbers(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def segment_numbers(offsets: tuple[int, ...], device: torch.device) -> Tensor:
     """Return ``[T]``, the index of the segment of each token."""
     lengths = torch.tensor([stop - start for start, stop in pairwise(offsets)])
     return to_device(torch.arange(len(lengths)).repeat_interleave(lengths), device)
 
 
-def segment_starts(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def segment_starts(offsets: tuple[int, ...], device: torch.device) -> Tensor:
     """Return ``[T]``, the first token of the segment of each token."""
     return to_device(torch.tensor(offsets[:-1]), device)[segment_numbers(offsets, device)]
 
 
-def _same(numbers: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+def _same(numbers: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
     return numbers[query] == numbers[key]
 
 
-def _moved(function: MaskFunction, start: int, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+def _moved(function: MaskFunction, start: int, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
     return function(batch, head, query + start, key + start)
 
 
-def _look_up(mask: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+def _look_up(mask: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
     return mask[0, head if mask.size(1) > 1 else 0, query, key]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.torch_private import softmax_backward
@@ -35,8 +36,8 @@ class ShortBatch:
     length: int
     num_queries: int
     num_keys: int
-    hidden: torch.Tensor
-    is_real: torch.Tensor | None
+    hidden: Tensor
+    is_real: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class ShortKeys:
     tokens: int
     heads: int
     batches: tuple[_Padded, ...]
-    rows: torch.Tensor
-    padded: torch.Tensor
+    rows: Tensor
+    padded: Tensor
 
 
 @dataclass(frozen=True)
@@ -87,24 +88,24 @@ class ShortSegments:
 
     keys: ShortKeys
     batches: tuple[ShortBatch, ...]
-    queries: torch.Tensor
-    query_positions: torch.Tensor
-    requested: torch.Tensor | None
+    queries: Tensor
+    query_positions: Tensor
+    requested: Tensor | None
 
     @property
     def tokens(self) -> int:
         """``T``."""
         return self.keys.tokens
 
-    def of_queries(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def of_queries(self, x: Tensor) -> list[Tensor]:
         """Split padded queries ``[n, width]`` into views ``[B * K, G * Q, width]``, one per batch."""
         return self._of_batches(x, [batch.num_queries for batch in self.batches])
 
-    def of_keys(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def of_keys(self, x: Tensor) -> list[Tensor]:
         """Split padded keys ``[n, width]`` into views ``[B * K, L, width]``, one per batch."""
         return self._of_batches(x, [batch.num_keys for batch in self.batches])
 
-    def _of_batches(self, x: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    def _of_batches(self, x: Tensor, sizes: list[int]) -> list[Tensor]:
         numbers = (batch.num_keys // batch.length for batch in self.batches)
         return [part.view(number, -1, x.size(1)) for part, number in zip(x.split(sizes), numbers, strict=True)]
 
@@ -121,7 +122,7 @@ def short_keys(groups: Sequence[Sequence[int]], heads: int) -> ShortKeys:
     return ShortKeys(sum(map(sum, groups)), heads, batches, rows, padded)
 
 
-def short_segments(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> ShortSegments:
+def short_segments(keys: ShortKeys, heads: int, read: Tensor | None) -> ShortSegments:
     """Compute the indices of a sequence's queries, for ``H = heads``.
 
     ``read`` ``[T]`` bool has the tokens whose output is used; None: all.
@@ -132,18 +133,14 @@ def short_segments(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> Sh
     return ShortSegments(keys, batches, rows, padded, None if read is None else requested)
 
 
-def attend_short(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: ShortSegments, scale: float
-) -> torch.Tensor:
+def attend_short(query: Tensor, key: Tensor, value: Tensor, segments: ShortSegments, scale: float) -> Tensor:
     """Attend: ``query`` ``[T, H, D]``, ``key`` ``[T, K, D]``, ``value`` ``[T, K, E]`` -> ``[T, H, E]``, all fp32."""
     return _AttendShort.apply(query, key, value, segments, scale)
 
 
 class _AttendShort(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: ShortSegments, scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: ShortSegments, scale: float) -> Tensor:
         keys = segments.keys.rows
         q, k, v = _gathered(query, segments.queries), _gathered(key, keys), _gathered(value, keys)
         views = (segments.of_queries(q), segments.of_keys(k), segments.of_keys(v))
@@ -161,7 +158,7 @@ class _AttendShort(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         segments: ShortSegments = ctx.segments
         q, k, v, *kept = ctx.saved_tensors
         g = _gathered(grad, segments.queries)
@@ -185,13 +182,11 @@ class _AttendShort(torch.autograd.Function):
         )
 
 
-def _gathered(x_THD: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _gathered(x_THD: Tensor, rows: Tensor) -> Tensor:
     return x_THD.flatten(0, 1).index_select(0, rows)
 
 
-def _put_back(
-    x: torch.Tensor, padded: torch.Tensor, tokens: int, rows: torch.Tensor | None, heads: int
-) -> torch.Tensor:
+def _put_back(x: Tensor, padded: Tensor, tokens: int, rows: Tensor | None, heads: int) -> Tensor:
     """Return ``[T, heads, width]`` with ``x[padded]`` in ``rows`` of its first two dims (None: all), else zeros."""
     # No view: compiled code that takes it would depend on what it is a view of.
     out = (x.new_empty if rows is None else x.new_zeros)(tokens, heads, x.size(1))
@@ -236,7 +231,7 @@ def _batch(queries: _Padded, keys: _Padded, heads: int, key_heads: int) -> Short
     )
 
 
-def _by_head(batches: Sequence[_Padded], heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _by_head(batches: Sequence[_Padded], heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the row of ``[T * heads, width]`` at each padded position, the rows of real tokens, and their positions.
 
     Padded positions are ordered by batch, segment, head and token.

@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from omnitrain.ops.patch_forward import Forward, forward_of, set_forward
 from omnitrain.ops.registry import Backend
@@ -31,11 +31,11 @@ class ReadRows:
         length: ``T``, number of tokens of the whole sequence.
     """
 
-    rows: torch.Tensor
+    rows: Tensor
     length: int
 
     @property
-    def flags(self) -> torch.Tensor:
+    def flags(self) -> Tensor:
         """``[T]`` bool: whether a token is read."""
         return torch.zeros(self.length, dtype=torch.bool, device=self.rows.device).index_fill_(0, self.rows, True)
 
@@ -109,9 +109,9 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _on_read_rows(plain: Forward) -> Forward:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         read = None if torch.compiler.is_compiling() else _read.get()
-        if read is None or type(x) is not torch.Tensor or x.ndim < 3 or x.shape[:2] != (1, read.length):
+        if read is None or type(x) is not Tensor or x.ndim < 3 or x.shape[:2] != (1, read.length):
             return plain(self, x)
         y = plain(self, x.index_select(1, read.rows))
         return y.new_zeros(1, read.length, *y.shape[2:]).index_copy(1, read.rows, y)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from math import prod
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from omnitrain.ops.registry import Backend
 
 
-def patch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def patch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the convolution with ``stride = kernel`` and no padding as one matmul.
 
     ``x`` is ``[N, in, *sizes]`` or ``[in, *sizes]``; an incomplete patch at the end of a size is ignored. ``weight`` is

@@ -6,19 +6,15 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from omnitrain.ops.collectives import gathered
 from omnitrain.torch_private import assert_async
 
 
 def sharded_softmax(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    wide: Callable[[int], torch.Tensor],
-    with_gradient: bool,
-    *,
-    group: dist.ProcessGroup,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits: Tensor, labels: Tensor, wide: Callable[[int], Tensor], with_gradient: bool, *, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
     """Compute the losses of tokens, and this rank's columns of the gradient of the logits.
 
     It needs one collective of two numbers per token and rank.
@@ -49,6 +45,6 @@ def sharded_softmax(
     return losses, out.scatter_add_(1, column, -is_local.to(out.dtype)[:, None])
 
 
-def require_labels(labels: torch.Tensor, classes: int) -> None:
+def require_labels(labels: Tensor, classes: int) -> None:
     """Raise a RuntimeError on the device, without waiting on the host, if a label is not in ``[0, classes)``."""
     assert_async(((labels >= 0) & (labels < classes)).all(), "a label is out of range")

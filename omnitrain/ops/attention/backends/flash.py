@@ -7,18 +7,18 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
-import torch
+from torch import Tensor
 
 from omnitrain.ops.attention.backends import ragged
 from omnitrain.ops.attention.spec import CAUSAL, DROPOUT, FULL, GQA, SOFTCAP, VALUE_WIDTH, WINDOW, Backend, Call
 from omnitrain.packages import install_command
 
 
-def attend(call: Call) -> torch.Tensor:
+def attend(call: Call) -> Tensor:
     """See :class:`Backend`."""
     function = _function()
 
-    def kernel(packed: ragged.Ragged) -> torch.Tensor:
+    def kernel(packed: ragged.Ragged) -> Tensor:
         return function(
             *(packed.query, packed.key, packed.value),
             *(packed.offsets, packed.offsets, packed.max_length, packed.max_length),
@@ -40,7 +40,7 @@ def obstacle(call: Call) -> str | None:
     return ragged.obstacle(call) if _find("flash_attn") else f"flash_attn is not installed ({install_command('flash')})"
 
 
-def _function() -> Callable[..., torch.Tensor]:
+def _function() -> Callable[..., Tensor]:
     return import_module("flash_attn").flash_attn_varlen_func
 
 

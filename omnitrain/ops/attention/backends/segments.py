@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 import torch
+from torch import Tensor
 
 from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.ops.collectives import with_backward
@@ -29,7 +30,7 @@ class Segment:
     start: int
     length: int
     causal: bool
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
 
     @property
     def kind(self) -> tuple[bool, bool]:
@@ -53,16 +54,16 @@ class Batch:
     segments: tuple[Segment, ...]
     length: int
     causal: bool
-    mask: torch.Tensor | None
-    padded_tokens: torch.Tensor | None
-    real_places: torch.Tensor | None
+    mask: Tensor | None
+    padded_tokens: Tensor | None
+    real_places: Tensor | None
 
     @property
     def tokens(self) -> int:
         """Number of tokens of all segments."""
         return sum(segment.length for segment in self.segments)
 
-    def fold(self, x_THD: torch.Tensor) -> torch.Tensor:
+    def fold(self, x_THD: Tensor) -> Tensor:
         """``[tokens, heads, dim] -> [segments, heads, length, dim]``."""
         real, padded = self.real_places, self.padded_tokens
         if real is not None and padded is not None:
@@ -71,7 +72,7 @@ class Batch:
             x_THD = with_backward(lambda x: x.index_select(0, padded), lambda grad: grad.index_select(0, real), x_THD)
         return x_THD.unflatten(0, (len(self.segments), self.length)).transpose(1, 2)
 
-    def unfold(self, x_BHLD: torch.Tensor) -> torch.Tensor:
+    def unfold(self, x_BHLD: Tensor) -> Tensor:
         """``[segments, heads, length, dim] -> [tokens, heads, dim]``."""
         x_THD, real = x_BHLD.transpose(1, 2).flatten(0, 1), self.real_places
         if real is None:
@@ -81,17 +82,17 @@ class Batch:
             lambda x: x.index_select(0, real), lambda grad: grad.new_zeros(shape).index_copy_(0, real, grad), x_THD
         )
 
-    def cut(self, bias: torch.Tensor) -> torch.Tensor:
+    def cut(self, bias: Tensor) -> Tensor:
         """``[1, heads, T, T] -> [segments, heads, length, length]``; all segments must have the same length."""
         spans = [slice(segment.start, segment.start + segment.length) for segment in self.segments]
         return torch.cat([bias[:, :, span, span] for span in spans])
 
 
 # Query, key and value of a batch of segments -> [segments, heads, length, value width].
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Batch], Tensor]
 
 
-def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> torch.Tensor:
+def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> Tensor:
     """Run ``kernel`` for each batch of segments: ``[1, T, heads, value width]``.
 
     Causal neighbours with at most ``short`` tokens get explicit scores (:mod:`omnitrain.ops.cpu.short_attention`), only
@@ -206,6 +207,6 @@ def _batch(segments: tuple[Segment, ...], window: int | None, device: torch.devi
     return Batch(segments, longest, causal, mask, to_device(tokens.flatten(), device), to_device(real, device))
 
 
-def _window(length: int, window: int, device: torch.device) -> torch.Tensor:
+def _window(length: int, window: int, device: torch.device) -> Tensor:
     """``[length, length]``: each token sees itself and the ``window - 1`` before it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
