@@ -40,17 +40,11 @@ _FORMS = {_ATEN.addmm_: _ATEN.addmm, _ATEN.baddbmm_: _ATEN.baddbmm}
 
 @dataclass(frozen=True)
 class Flops:
-    """Numbers of floating-point operations.
+    """Numbers of floating-point operations."""
 
-    Attributes:
-        products: of matrices, convolutions and experts.
-        kept: of attention, for the pairs that masks keep.
-        full: of attention, for all pairs of a sample.
-    """
-
-    products: int = 0
-    kept: int = 0
-    full: int = 0
+    products: int = 0  # of matrices, convolutions and experts
+    kept: int = 0  # of attention, for the pairs that masks keep
+    full: int = 0  # of attention, for all pairs of a sample
 
     @property
     def total(self) -> int:
@@ -96,21 +90,13 @@ class Passes:
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of one call of a layer.
+    """The attention of one call of a layer."""
 
-    Attributes:
-        forward: FLOPs for a pair of a query and a key, over all heads.
-        backward: the same, of the gradients that are needed.
-        is_causal: whether a token sees no later token. Masks of other kinds than causal and window count as full.
-        window: number of tokens that a token sees, itself included; None: all.
-        is_again: whether the backward computes the forward again.
-    """
-
-    forward: int
-    backward: int
-    is_causal: bool
-    window: int | None = None
-    is_again: bool = False
+    forward: int  # FLOPs for a pair of a query and a key, over all heads
+    backward: int  # the same, of the gradients that are needed
+    is_causal: bool  # whether a token sees no later token. Masks of other kinds than causal and window count as full
+    window: int | None = None  # number of tokens that a token sees, itself included; None: all
+    is_again: bool = False  # whether the backward computes the forward again
 
     def of(self, lengths: Iterable[int]) -> Passes:
         """Return the FLOPs over samples of these lengths in tokens."""

@@ -21,17 +21,11 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a tensor is from the same one in another computation, relative to its norm.
+    """How far a tensor is from the same one in another computation, relative to its norm."""
 
-    Attributes:
-        distance: norm of the difference.
-        scale: part of the difference along the tensor: 0.02 if all of it is multiplied by 1.02.
-        most_distance, most_scale: the distance, and the absolute scale, that rounding explains.
-    """
-
-    distance: float
-    scale: float
-    most_distance: float
+    distance: float  # norm of the difference
+    scale: float  # part of the difference along the tensor: 0.02 if all of it is multiplied by 1.02
+    most_distance: float  # the distance, and the absolute scale, that rounding explains
     most_scale: float
 
     @property

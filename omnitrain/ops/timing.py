@@ -17,20 +17,13 @@ Mark = Any  # a moment: seconds of the host's clock, or an event of the device
 
 @dataclass(frozen=True)
 class What:
-    """The activity of a span.
+    """The activity of a span."""
 
-    Attributes:
-        kind: ``action``: of the step's schedule; ``compute``; ``link``: communication; ``wait``: for communication.
-        name: name of the activity, such as ``experts`` or ``dispatch``, or the action.
-        phase, layer: phase of the step, and name of the layer's module; None: an action.
-        chunk: chunk of the layer's experts; None: all experts.
-    """
-
-    kind: Kind
-    name: str
-    phase: Phase | None = None
+    kind: Kind  # action: of the step's schedule; compute; link: communication; wait: for communication
+    name: str  # name of the activity, such as experts or dispatch, or the action
+    phase: Phase | None = None  # phase of the step, and name of the layer's module; None: an action
     layer: str | None = None
-    chunk: int | None = None
+    chunk: int | None = None  # chunk of the layer's experts; None: all experts
 
 
 @dataclass(frozen=True)

@@ -58,19 +58,14 @@ class SequenceSlice(Protocol):
 class PackedSequence:
     """The packed sequence that a forward runs over.
 
-    Attributes:
-        offsets: ``(0, ..., T)``, where each sample starts in the whole sequence, and its end.
-        sequence_slice: the slice on this rank; None: the whole sequence.
-        whole_masks: with a slice: makes the masks of the whole sequence, in the order in which the model requests them.
-        masks: masks that the model requested since the sequence was entered.
-        specs: the masks of layers that got none from the model.
+    ``whole_masks``: with a slice: makes the masks of the whole sequence, in the order in which the model requests them.
     """
 
-    offsets: tuple[int, ...]
-    sequence_slice: SequenceSlice | None = None
+    offsets: tuple[int, ...]  # (0, ..., T), where each sample starts in the whole sequence, and its end
+    sequence_slice: SequenceSlice | None = None  # the slice on this rank; None: the whole sequence
     whole_masks: Callable[[], Sequence[MaskSpec]] | None = None
-    masks: list[MaskSpec] = field(default_factory=list)
-    specs: set[MaskSpec] = field(default_factory=set)
+    masks: list[MaskSpec] = field(default_factory=list)  # masks that the model requested since the sequence was entered
+    specs: set[MaskSpec] = field(default_factory=set)  # the masks of layers that got none from the model
 
     @property
     def num_local_tokens(self) -> int:

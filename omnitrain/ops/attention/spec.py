@@ -192,28 +192,18 @@ class MaskSpec:
 class Call:
     """The arguments of one attention.
 
-    Attributes:
-        query: ``[1, H, T, D]``.
-        key: ``[1, K, T, D]``.
-        value: ``[1, K, T, E]``.
-        mask: the mask of the sequence.
-        scale: factor on the scores; None: ``D ** -0.5``.
-        dropout: probability of dropping an attention weight.
-        softcap: scaled scores become ``softcap * tanh(score / softcap)``.
-        position_bias: ``[1, 1 or H, T, T]``, added to scaled and capped scores.
-        sinks: ``[H]``, the logit of an additional key per head with value zero.
-        read: the tokens whose output is used; a backend need not compute the others. None: all tokens.
+    ``read``: the tokens whose output is used; a backend need not compute the others. None: all tokens.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: MaskSpec
-    scale: float | None = None
-    dropout: float = 0.0
-    softcap: float | None = None
-    position_bias: Tensor | None = None
-    sinks: Tensor | None = None
+    query: Tensor  # [1, H, T, D]
+    key: Tensor  # [1, K, T, D]
+    value: Tensor  # [1, K, T, E]
+    mask: MaskSpec  # the mask of the sequence
+    scale: float | None = None  # factor on the scores; None: D ** -0.5
+    dropout: float = 0.0  # probability of dropping an attention weight
+    softcap: float | None = None  # scaled scores become softcap * tanh(score / softcap)
+    position_bias: Tensor | None = None  # [1, 1 or H, T, T], added to scaled and capped scores
+    sinks: Tensor | None = None  # [H], the logit of an additional key per head with value zero
     read: ReadRows | None = None
 
     @property
@@ -242,21 +232,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute a :class:`Call`; outputs and gradients are exact for all features that it supports.
+    """One way to compute a :class:`Call`; outputs and gradients are exact for all features that it supports."""
 
-    Attributes:
-        name: name in the settings.
-        honours: the features that it supports.
-        obstacle: returns why it cannot run a call (device, dtype, package); None: it can.
-        attend: the call -> ``[1, T, H, E]``, in the dtype of the values.
-        automatic_on: device types on which ``auto`` may choose it; None: all.
-    """
-
-    name: str
-    honours: frozenset[str]
-    obstacle: Callable[[Call], str | None]
-    attend: Callable[[Call], Tensor]
-    automatic_on: frozenset[str] | None = None
+    name: str  # name in the settings
+    honours: frozenset[str]  # the features that it supports
+    obstacle: Callable[[Call], str | None]  # returns why it cannot run a call (device, dtype, package); None: it can
+    attend: Callable[[Call], Tensor]  # the call -> [1, T, H, E], in the dtype of the values
+    automatic_on: frozenset[str] | None = None  # device types on which auto may choose it; None: all
 
 
 def repeat_heads(states: Tensor, num_heads: int) -> Tensor:

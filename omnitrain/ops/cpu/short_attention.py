@@ -24,20 +24,13 @@ from omnitrain.torch_private import softmax_backward
 
 @dataclass(frozen=True)
 class ShortBatch:
-    """Segments that share a matmul, padded at their ends.
+    """Segments that share a matmul, padded at their ends."""
 
-    Attributes:
-        length: ``L``.
-        num_queries, num_keys: ``B * K * G * Q`` padded queries, and ``B * K * L`` padded keys.
-        hidden: ``[1 or B * K, G * Q, L]`` fp32, 0 if a query sees a key, else ``-inf``.
-        is_real: ``[B * K, G * Q, 1]`` fp32, 0 for padding, else 1; None: no padding.
-    """
-
-    length: int
-    num_queries: int
+    length: int  # L
+    num_queries: int  # B * K * G * Q padded queries, and B * K * L padded keys
     num_keys: int
-    hidden: Tensor
-    is_real: Tensor | None
+    hidden: Tensor  # [1 or B * K, G * Q, L] fp32, 0 if a query sees a key, else -inf
+    is_real: Tensor | None  # [B * K, G * Q, 1] fp32, 0 for padding, else 1; None: no padding
 
 
 @dataclass(frozen=True)
@@ -58,39 +51,24 @@ class _Padded:
 
 @dataclass(frozen=True)
 class ShortKeys:
-    """The batches of a sequence and the indices of their keys; layers with different queries share them.
+    """The batches of a sequence and the indices of their keys; layers with different queries share them."""
 
-    Attributes:
-        tokens, heads: ``T`` and ``K``.
-        batches: the padded positions of each batch, in order of the sequence.
-        rows: for each padded key, its row of ``[T * K, D]``.
-        padded: ``[T * K]``, the padded position of each of these rows.
-    """
-
-    tokens: int
+    tokens: int  # T and K
     heads: int
-    batches: tuple[_Padded, ...]
-    rows: Tensor
-    padded: Tensor
+    batches: tuple[_Padded, ...]  # the padded positions of each batch, in order of the sequence
+    rows: Tensor  # for each padded key, its row of [T * K, D]
+    padded: Tensor  # [T * K], the padded position of each of these rows
 
 
 @dataclass(frozen=True)
 class ShortSegments:
-    """The batches of a sequence, and the indices of its tokens in them. Each head is contiguous, as matmuls need.
+    """The batches of a sequence, and the indices of its tokens in them. Each head is contiguous, as matmuls need."""
 
-    Attributes:
-        keys: the keys of the sequence.
-        batches: the batches, in order of the sequence.
-        queries: for each padded query, its row of ``[T * H, D]``.
-        query_positions: for each requested row, its padded position.
-        requested: the requested rows of ``[T * H, D]``; None: all. The output of the others is zero.
-    """
-
-    keys: ShortKeys
-    batches: tuple[ShortBatch, ...]
-    queries: Tensor
-    query_positions: Tensor
-    requested: Tensor | None
+    keys: ShortKeys  # the keys of the sequence
+    batches: tuple[ShortBatch, ...]  # the batches, in order of the sequence
+    queries: Tensor  # for each padded query, its row of [T * H, D]
+    query_positions: Tensor  # for each requested row, its padded position
+    requested: Tensor | None  # the requested rows of [T * H, D]; None: all. The output of the others is zero
 
     @property
     def tokens(self) -> int:

@@ -24,15 +24,10 @@ from omnitrain.ops.registry import Backend
 
 @dataclass(frozen=True, eq=False)
 class ReadRows:
-    """The tokens whose last hidden states are read.
+    """The tokens whose last hidden states are read."""
 
-    Attributes:
-        rows: ``[n]`` int64, unique.
-        length: ``T``, number of tokens of the whole sequence.
-    """
-
-    rows: Tensor
-    length: int
+    rows: Tensor  # [n] int64, unique
+    length: int  # T, number of tokens of the whole sequence
 
     @property
     def flags(self) -> Tensor:

@@ -85,22 +85,18 @@ class _LocalDispatch:
 class ExpertSettings:
     """How the experts of a layer are computed.
 
-    Attributes:
-        dispatcher: sends rows to the experts; with several ranks, each rank has the weights of some experts.
-        row_budget, recomputes_activation: see :class:`omnitrain.ops.experts.grouped_mm.ProductMemory`.
-        saving: makes a context for the matmuls of the given rows, such as one that offloads their saved tensors.
-        delays_weight_gradients: compute the gradients of matrices last, during the communication of rows' gradients.
-        overlap_with: computes another part of the layer during the communication of the last results.
-        spans: records time spans.
+    ``saving``: makes a context for the matmuls of the given rows, such as one that offloads their saved tensors.
+    ``delays_weight_gradients``: compute the gradients of matrices last, during the communication of rows' gradients.
+    ``overlap_with``: computes another part of the layer during the communication of the last results.
     """
 
-    dispatcher: Dispatcher
-    row_budget: int | None = None
+    dispatcher: Dispatcher  # sends rows to the experts; with several ranks, each rank has the weights of some experts
+    row_budget: int | None = None  # see :class:`omnitrain.ops.experts.grouped_mm.ProductMemory`
     recomputes_activation: bool = False
     saving: Callable[[Tensor], AbstractContextManager[None]] | None = None
     delays_weight_gradients: bool = False
     overlap_with: Callable[[LayerSpans], None] | None = None
-    spans: LayerSpans = NOT_RECORDED
+    spans: LayerSpans = NOT_RECORDED  # records time spans
 
 
 def settings_of(module: nn.Module) -> ExpertSettings:

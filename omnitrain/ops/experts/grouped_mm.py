@@ -28,14 +28,12 @@ _FIRST_THAT_LEAVES = 10  # major compute capability of Blackwell; Hopper writes 
 class ProductMemory:
     """The tensors that the matmuls save for the backward.
 
-    Attributes:
-        row_budget: the most rows to compute at once; more rows are split, and the backward recomputes each part from
-            its input. None: no limit.
-        recomputes_activation: the backward recomputes the activation between both matmuls.
+    ``row_budget``: the most rows to compute at once; more rows are split, and the backward recomputes each part from
+    its input. None: no limit.
     """
 
     row_budget: int | None = None
-    recomputes_activation: bool = False
+    recomputes_activation: bool = False  # the backward recomputes the activation between both matmuls
 
 
 def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: ProductMemory) -> Tensor:

@@ -13,17 +13,11 @@ _SCALES = "_lora_scales"
 
 @dataclass(frozen=True)
 class ExpertAdapter:
-    """The adapter of experts' matrices ``[out, in]``, whether these are stored transposed or not.
+    """The adapter of experts' matrices ``[out, in]``, whether these are stored transposed or not."""
 
-    Attributes:
-        a: ``[E, r, in]``.
-        b: ``[E, out, r]``.
-        scale: factor on ``b @ a``.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
+    a: Tensor  # [E, r, in]
+    b: Tensor  # [E, out, r]
+    scale: float  # factor on b @ a
 
 
 def parameter_names(weight: str) -> tuple[str, str]:

@@ -18,17 +18,11 @@ from omnitrain.ops.collectives import with_backward
 
 @dataclass(frozen=True, eq=False)
 class TokenPermutation:
-    """The (token, expert) pairs of a layer, sorted by expert.
+    """The (token, expert) pairs of a layer, sorted by expert."""
 
-    Attributes:
-        token_of_row: ``[S]`` int64, the token of each row; those of one expert are ascending.
-        row_of_slot: ``[T, k]`` int64, the row of each token's expert.
-        ends: ``[E]`` int32, the end of each expert's rows.
-    """
-
-    token_of_row: Tensor
-    row_of_slot: Tensor
-    ends: Tensor
+    token_of_row: Tensor  # [S] int64, the token of each row; those of one expert are ascending
+    row_of_slot: Tensor  # [T, k] int64, the row of each token's expert
+    ends: Tensor  # [E] int32, the end of each expert's rows
 
     @property
     def counts(self) -> Tensor:

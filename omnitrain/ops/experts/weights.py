@@ -21,16 +21,11 @@ _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 class ExpertRange(NamedTuple):
-    """Consecutive experts of a chunk.
+    """Consecutive experts of a chunk."""
 
-    Attributes:
-        start, stop: range of the experts within the chunk.
-        first_row, end_row: range of their rows within the chunk.
-    """
-
-    start: int
+    start: int  # range of the experts within the chunk
     stop: int
-    first_row: int
+    first_row: int  # range of their rows within the chunk
     end_row: int
 
 

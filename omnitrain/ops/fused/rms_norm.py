@@ -16,19 +16,12 @@ from omnitrain.ops.registry import Backend, liger_missing
 
 @dataclass(frozen=True)
 class RMSNormForm:
-    """``x / sqrt(mean(x^2) + eps) * (offset + weight)``, computed in fp32, and how it is rounded.
+    """``x / sqrt(mean(x^2) + eps) * (offset + weight)``, computed in fp32, and how it is rounded."""
 
-    Attributes:
-        eps: added to the mean square.
-        offset: 1.0 if the weight is stored around zero, else 0.0.
-        rounds_first: normalised rows are rounded to the input's dtype before the multiplication by the weight.
-        by_power: uses ``pow(-0.5)`` instead of ``rsqrt``; the two differ in the last bit.
-    """
-
-    eps: float
-    offset: float
-    rounds_first: bool
-    by_power: bool
+    eps: float  # added to the mean square
+    offset: float  # 1.0 if the weight is stored around zero, else 0.0
+    rounds_first: bool  # normalised rows are rounded to the input's dtype before the multiplication by the weight
+    by_power: bool  # uses pow(-0.5) instead of rsqrt; the two differ in the last bit
 
     def inverse_rms(self, x: Tensor) -> Tensor:
         """Return ``1 / rms`` ``[..., 1]`` fp32 of ``x`` ``[..., hidden]`` fp32."""

@@ -225,13 +225,9 @@ def _liger_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bo
 
 @dataclass(frozen=True)
 class SoftmaxBackend(Backend):
-    """A :data:`Softmax`.
+    """A :data:`Softmax`."""
 
-    Attributes:
-        buffer_bytes: per logit, of the buffer that it asks for.
-    """
-
-    buffer_bytes: int = torch.float32.itemsize
+    buffer_bytes: int = torch.float32.itemsize  # per logit, of the buffer that it asks for
 
 
 CROSS_ENTROPY = (

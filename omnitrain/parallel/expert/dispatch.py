@@ -83,22 +83,14 @@ class GroupLink:
 
 @dataclass(frozen=True, eq=False)
 class ChunkSplits:
-    """The exchange of one chunk of experts.
+    """The exchange of one chunk of experts."""
 
-    Attributes:
-        sent, received: numbers of rows sent to, and received from, each rank.
-        by_expert: ``[R]`` int64: sorts received rows, which come by sender, by this rank's experts.
-        by_sender: ``[R]`` int64: the inverse.
-        ends: ``[E]`` int32: end of each expert's rows after sorting.
-        ranges: ranges of the chunk's experts, for weight gradients.
-    """
-
-    sent: list[int]
+    sent: list[int]  # numbers of rows sent to, and received from, each rank
     received: list[int]
-    by_expert: Tensor
-    by_sender: Tensor
-    ends: Tensor
-    ranges: list[ExpertRange]
+    by_expert: Tensor  # [R] int64: sorts received rows, which come by sender, by this rank's experts
+    by_sender: Tensor  # [R] int64: the inverse
+    ends: Tensor  # [E] int32: end of each expert's rows after sorting
+    ranges: list[ExpertRange]  # ranges of the chunk's experts, for weight gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,25 +138,15 @@ class RankDispatcher:
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """The order of experts by chunk, then by rank, then by index.
+    """The order of experts by chunk, then by rank, then by index."""
 
-    Attributes:
-        sizes: number of a rank's experts in each chunk.
-        ranges: offsets of the ranges in each chunk, counted in the chunk's experts.
-        range_offsets: ``[total]`` int64: the same offsets, counted in a rank's experts.
-        offsets: ``[chunks + 1]`` int64: offsets of the chunks, counted in a rank's experts.
-        experts: ``[E]`` int64: the experts in this order.
-        position: ``[E]`` int64: the inverse, each expert's position in this order.
-        chunk_start: ``[experts of a rank]`` int64: the first expert of each expert's chunk.
-    """
-
-    sizes: list[int]
-    ranges: list[tuple[int, ...]]
-    range_offsets: Tensor
-    offsets: Tensor
-    experts: Tensor
-    position: Tensor
-    chunk_start: Tensor
+    sizes: list[int]  # number of a rank's experts in each chunk
+    ranges: list[tuple[int, ...]]  # offsets of the ranges in each chunk, counted in the chunk's experts
+    range_offsets: Tensor  # [total] int64: the same offsets, counted in a rank's experts
+    offsets: Tensor  # [chunks + 1] int64: offsets of the chunks, counted in a rank's experts
+    experts: Tensor  # [E] int64: the experts in this order
+    position: Tensor  # [E] int64: the inverse, each expert's position in this order
+    chunk_start: Tensor  # [experts of a rank] int64: the first expert of each expert's chunk
 
     @classmethod
     @cache  # because copies from the host to the device synchronize

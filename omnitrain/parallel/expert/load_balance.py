@@ -38,21 +38,17 @@ from omnitrain.recipe.parallel import FOUNDATION
 class _Layer:
     """One MoE layer, by the name of its experts' module.
 
-    Attributes:
-        bias: ``E`` numbers, added to the scores only for the top-k choice; None: the router has no such bias.
-        scores: ``[t, E]`` router scores of the current forward, before the softmax.
-        index: ``[t, k]`` chosen experts of the current forward.
-        counts: ``[E]`` choices of the current step on this rank; None: the layer was not called yet.
-        fractions: ``[E]`` fractions of all choices in the previous step.
+    ``bias``: ``E`` numbers, added to the scores only for the top-k choice; None: the router has no such bias.
+    ``fractions``: ``[E]`` fractions of all choices in the previous step.
     """
 
     name: str
     experts: nn.Module
     num_experts: int
     bias: Tensor | None
-    scores: Tensor | None = None
-    index: Tensor | None = None
-    counts: Tensor | None = None
+    scores: Tensor | None = None  # [t, E] router scores of the current forward, before the softmax
+    index: Tensor | None = None  # [t, k] chosen experts of the current forward
+    counts: Tensor | None = None  # [E] choices of the current step on this rank; None: the layer was not called yet
     fractions: Tensor = field(default_factory=lambda: torch.empty(0))
 
 

@@ -35,37 +35,25 @@ _COLORED = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
 class Case:
     """One function to run on ``world`` ranks.
 
-    Attributes:
-        call: pickled ``(function or "module:function", args)``.
-        world: number of ranks.
-        store: path of the file of its ``FileStore``.
-        timeout_s: timeout of its collectives, in seconds.
-        cells: name of a cell of a notebook -> its lines, which tracebacks then show. The rank gets the environment of a
-            launcher, and sends what it prints. None: it prints to where its parent does.
+    ``cells``: name of a cell of a notebook -> its lines, which tracebacks then show. The rank gets the environment of a
+    launcher, and sends what it prints. None: it prints to where its parent does.
     """
 
-    call: bytes
-    world: int
-    store: str
-    timeout_s: float
+    call: bytes  # pickled (function or "module:function", args)
+    world: int  # number of ranks
+    store: str  # path of the file of its FileStore
+    timeout_s: float  # timeout of its collectives, in seconds
     cells: Mapping[str, Sequence[str]] | None = None
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The exception of a case.
+    """The exception of a case."""
 
-    Attributes:
-        at: time of the system-wide monotonic clock, to find the first failure.
-        summary: type and message of the exception.
-        traceback: its formatted traceback.
-        error: the pickled exception; None if it cannot be pickled.
-    """
-
-    at: float
-    summary: str
-    traceback: str
-    error: bytes | None
+    at: float  # time of the system-wide monotonic clock, to find the first failure
+    summary: str  # type and message of the exception
+    traceback: str  # its formatted traceback
+    error: bytes | None  # the pickled exception; None if it cannot be pickled
 
 
 class Message(NamedTuple):

@@ -22,17 +22,14 @@ from omnitrain.recipe.suggest import hint
 class TensorPlan:
     """The resolved tensor parallelism of a model.
 
-    Attributes:
-        styles: name of a module or parameter in the model without adapters -> style.
-        owners: the same names -> the component of each.
-        degrees: component with at least one style -> number of ranks that share its matrices.
-        problems: why it cannot be applied, one line each.
+    ``styles``: name of a module or parameter in the model without adapters -> style. ``degrees``: component with at
+    least one style -> number of ranks that share its matrices.
     """
 
     styles: Mapping[str, str] = field(default_factory=dict)
-    owners: Mapping[str, str] = field(default_factory=dict)
+    owners: Mapping[str, str] = field(default_factory=dict)  # the same names -> the component of each
     degrees: Mapping[str, int] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # why it cannot be applied, one line each
 
     def of_components(self, names: Collection[str]) -> dict[str, str]:
         """Return the styles of some components."""

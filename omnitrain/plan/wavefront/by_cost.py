@@ -23,13 +23,11 @@ class CostOrder:
 
     Packs stay on the rank that drew them, unless the step becomes shorter by more than 1 % if they are dealt anew.
 
-    Attributes:
-        inside: encoders that each rank runs in its forwards, for the items of its packs.
-        coupled: whether data-parallel ranks wait for each other in each layer (FSDP, experts). Then their n-th
-            micro-batches should cost the same; otherwise only their sums.
+    ``coupled``: whether data-parallel ranks wait for each other in each layer (FSDP, experts). Then their n-th
+    micro-batches should cost the same; otherwise only their sums.
     """
 
-    inside: tuple[str, ...]
+    inside: tuple[str, ...]  # encoders that each rank runs in its forwards, for the items of its packs
     coupled: bool
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:

@@ -48,14 +48,10 @@ class StepOrder:
 
     Data-parallel ranks run their n-th micro-batches together (a round). Micro-batches stay on the rank that drew them,
     unless the step becomes shorter by more than 1 % if they are dealt anew.
-
-    Attributes:
-        sections: the sections of the run.
-        coupled: whether data-parallel ranks wait for each other in each layer (FSDP, experts).
     """
 
-    sections: tuple[SectionLimits, ...]
-    coupled: bool
+    sections: tuple[SectionLimits, ...]  # the sections of the run
+    coupled: bool  # whether data-parallel ranks wait for each other in each layer (FSDP, experts)
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
         """Return the micro-batches of each data-parallel rank, in the order of ``topology.owners``.

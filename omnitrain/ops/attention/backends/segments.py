@@ -40,23 +40,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Batch:
-    """Neighbouring segments that share one call, padded at their ends to the longest one's ``length``.
+    """Neighbouring segments that share one call, padded at their ends to the longest one's ``length``."""
 
-    Attributes:
-        segments: the segments, in order of the sequence.
-        length: length of the longest segment.
-        causal: whether no token sees a later one.
-        mask: ``[1 or segments, 1 or heads, length, length]``; None: the mask is causal or full.
-        padded_tokens: ``[segments * length]``, the token at each padded position; None: no padding.
-        real_places: ``[tokens]``, the padded position of each token; None: no padding.
-    """
-
-    segments: tuple[Segment, ...]
-    length: int
-    causal: bool
-    mask: Tensor | None
-    padded_tokens: Tensor | None
-    real_places: Tensor | None
+    segments: tuple[Segment, ...]  # the segments, in order of the sequence
+    length: int  # length of the longest segment
+    causal: bool  # whether no token sees a later one
+    mask: Tensor | None  # [1 or segments, 1 or heads, length, length]; None: the mask is causal or full
+    padded_tokens: Tensor | None  # [segments * length], the token at each padded position; None: no padding
+    real_places: Tensor | None  # [tokens], the padded position of each token; None: no padding
 
     @property
     def tokens(self) -> int:

@@ -16,15 +16,10 @@ from omnitrain.parallel.sequence.async_ulysses.check import AttentionLayouts, at
 
 @dataclass(frozen=True)
 class AsyncUlyssesModules:
-    """The attention modules with and without async Ulysses.
+    """The attention modules with and without async Ulysses."""
 
-    Attributes:
-        num_async: number of modules whose projections overlap their all-to-alls.
-        plain: reason -> number of modules that use plain Ulysses.
-    """
-
-    num_async: int
-    plain: dict[str, int]
+    num_async: int  # number of modules whose projections overlap their all-to-alls
+    plain: dict[str, int]  # reason -> number of modules that use plain Ulysses
 
     def __str__(self) -> str:
         total = self.num_async + sum(self.plain.values())

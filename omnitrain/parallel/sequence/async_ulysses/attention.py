@@ -39,17 +39,13 @@ from omnitrain.torch_private import has_hooks
 class Input:
     """A projection of hidden states.
 
-    Attributes:
-        linear: name of the linear layer.
-        is_key: whether its output features are concatenated key heads, instead of query heads.
-        norm, norm_width: name of the norm after it (empty: none), and last dim of the norm's input.
-        heads_first: whether the gradient of the norm's output is heads-first in memory in the unmodified module; the
-            sums of the norm's weight gradient must have the same order.
+    ``heads_first``: whether the gradient of the norm's output is heads-first in memory in the unmodified module; the
+    sums of the norm's weight gradient must have the same order.
     """
 
-    linear: str
-    is_key: bool
-    norm: str = ""
+    linear: str  # name of the linear layer
+    is_key: bool  # whether its output features are concatenated key heads, instead of query heads
+    norm: str = ""  # name of the norm after it (empty: none), and last dim of the norm's input
     norm_width: int = 0
     heads_first: bool = False
 

@@ -31,21 +31,14 @@ TokenSpans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer whose output features are concatenated heads, with the norm after it, if any.
+    """A linear layer whose output features are concatenated heads, with the norm after it, if any."""
 
-    Attributes:
-        linear: the linear layer.
-        spans: the heads of each rank.
-        norm, norm_forward, norm_width: normalises the last dim, which has this width; None: no norm.
-        heads_first: whether the memory of its gradient is heads-first, instead of tokens-first.
-    """
-
-    linear: nn.Linear
-    spans: HeadSpans
-    norm: nn.Module | None = None
+    linear: nn.Linear  # the linear layer
+    spans: HeadSpans  # the heads of each rank
+    norm: nn.Module | None = None  # normalises the last dim, which has this width; None: no norm
     norm_forward: Callable[[Tensor], Tensor] | None = None
     norm_width: int = 0
-    heads_first: bool = False
+    heads_first: bool = False  # whether the memory of its gradient is heads-first, instead of tokens-first
 
     @property
     def head_width(self) -> int:
