@@ -288,13 +288,10 @@ def _pattern(mask: Tensor) -> tuple[bool, int | None]:
 
 
 def without_content(model: M) -> M:
-    """Copy a model with parameters that have a shape but no content, and take no memory.
+    """Copy a model, not sharded, with parameters that have a shape but no content, and take no memory.
 
     Its buffers, and integers that a forward computes from its inputs, have content, so that a forward may read them;
     buffers on ``meta`` become zeros.
-
-    Args:
-        model: on any device, not sharded.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shapes: dict[int, Any] = {}

@@ -26,15 +26,7 @@ class _EndedError(Exception):
 
 
 class _Turns:
-    """Whose turn it is.
-
-    Args:
-        device: on which both compute.
-        draws: whether random numbers are drawn. Each of the two then has generators of its own.
-
-    Attributes:
-        thread: identifier of the thread that runs.
-    """
+    """Whose turn it is: ``thread`` runs. With ``draws``, random numbers are drawn, and each has its own generators."""
 
     def __init__(self, device: torch.device, *, draws: bool) -> None:
         self._devices = [device] if device.type == "cuda" else []

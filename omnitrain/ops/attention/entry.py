@@ -94,18 +94,11 @@ def omnitrain_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend within the segments of a packed sequence, else as ``implementation``; for ``AttentionInterface``.
 
-    Args:
-        module: the layer.
-        query: ``[B, heads, T, head_dim]``.
-        key: ``[B, key heads, T, head_dim]``.
-        value: ``[B, key heads, T, value_dim]``.
-        attention_mask: the mask from :func:`omnitrain_mask` or from the model.
-        backend: backend for packed sequences, or ``auto``.
-        implementation: transformers' implementation for unpacked input.
-        kwargs: see :mod:`omnitrain.ops.attention.hf_arguments`.
-
-    Returns:
-        ``[B, T, heads, value_dim]``, and attention weights if ``implementation`` returns them.
+    ``query`` is ``[B, heads, T, head_dim]``, ``key`` and ``value`` are ``[B, key heads, T, head_dim or value_dim]``;
+    ``attention_mask`` is from :func:`omnitrain_mask` or from the model; ``backend`` is for packed sequences, or
+    ``auto``, ``implementation`` transformers' for unpacked input; ``kwargs``: see
+    :mod:`omnitrain.ops.attention.hf_arguments`. Returns ``[B, T, heads, value_dim]``, and attention weights if
+    ``implementation`` returns them.
 
     Raises:
         UserError: names a feature that the layer needs and no backend supports.

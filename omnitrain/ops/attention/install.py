@@ -53,17 +53,9 @@ def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tupl
     """Make every transformers module in ``model`` attend through :func:`omnitrain_attention`.
 
     The choice is stored in the configs, so models that share a config object share the choice. A later call changes it.
-
-    Args:
-        model: any module.
-        backend: backend for packed sequences: ``auto``, ``flash``, ``varlen``, ``sdpa``, ``flex`` or ``reference``.
-
-    Returns:
-        Classes of models that keep their own attention, because their code does not use transformers'
-        ``AttentionInterface``; they do not keep packed samples apart.
-
-    Raises:
-        UserError: the backend is unknown.
+    ``backend`` is for packed sequences: ``auto``, ``flash``, ``varlen``, ``sdpa``, ``flex`` or ``reference``; any other
+    is a UserError. Returns the classes of models that keep their own attention, because their code does not use
+    transformers' ``AttentionInterface``; they do not keep packed samples apart.
     """
     if backend not in backend_names():
         raise UserError(f"no attention backend {backend!r}; expected one of {', '.join(backend_names())}")

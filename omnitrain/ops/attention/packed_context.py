@@ -82,13 +82,8 @@ def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
     Use it around the forward of the model that reads the tokens. Run other models, such as towers, outside of it or
     inside ``packed(None)``: an input that happens to have ``T`` tokens would be cut at these offsets. The context can
     be entered any number of times. Activation recomputation needs it again only for models that do not make masks by
-    transformers' interface; attention raises if it is missing.
-
-    Args:
-        cu_seqlens: ``(0, ..., T)``, the starts of the samples and the end of the last one; None: no packed sequence.
-
-    Raises:
-        ValueError: the offsets do not start at 0, or are not ascending.
+    transformers' interface; attention raises if it is missing. ``cu_seqlens`` ``(0, ..., T)`` are the starts of the
+    samples and the end of the last one; others are a ValueError.
     """
     if cu_seqlens is None:
         return _Inside(None)

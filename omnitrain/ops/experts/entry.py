@@ -120,17 +120,11 @@ def bytes_sent(module: nn.Module) -> int:
 def omnitrain_experts(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, backend: str
 ) -> Tensor:
-    """Compute the weighted sum of each token's experts; for transformers' ``ExpertsInterface``.
+    """Compute the weighted sum ``[T, H]`` of each token's experts; for transformers' ``ExpertsInterface``.
 
-    Args:
-        module: the experts of a layer.
-        hidden_states: ``[T, H]``.
-        top_k_index: ``[T, k]``, indices of experts in the whole layer.
-        top_k_weights: ``[T, k]``.
-        backend: backend of the matmuls, or ``auto``.
-
-    Returns:
-        ``[T, H]`` in the dtype of ``hidden_states``.
+    ``hidden_states`` are ``[T, H]``, ``top_k_index`` ``[T, k]`` indices of experts in the whole layer,
+    ``top_k_weights`` ``[T, k]``; ``backend`` is that of the matmuls, or ``auto``. The result has the dtype of
+    ``hidden_states``.
     """
     settings = settings_of(module)
     spans = settings.spans

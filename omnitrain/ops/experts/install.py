@@ -23,10 +23,7 @@ def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]
     """Make all experts in ``model`` compute through :func:`omnitrain_experts`; return class -> number of layers.
 
     The choice is stored in their configs, so layers that share a config object share the choice; a later call changes
-    it. ``backend`` is ``auto``, ``torch``, or one that transformers registers.
-
-    Raises:
-        UserError: the backend is unknown.
+    it. ``backend`` is ``auto``, ``torch``, or one that transformers registers; another one is a UserError.
     """
     if backend not in _NAMES.values():
         raise UserError(f"experts: no backend {backend!r}; expected {', '.join(_NAMES.values())}")

@@ -106,13 +106,10 @@ class ExpertWeights:
     ) -> list[ExpertWeights]:
         """Split into nearly equal chunks of experts.
 
-        Args:
-            ranges: for each chunk, ranges that cover all its experts and rows in order. Gradients of matrices are
-                computed range by range and written into one buffer, so only one range's gradient exists twice.
-            work: computes the gradients of the matrices of all chunks after the rest of their backward; None: they are
-                computed during the backward.
-            after_backward: takes the gradients of the matrices, by parameter, and computes them after the backward,
-                which then returns none of them.
+        ``ranges`` cover all experts and rows of each chunk in order: gradients of matrices are computed range by range
+        and written into one buffer, so only one range's gradient exists twice. They are computed during the backward,
+        or by ``work`` after the rest of the backward of all chunks, or, by parameter, by ``after_backward``: then the
+        backward returns none of them.
         """
         chunks = len(ranges)
         if chunks == 1 and work is None and after_backward is None:

@@ -106,14 +106,11 @@ ROTARY = (
 
 
 def rotary_forward(module: nn.Module, run: Rotary) -> Callable[..., Any] | None:
-    """Return the forward of ``module``'s class with ``run`` instead of the rotary function in its file.
+    """Return the forward of ``module``'s class with ``run`` instead of the rotary function in its file, if any.
 
     A function named in the forward is the rotary function if its outputs equal those of :func:`rotary` bit for bit. If
     it rotates only the first ``R`` features, so does the new one. Other calls (more arguments, several dtypes) go to
     the model's own function.
-
-    Returns:
-        The forward; None if it names no such function.
     """
     if "forward" in vars(module) or not isinstance(type(module).forward, FunctionType):
         return None

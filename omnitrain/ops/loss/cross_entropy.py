@@ -69,15 +69,10 @@ def cross_entropy_rows(
     metrics: Mapping[str, TokenFunction] | None = None,
     teachers: TeacherRows | None = None,
 ) -> LossTerm:
-    """Compute the plain loss of logits, for models that transform their logits after the head.
+    """Compute the plain loss of logits ``[N, classes]``, for models that transform their logits after the head.
 
-    Args:
-        logits: ``[N, classes]``, any floating dtype.
-        labels: ``[N]`` int64; -100 is ignored.
-        count: number of labels that are not ignored; None: count them, which waits for the device.
-        function: the loss in place of cross entropy; no label may be ignored.
-        metrics: name -> metric; no label may be ignored.
-        teachers: name -> hidden states ``[N, width]``, for ``function`` and ``metrics``.
+    The other arguments are those of :func:`linear_cross_entropy`; with ``function`` or ``metrics`` no label may be
+    ignored.
     """
     if count is None:
         count = int((labels != IGNORED).sum())

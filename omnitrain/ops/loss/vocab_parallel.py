@@ -15,19 +15,11 @@ from omnitrain.torch_private import assert_async
 def sharded_softmax(
     logits: Tensor, labels: Tensor, wide: Callable[[int], Tensor], with_gradient: bool, *, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the losses of tokens, and this rank's columns of the gradient of the logits.
+    """Compute the losses ``[n]`` of tokens, the same on every rank, and softmax minus one-hot of this rank's columns.
 
-    It needs one collective of two numbers per token and rank.
-
-    Args:
-        logits: ``[n, classes of a rank]``; all ranks have the same number of classes, in rank order.
-        labels: ``[n]`` int64, indices over all ranks' classes, the same on every rank.
-        wide: n -> a buffer ``[n, classes of a rank]`` fp32.
-        with_gradient: whether to compute the gradient.
-        group: the ranks that share the classes.
-
-    Returns:
-        ``[n]`` losses, the same on every rank, and softmax minus one-hot in the buffer.
+    ``logits`` are ``[n, classes of a rank]``; all ranks of ``group`` have equally many classes, in rank order.
+    ``labels`` ``[n]`` int64 are indices over all ranks' classes, the same on every rank. ``wide``: n -> a buffer ``[n,
+    classes of a rank]`` fp32, for the gradient. It needs one collective of two numbers per token and rank.
     """
     width, out = logits.size(1), wide(len(logits))
     require_labels(labels, group.size() * width)

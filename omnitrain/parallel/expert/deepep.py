@@ -71,11 +71,7 @@ def _probe(buffer: Any, group: dist.ProcessGroup, hidden: int, device: torch.dev
 
 
 class DeepEpDispatcher:
-    """A :class:`omnitrain.ops.experts.Dispatcher` over a DeepEP buffer.
-
-    Args:
-        buffer: the buffer of the ranks that share the experts, in order.
-    """
+    """A :class:`omnitrain.ops.experts.entry.Dispatcher` over a DeepEP buffer of the ranks that share the experts."""
 
     def __init__(self, buffer: Any) -> None:
         self.bytes_sent = 0

@@ -65,11 +65,7 @@ def load_weights(model: PreTrainedModel, path: str, *, in_files: bool = False) -
 
 
 def adapters_at(path: str, model: OmniModel) -> dict[str, Adapters]:
-    """Return component -> its LoRA adapters in the checkpoint at ``path``.
-
-    Raises:
-        UserError: the model has other adapters already.
-    """
+    """Return component -> its LoRA adapters in the checkpoint at ``path``; other ones in the model are a UserError."""
     stored, expected = stored_adapters(model, path), adapters_of(model)
     if expected and stored != expected:
         raise UserError(
@@ -120,11 +116,7 @@ def require_one_source(model: OmniModel, path: str | None, *, is_bare: bool) -> 
 
 
 def require_equal_weights(model: nn.Module) -> None:
-    """Require equal parameters on all ranks before sharding; all ranks must call this.
-
-    Raises:
-        UserError: names some parameters that differ; raised on all ranks.
-    """
+    """Require equal parameters on all ranks before sharding, else a UserError on all; all ranks must call this."""
     _require_equal(
         {name: _fingerprint(parameter) for name, parameter in model.named_parameters()},
         "differ between ranks",
@@ -145,10 +137,7 @@ def require_same_parameters(model: nn.Module) -> None:
 
 
 def _require_equal(parameters: dict[str, Hashable], problem: str, advice: str) -> None:
-    """Compare name -> description between ranks; all ranks must call this.
-
-    Ranks hold each other's digests; only if these differ, they hold names and descriptions.
-    """
+    """Compare name -> description between ranks by digests, then in full; all ranks must call this."""
     digest = hashlib.blake2b(repr(sorted(parameters.items())).encode(), digest_size=16).digest()
     if len(set(gathered_objects(digest))) == 1:
         return

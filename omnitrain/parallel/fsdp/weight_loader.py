@@ -43,9 +43,6 @@ class WeightLoader:
         device: device for the broadcasts.
         group: the ranks of a section.
         elsewhere: names of the parameters that only other sections hold: they are not loaded.
-
-    Attributes:
-        absent: names of the parameters that this rank does not hold: they stay on the meta device.
     """
 
     def __init__(
@@ -135,10 +132,7 @@ Where: TypeAlias = Literal["meta", "files", "memory"]
 
 
 def where_weights_are(model: nn.Module) -> list[Where]:
-    """Return for each rank where its weights are: nowhere (meta device), in files, or in memory.
-
-    All ranks must call this.
-    """
+    """Return where each rank's weights are: nowhere (meta device), in files, or in memory; all ranks must call this."""
     own: Where = "memory"
     if any(isinstance(parameter, StoredTensor) for parameter in model.parameters()):
         own = "files"

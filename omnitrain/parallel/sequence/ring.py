@@ -33,16 +33,11 @@ from omnitrain.plan.sequence import SequenceSplit
 def ring_attention(
     call: Call, split: SequenceSplit, group: dist.ProcessGroup, compute: Callable[[Call], Tensor]
 ) -> Tensor:
-    """Attend from the tokens of a cp rank to the whole sequence. All ranks of the group must call it.
+    """Attend from the tokens of a cp rank to the whole sequence: ``[1, tokens of the cp rank, heads, E]``. Collective.
 
-    Args:
-        call: queries, keys and values ``[1, heads, tokens of the cp rank, width]``; the mask of the whole sequence.
-        split: the split of the sequence.
-        group: the cp ranks.
-        compute: attention ``[1, T, heads, E]`` of a call over a sequence that this rank has completely.
-
-    Returns:
-        ``[1, tokens of the cp rank, heads, E]``.
+    ``call`` has queries, keys and values ``[1, heads, tokens of the cp rank, width]``, and the mask of the whole
+    sequence. ``compute`` gives the attention ``[1, T, heads, E]`` of a call over a sequence that this rank has
+    completely.
 
     Raises:
         UserError: the call has dropout, a position bias, or a mask with gradients.

@@ -46,11 +46,7 @@ class OwnHeads:
 
 
 def deal_heads(num_heads: int, num_key_heads: int, ranks: int, rank: int) -> OwnHeads:
-    """Divide the heads of an attention among ``ranks``, with equally many query heads each.
-
-    Raises:
-        UserError: see :func:`head_problem`.
-    """
+    """Divide the heads of an attention among ``ranks``, equally many query heads each; see :func:`head_problem`."""
     queries = equal_spans(num_heads, ranks)
     readers = num_heads // num_key_heads
     keys = [(start // readers, (stop - 1) // readers + 1) for start, stop in queries]

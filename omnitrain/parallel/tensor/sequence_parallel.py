@@ -92,12 +92,9 @@ def apply_sequence_parallel(
 ) -> None:
     """Divide tokens among the ranks of ``group`` between the regions of the text decoder's blocks, in training.
 
-    Args:
-        model: a model with tensor parallelism; the modules in ``ends`` have the forward ``forwards.rows_of_region``.
-        ends: modules that end a region with a partial sum.
-        group: the ranks, which have the same tokens.
-        spans: first block and block after the last one of each pipeline stage, which takes and returns all tokens;
-            None: one stage.
+    ``model`` has tensor parallelism; the modules in ``ends`` have the forward ``forwards.rows_of_region``, and end a
+    region with a partial sum. ``spans`` has the first block and the block after the last one of each pipeline stage,
+    which takes and returns all tokens; None: one stage.
     """
     blocks = text_blocks(model)
     last = set(ends)

@@ -62,14 +62,7 @@ def simulate(wave: Wavefront, order: Sequence[int]) -> Timeline:
 
 
 class _RunningFeeder:
-    """A feeder during a step.
-
-    Attributes:
-        free: when its last action ends.
-        is_backward_next: whether its next action is a backward.
-        ready: seconds at which a backward became possible, and its sample; a heap.
-        actions: its actions so far.
-    """
+    """A feeder during a step; ``free``: when its last action ends; ``ready``: a heap of the possible backwards."""
 
     def __init__(self, feeder: Feeder, queue: list[int], lane: Sequence[int], start: list[float]) -> None:
         self.forward, self.backwards, self.keeps = feeder.forward, feeder.backwards, feeder.keeps

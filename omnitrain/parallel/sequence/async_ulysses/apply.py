@@ -16,7 +16,7 @@ from omnitrain.parallel.sequence.async_ulysses.check import AttentionLayouts, at
 
 @dataclass(frozen=True)
 class AsyncUlyssesModules:
-    """The attention modules with and without async Ulysses."""
+    """The number of attention modules whose projections overlap their all-to-alls; reason -> number of others."""
 
     num_async: int  # number of modules whose projections overlap their all-to-alls
     plain: dict[str, int]  # reason -> number of modules that use plain Ulysses
