@@ -21,7 +21,10 @@ def attend(call: Call) -> Tensor:
     def kernel(packed: ragged.Ragged) -> Tensor:
         return function(
             *(packed.query, packed.key, packed.value),
-            *(packed.offsets, packed.offsets, packed.max_length, packed.max_length),
+            cu_seqlens_q=packed.offsets,
+            cu_seqlens_k=packed.offsets,
+            max_seqlen_q=packed.max_length,
+            max_seqlen_k=packed.max_length,
             dropout_p=call.dropout,
             softmax_scale=call.scaling,
             causal=call.mask.causal,
