@@ -241,6 +241,11 @@ class Topology:
         media = [index for index in self.call_sites_of(component) if self.call_sites[index].kind == "encode"]
         return range(media[0], media[-1] + 1) if media else range(0)
 
+    def items_of(self, component: str, slot: np.ndarray) -> np.ndarray:
+        """Return the indices of the component's items, ascending; ``slot``: ``[items]``, as in the tables."""
+        medium, media = slot % max(1, len(self.media)), self.media_of(component)
+        return np.flatnonzero((medium >= media.start) & (medium < media.stop))
+
     def _rank_problems(self) -> Iterable[str]:
         everyone, drawing = set(range(self.world_size)), self._drawing
         listed = [rank for group in self.data_groups for rank in group]

@@ -84,8 +84,8 @@ class WindowChooser:
         passes = self.passes(len(tables.counts))
         planned = _with_window(topology, component, size)
         loads = plan_step(planned, tables).loads(component).max(axis=1)
-        costs = tables.cost[_items(topology, tables, component)].sum()
-        tokens = tables.item_tokens[_items(topology, tables, component)].sum()
+        costs = tables.cost[topology.items_of(component, tables.slot)].sum()
+        tokens = tables.item_tokens[topology.items_of(component, tables.slot)].sum()
         encodes = self.num_parameters[component] * tokens / max(1, costs) * loads
         reads = next(c.name for c in topology.components if c.reads_packs)
         forwards = self.num_parameters[reads] / passes.num_stages * tables.tokens.max(axis=1)
@@ -103,7 +103,7 @@ class WindowChooser:
 
 def features_of(topology: Topology, tables: StepTables, component: str) -> np.ndarray:
     """Return ``[M, ranks]`` int64: the features of a component that the samples of each rank have."""
-    items = _items(topology, tables, component)
+    items = topology.items_of(component, tables.slot)
     cell = tables.slot[items] // len(topology.media) * topology.world_size + tables.owner[items]
     number = len(tables.counts)
     sums = np.bincount(cell, tables.item_tokens[items], number * topology.world_size)
@@ -162,14 +162,9 @@ def _with_window(topology: Topology, component: str, size: int) -> Topology:
     return replace(topology, components=tuple(map(sized, topology.components)))
 
 
-def _items(topology: Topology, tables: StepTables, component: str) -> np.ndarray:
-    medium, media = tables.slot % max(1, len(topology.media)), topology.media_of(component)
-    return np.flatnonzero((medium >= media.start) & (medium < media.stop))
-
-
 def _too_small(topology: Topology, tables: StepTables, choice: WindowChoice, features: np.ndarray, needed: int) -> str:
     found = f"parallel.components.{choice.component}.feature_bytes: found {choice.max_bytes:,}"
-    largest = int(tables.item_tokens[_items(topology, tables, choice.component)].max())
+    largest = int(tables.item_tokens[topology.items_of(choice.component, tables.slot)].max())
     if choice.bytes_per_feature * largest > (choice.max_bytes or 0):
         bytes_ = choice.bytes_per_feature * largest
         of_item = f"{largest:,} features of {choice.bytes_per_feature:,} bytes: {bytes_:,} bytes"
