@@ -40,6 +40,8 @@ _OTHERS: Role = "all but the foundation"
 _PROJECTOR: Role = "a projector in `main`"
 _SECTION: Role = "a component of a section"
 _PACKS = "the foundation runs packs: use `local` (a rank runs those that it drew) or `world` (divided by cost)"
+_DEGREES = "components of a section have only dp_replicate, dp_shard, tp, ulysses and ep; remove it"
+_SHARDED = "a teacher is only sharded (dp_shard, ep) or copied (dp_replicate); remove it"
 _CP = "only the foundation supports ring attention; remove it (`place: group` divides items among the ranks)"
 
 # For each field, the first refusal that applies is told.
@@ -50,15 +52,9 @@ REFUSALS = (
         "the foundation encodes no media; set it on an encoder, or remove it",
     ),
     Refusal("the foundation", ("place",), _PACKS, ("group",)),
-    Refusal(
-        _SECTION,
-        ("pp", "cp"),
-        "components of a section have only dp_replicate, dp_shard, tp, ulysses and ep; remove it",
-    ),
+    Refusal(_SECTION, ("pp", "cp"), _DEGREES),
     Refusal(_SECTION, ("place", "window", "feature_bytes"), "the ranks of a section encode for all others; remove it"),
-    Refusal(
-        "a teacher", ("tp", "ulysses"), "a teacher is only sharded (dp_shard, ep) or copied (dp_replicate); remove it"
-    ),
+    Refusal("a teacher", ("tp", "ulysses"), _SHARDED),
     Refusal("a projector", ("ulysses",), "a projector has no attention; remove it"),
     Refusal(
         _PROJECTOR,
