@@ -55,11 +55,7 @@ class MicroBatchFacts:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The samples that a rank drew for one global batch.
-
-    Attributes:
-        micro_batches: facts of its micro-batches, in order.
-    """
+    """The samples that a rank drew for the micro-batches of one global batch, in order."""
 
     micro_batches: tuple[MicroBatchFacts, ...] = ()
 
@@ -110,21 +106,19 @@ def encode_table(topology: Topology, facts: RankFacts) -> np.ndarray:
     Raises:
         ValueError: a loss or media that the topology does not have, or a negative number.
     """
-    _check_names(topology, facts)
     batches, media = facts.micro_batches, topology.media
+    for batch in batches:
+        if unknown := sorted((batch.counts.keys() - {*topology.losses}) | (batch.items.keys() - {*media})):
+            raise ValueError(
+                f"found {unknown}; expected losses of {list(topology.losses)} and media of {sorted(media)}"
+            )
     lengths = [length for batch in batches for length in batch.lengths]
     shapes: dict[int, int] = {}
+    of_slots = [batch.items.get(medium, ()) for batch in batches for medium in media]
     items = [
-        (
-            batch_index * len(media) + medium_index,
-            item.num_tokens,
-            item.cost,
-            item.elements,
-            shapes.setdefault(item.shape, len(shapes)),
-        )
-        for batch_index, batch in enumerate(batches)
-        for medium_index, medium in enumerate(media)
-        for item in batch.items.get(medium, ())
+        (slot, item.num_tokens, item.cost, item.elements, shapes.setdefault(item.shape, len(shapes)))
+        for slot, of_slot in enumerate(of_slots)
+        for item in of_slot
     ]
     words = [0, len(batches), len(lengths), len(shapes), len(items)]
     words += [len(batch.lengths) for batch in batches]
@@ -145,11 +139,7 @@ def padded(table: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def needed_capacity(gathered: Sequence[np.ndarray] | np.ndarray) -> int:
-    """Return the words of the longest table. If they exceed the capacity, all ranks gather again with more.
-
-    Args:
-        gathered: see :func:`decode_tables`.
-    """
+    """Return the words of the longest table. If they exceed the capacity, all ranks gather again with more."""
     return max(int(words[0]) for words in gathered)
 
 
@@ -213,13 +203,3 @@ def _columns(gathered: Sequence[np.ndarray] | np.ndarray, num_losses: int) -> tu
     sizes = np.stack([batches, batches * num_losses, samples, keys, num_items * _ITEM])
     first = begins + _HEADER + np.cumsum(sizes, axis=0) - sizes
     return header, [words[ranges(*parts)] for parts in zip(first, sizes, strict=True)]
-
-
-def _check_names(topology: Topology, facts: RankFacts) -> None:
-    media = topology.media
-    for batch in facts.micro_batches:
-        unknown = sorted((batch.counts.keys() - set(topology.losses)) | (batch.items.keys() - set(media)))
-        if unknown:
-            raise ValueError(
-                f"found {unknown}; expected losses of {list(topology.losses)} and media of {sorted(media)}"
-            )
