@@ -256,16 +256,16 @@ class Topology:
             elif len(ranks) % component.num_replicas:
                 yield f"{component.name}: {len(ranks)} ranks do not hold {component.num_replicas} equal replicas"
             else:
-                yield from (f"{component.name}: {problem}" for problem in self._place_problems(component))
-        for kind, names in (("component", [component.name for component in self.components]), ("media", self.media)):
-            yield from (f"{kind} {name!r} exists {n} times" for name, n in Counter(names).items() if n > 1)
-        for component in self.components:
+                found = (*self._place_problems(component), *self._call_group_problems(component))
+                yield from (f"{component.name}: {problem}" for problem in found)
             if component.head is not None and component.head not in self.losses:
                 yield f"{component.name}: its loss {component.head!r} is not in {list(self.losses)}"
+        names = Counter((*self.media, *(component.name for component in self.components if not component.media)))
+        yield from (f"{name!r} exists {n} times" for name, n in names.items() if n > 1)
 
     def _place_problems(self, component: Placement) -> Iterator[str]:
-        """Ranks that draw samples have the components that they call; call groups divide the ranks evenly."""
-        ranks, groups = set(component.ranks), component.call_groups
+        """Ranks that draw samples have the components that they call."""
+        ranks = set(component.ranks)
         missing = sorted(self._drawing - ranks)
         without = [
             group for group in self.data_groups if ranks.isdisjoint(group) and not self._drawing.isdisjoint(group)
@@ -276,6 +276,9 @@ class Topology:
             yield f"`place: local`, but ranks {missing} do not hold it; use `place: world`"
         elif component.media and component.place == "group" and without:
             yield f"`place: group`, but no rank of {without} holds it; use `place: world`"
+
+    def _call_group_problems(self, component: Placement) -> Iterator[str]:
+        groups = component.call_groups
         if groups and sorted(rank for group in groups for rank in group) != sorted(component.ranks):
             yield f"call groups {groups}; expected each of its ranks in exactly one group"
         elif len({len(group) for group in groups}) > 1:

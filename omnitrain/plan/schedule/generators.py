@@ -162,19 +162,19 @@ def generate(
     """
     if kind not in KINDS:
         raise ScheduleError(f"there is no pipeline schedule '{kind}'; there are {', '.join(KINDS)}")
-    chunks = num_chunks or (2 if kind in ("interleaved", "zbv") else 1)
-    if kind != "interleaved" and group_size is not None:
-        raise ScheduleError(f"{kind} has no groups of micro-batches; leave out the group size or use interleaved")
-    if kind == "interleaved" and chunks < 2:
-        raise ScheduleError(f"interleaved needs at least 2 stages on each rank, not {chunks}; for 1 use 1f1b")
-    if kind == "zbv" and chunks != 2:
-        raise ScheduleError(f"zbv has 2 stages on each rank, not {chunks}")
-    if kind in ("gpipe", "1f1b") and chunks != 1:
-        raise ScheduleError(f"{kind} has 1 stage on each rank, not {chunks}; for more use interleaved")
     if overlap and kind in ("gpipe", "zbv"):
         raise ScheduleError(f"{kind} does not run a forward and a backward in turn; use 1f1b or interleaved")
+    least = 2 if kind in ("interleaved", "zbv") else 1
+    chunks = num_chunks or least
     if kind == "interleaved":
+        if chunks < least:
+            raise ScheduleError(f"interleaved needs at least 2 stages on each rank, not {chunks}; for 1 use 1f1b")
         return interleaved(num_ranks, chunks, num_micro_batches, group_size=group_size, overlap=overlap)
+    if group_size is not None:
+        raise ScheduleError(f"{kind} has no groups of micro-batches; leave out the group size or use interleaved")
+    if chunks != least:
+        stages, others = f"{least} stage{'s' * (least > 1)}", "" if kind == "zbv" else "; for more use interleaved"
+        raise ScheduleError(f"{kind} has {stages} on each rank, not {chunks}{others}")
     if kind == "1f1b":
         return one_f_one_b(num_ranks, num_micro_batches, overlap=overlap)
     return (gpipe if kind == "gpipe" else zbv)(num_ranks, num_micro_batches)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain, compress
 from typing import NamedTuple
 
 from omnitrain.errors import ScheduleError
@@ -81,7 +81,7 @@ def with_sections(
         to_main = [component for component in section.encoded if peers[component] == first_rank]
         rows[first_rank] = _with_messages(rows[first_rank], section, to_main, index)
         actions = _actions(section, passes[section.name], peers, row_of, trained)
-        rows.append([step for before, action, after in with_weights(actions) for step in (*before, action, *after)])
+        rows.append([*chain.from_iterable((*first, action, *last) for first, action, last in with_weights(actions))])
     return replace(schedule, actions=tuple(map(tuple, rows)), sections=tuple(sections))
 
 
@@ -203,39 +203,41 @@ def _order(
     The first stage begins a turn when its features are there; if they are late, everything after it is as much later.
     """
     late, free, kept = 0.0, 0.0, 0
-    begins: list[float] = []  # of the encoded windows, as they become known
+    begins = [0.0] * section.slots  # of the encoded windows, as they become known; before them, there is room
     ready: list[tuple[float, int]] = []  # ends of turns with a trained component, and their indices
-    trained = {t.window: section.trained.intersection(section.components_of(t.window)) for t in turns}
-    unknown = [index for index, turn in enumerate(turns) if trained[turn.window]]
-    has_backward = frozenset(unknown)
+    is_trained = [bool(section.trained.intersection(section.components_of(turn.window))) for turn in turns]
+    unknown = [*compress(range(len(turns)), is_trained)]
     while True:
-        encoded = len(begins)
+        encoded = len(begins) - section.slots
         while unknown and encoded >= turns[unknown[0]].needs:  # then its end is known
             heapq.heappush(ready, (turns[unknown[0]].ends + late, unknown[0]))
             del unknown[0]
-        forward_at = float("inf")
-        if encoded < len(turns) and (kept < limiting.keeps or encoded not in has_backward):
-            forward_at = max(free, begins[encoded - section.slots] if encoded >= section.slots else 0.0)
+        can_encode = encoded < len(turns) and (kept < limiting.keeps or not is_trained[encoded])
+        forward_at = max(free, begins[encoded]) if can_encode else float("inf")
         backward_at = max(free, ready[0][0]) if ready else float("inf")
         if forward_at == backward_at == float("inf"):
             break
         if forward_at <= backward_at:
             turn = turns[encoded]
-            seconds = sum(encoding(c, turn.window) for c in section.components_of(turn.window))
+            seconds = _seconds(encoding, turn.window, section.components_of(turn.window))
             free = forward_at + (0.0 if section.is_encoded else seconds)
             late = max(late, free - turn.begins)
             begins.append(turn.begins + late)
-            kept += encoded in has_backward
+            kept += is_trained[encoded]
             yield _Pass(turn.window, False, forward_at, free)
         else:
             window = turns[heapq.heappop(ready)[1]].window
-            seconds = sum(encoding(c, window) for c in section.components_of(window) if c in section.trained)
-            free = backward_at + seconds * (3 if section.encode_twice else 2)
+            trained = filter(section.trained.__contains__, section.components_of(window))
+            free = backward_at + _seconds(encoding, window, trained) * (3 if section.encode_twice else 2)
             kept -= 1
             yield _Pass(window, True, backward_at, free)
-    if len(begins) < len(turns) or unknown:
+    if encoded < len(turns) or unknown:
         raise ScheduleError(
             f"sections.{limiting.name}.in_flight: found {limiting.in_flight}, but the first stage needs the features "
             "of more windows before the first backward can run: the section would wait for ever; allow more, or set "
             "encode_twice"
         )
+
+
+def _seconds(encoding: Callable[[str, int], float], window: int, components: Iterable[str]) -> float:
+    return sum(encoding(component, window) for component in components)
