@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rich.table import Table
 
@@ -11,19 +11,6 @@ from omnitrain.page.html import Cell, heading, table
 from omnitrain.page.text import as_text
 from omnitrain.page.whole import part_of_notebook
 
-_COLUMNS = (
-    "component",
-    "section",
-    "mode",
-    "mesh",
-    "units",
-    "parameters",
-    "trainable",
-    "dtypes",
-    "recompute",
-    "offload",
-    "sequence",
-)
 _TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / sums)"
 
 
@@ -58,21 +45,20 @@ class LayoutRow:
     sequence: str
 
 
+_COLUMNS = ("component", *(field.name for field in fields(LayoutRow)[1:]))
+
+
 class LayoutTable(tuple[LayoutRow, ...]):
     """Rows that ``print``, a notebook and rich's console show as a table; without sections, it has no such column."""
 
     __slots__ = ()
 
     def __rich__(self) -> Table:
-        has_sections = any(row.section for row in self)
-        columns = [name for name in _COLUMNS if name != "section" or has_sections]
+        columns = self._columns(_COLUMNS)
         shown = Table(*columns, title=_TITLE, title_justify="left")
         for row in self:
-            section = (row.section,) if has_sections else ()
-            trainable = f"{row.trainable:,}" if row.trainable else "frozen"
-            sizes = (str(row.units), f"{row.parameters:,}", trainable)
-            others = (row.dtypes, row.recompute, row.offload, row.sequence)
-            shown.add_row(row.name, *section, row.mode, row.mesh, *sizes, *others)
+            cells = (_cell(row, name) for name in columns)
+            shown.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells))
         return shown
 
     def _repr_html_(self) -> str:
@@ -80,9 +66,11 @@ class LayoutTable(tuple[LayoutRow, ...]):
 
     def as_html(self, columns: Sequence[str]) -> str:
         """Return some columns as an HTML table; without sections, it has no such column."""
-        has_sections = any(row.section for row in self)
-        shown = [name for name in columns if name != "section" or has_sections]
+        shown = self._columns(columns)
         return table(shown, [[_cell(row, name) for name in shown] for row in self])
+
+    def _columns(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name != "section" or any(row.section for row in self)]
 
     def __repr__(self) -> str:
         return as_text(self.__rich__(), columns=160)
