@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -95,27 +96,17 @@ class Balance(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class StepPlan:
-    """Everything the ranks decide together for one optimizer step.
+class StepPlan(StepTables):
+    """Everything the ranks decide together for one optimizer step: what they drew, and who does what.
 
-    ``M`` is the number of micro-batches, ``E`` the number of call sites. Items are numbered across all ranks: by owner,
-    then micro-batch, medium, and order in the pack.
+    ``M`` is the number of micro-batches, ``E`` the number of call sites. Ranks that drew fewer micro-batches run empty
+    ones. ``slot`` has the first micro-batch of the window in which an item is encoded.
 
     Attributes:
         topology: components and ranks of the run.
-        num_micro_batches: micro-batches of every rank; ranks that drew fewer run empty ones.
-        loss_counts: loss name -> predicted tokens of the whole step, by which that loss is divided.
-        num_samples: ``[M, ranks]`` int64, samples drawn by each rank.
-        tokens: ``[M, ranks]`` int64, tokens drawn by each rank.
-        squares: ``[M, ranks]`` int64, sum of the squares of the lengths of these samples.
         calls: ``[M, E]`` int64, calls at each call site; the same on all ranks of its component.
         calls_with_data: ``[M, E, ranks]`` int64, calls for which a rank has data. Its other calls get minimal input.
-        owner: ``[items]`` int64, rank that drew the item.
         producer: ``[items]`` int64, rank that encodes it: the first one of the call group that does.
-        slot: ``[items]`` int64, ``micro-batch * media + medium``, with the first micro-batch of the window in which the
-            item is encoded.
-        item_tokens: ``[items]`` int64, tokens of the item, one for each of its features.
-        cost: ``[items]`` int64.
         work: ``[items]`` int64, all items sorted by slot, producer and call.
         call: ``[items]`` int64, in the order of ``work``: index of the call within its slot and producer.
         work_cell: ``[items]`` int64, ascending, in the order of ``work``: ``slot * ranks + producer``.
@@ -123,22 +114,23 @@ class StepPlan:
     """
 
     topology: Topology
-    num_micro_batches: int
-    loss_counts: dict[str, int]
-    num_samples: np.ndarray
-    tokens: np.ndarray
-    squares: np.ndarray
     calls: np.ndarray
     calls_with_data: np.ndarray
-    owner: np.ndarray
     producer: np.ndarray
-    slot: np.ndarray
-    item_tokens: np.ndarray
-    cost: np.ndarray
     work: np.ndarray
     call: np.ndarray
     work_cell: np.ndarray
-    rates: Rates | None = None
+    rates: Rates | None
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches of every rank."""
+        return len(self.counts)
+
+    @cached_property
+    def loss_counts(self) -> dict[str, int]:
+        """Loss name -> predicted tokens of the whole step, by which that loss is divided."""
+        return dict(zip(self.topology.losses, self.counts.sum(axis=(0, 2)).tolist(), strict=True))
 
     def is_active(self, component: str, micro_batch: int) -> bool:
         """Whether the component runs in this micro-batch. If it does, all of its ranks call it."""
@@ -306,26 +298,17 @@ def plan_step(topology: Topology, tables: StepTables, rates: Rates | None = None
     Returns:
         The same plan on every rank.
     """
-    num_micro_batches = len(tables.counts)
     tables = replace(tables, slot=_slots_of_windows(topology, tables))
     producer = _producers(topology, tables)
     work, call, work_cell, encodes = _work(topology, tables, producer)
     calls_with_data = np.concatenate([encodes, _other_calls(topology, tables)], axis=1)
-    counts = tables.counts.sum(axis=(0, 2)).tolist()
+    calls = calls_with_data.max(axis=2)
     return StepPlan(
+        **vars(tables),
         topology=topology,
-        num_micro_batches=num_micro_batches,
-        loss_counts=dict(zip(topology.losses, counts, strict=True)),
-        num_samples=tables.num_samples,
-        tokens=tables.tokens,
-        squares=tables.squares,
-        calls=calls_with_data.max(axis=2),
+        calls=calls,
         calls_with_data=calls_with_data,
-        owner=tables.owner,
         producer=producer,
-        slot=tables.slot,
-        item_tokens=tables.item_tokens,
-        cost=tables.cost,
         work=work,
         call=call,
         work_cell=work_cell,

@@ -60,14 +60,16 @@ class RankFacts:
     micro_batches: tuple[MicroBatchFacts, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepTables:
     """The tables of all ranks. ``M`` is the largest number of micro-batches of any rank.
 
+    Items are numbered across all ranks: by owner, then micro-batch, medium, and order in the pack.
+
     Attributes:
-        num_micro_batches: ``[ranks]`` int64, micro-batches that each rank drew.
-        counts: ``[M, losses, ranks]`` int64.
-        num_samples: ``[M, ranks]`` int64.
+        num_drawn: ``[ranks]`` int64, micro-batches that each rank drew.
+        counts: ``[M, losses, ranks]`` int64, predicted tokens.
+        num_samples: ``[M, ranks]`` int64, samples drawn by each rank.
         tokens: ``[M, ranks]`` int64, sum of the lengths of the samples.
         squares: ``[M, ranks]`` int64, sum of the squares of these lengths.
         owner: ``[items]`` int64, ascending: the rank that listed the item.
@@ -78,7 +80,7 @@ class StepTables:
         shape: ``[items]`` int64, index of the shape key among all distinct keys.
     """
 
-    num_micro_batches: np.ndarray
+    num_drawn: np.ndarray
     counts: np.ndarray
     num_samples: np.ndarray
     tokens: np.ndarray
@@ -174,7 +176,7 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
     first_shape = np.cumsum(keys) - keys
     shape = shape_index[first_shape[owner] + shape] if len(shape_index) else shape
     return StepTables(
-        num_micro_batches=batches,
+        num_drawn=batches,
         counts=np.ascontiguousarray(counts.reshape(most, ranks, num_losses).transpose(0, 2, 1)),
         num_samples=num_samples.reshape(most, ranks),
         tokens=tokens.reshape(most, ranks),
