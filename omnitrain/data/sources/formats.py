@@ -136,21 +136,20 @@ def _require_one_format(path: str, files: Sequence[str]) -> None:
         )
 
 
-def open_table(source: DataSource, files: Sequence[str], reader: FileReader, *, copy_parquet: bool) -> Table:
+def open_table(source: DataSource, files: Sequence[str], reader: FileReader) -> Table:
     """Open the files of a data set, or the Hub's data set if there are none.
 
     Args:
         source: the recipe's node.
         files: the files, all of one format.
         reader: reads the files.
-        copy_parquet: see :class:`DataSource`.
 
     Raises:
         DataError: they cannot be read.
     """
     kind = FORMATS[suffix_of(files[0])] if files else "Hub"
     try:
-        return _open(source, files, kind, reader, copy_parquet=copy_parquet or source.copy_parquet)
+        return _open(source, files, kind, reader)
     except FileNotFoundError as error:
         raise DataError(f"data: {source.path!r}: no such file: {error}") from error
     except ImportError as error:
@@ -165,7 +164,7 @@ def open_table(source: DataSource, files: Sequence[str], reader: FileReader, *, 
         raise DataError(f"data: {source.path!r} cannot be read {where}: {reason}") from error
 
 
-def _open(source: DataSource, files: Sequence[str], kind: str, reader: FileReader, *, copy_parquet: bool) -> Table:
+def _open(source: DataSource, files: Sequence[str], kind: str, reader: FileReader) -> Table:
     choose = partial(schema_of, source)
     match kind:
         case "Hub":
@@ -173,7 +172,7 @@ def _open(source: DataSource, files: Sequence[str], kind: str, reader: FileReade
             if source.streaming:
                 return Stream(datasets.load_dataset(source.path, streaming=True, **options), choose)
             return ArrowTable(datasets.load_dataset(source.path, **options), choose)
-        case "parquet" if copy_parquet and not is_url(files[0]):
+        case "parquet" if source.copy_parquet and not is_url(files[0]):
             names = [glob.escape(str(Path(file).absolute())) for file in files]  # load_dataset treats names as globs
             copied = datasets.load_dataset("parquet", data_files=names, split="train")
             return ArrowTable(copied, choose)
