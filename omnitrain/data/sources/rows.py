@@ -206,8 +206,8 @@ class RowSource(Sequence[Row]):
         return self._read(self._table.__getitem__, position)
 
     def outline(self, position: int) -> Row:
-        """Return a row; in the place of a medium's bytes may be whether there are any, if rows are read one by one."""
-        return self._read(getattr(self._table, "outline", self._table.__getitem__), position)
+        """Return a row; in the place of a medium's bytes may be whether there are any."""
+        return self._read(self._table.outline, position)
 
     def _read(self, record_at: Callable[[int], dict[str, Any]], position: int) -> Row:
         try:
@@ -302,7 +302,7 @@ class RowSource(Sequence[Row]):
     @property
     def blocks(self) -> tuple[int, ...]:
         """Number of rows of each part of the data set that is read at once; empty: rows are read one by one."""
-        ends = np.minimum(np.cumsum(getattr(self._table, "blocks", ())), self._length)
+        ends = np.minimum(np.cumsum(self._table.blocks), self._length)
         return tuple(size for size in np.diff(ends, prepend=0).tolist() if size)
 
 
