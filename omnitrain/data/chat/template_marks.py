@@ -37,19 +37,15 @@ class MarkedText:
     """A rendered conversation with the information of its marks.
 
     Attributes:
-        text: the text without the marks.
         pieces: index of a message -> characters ``[start, stop)`` that the template wrote for this message; not empty,
             and merged if adjacent.
-        generated: spans of characters inside ``{% generation %}``.
-        seen: index of a message -> kinds of texts (:data:`OWN`, :data:`OTHERS`, :data:`THOUGHT`) inside it.
-        last_stop: end of the last iteration of a loop over messages.
     """
 
-    text: str = ""
+    text: str = ""  # without the marks
     pieces: dict[int, list[Span]] = field(default_factory=dict)
-    generated: list[Span] = field(default_factory=list)
-    seen: dict[int, set[str]] = field(default_factory=dict)
-    last_stop: int = 0
+    generated: list[Span] = field(default_factory=list)  # characters inside {% generation %}
+    seen: dict[int, set[str]] = field(default_factory=dict)  # index of a message -> OWN, OTHERS, THOUGHT inside it
+    last_stop: int = 0  # of the last iteration of a loop over messages
 
     @classmethod
     def of(cls, marked: str) -> MarkedText:

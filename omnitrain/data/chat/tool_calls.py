@@ -8,11 +8,7 @@ from typing import Any
 
 
 def tools_of(column: Any) -> list[dict[str, Any]]:
-    """Return the tools of a row, from a list of objects or the JSON text of such a list.
-
-    Raises:
-        ValueError: the column is neither.
-    """
+    """Return the tools of a row, from a list of objects or the JSON text of such a list; else raise ValueError."""
     tools = _parsed(column, "tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and name_of(tool) for tool in tools):
         raise ValueError(

@@ -18,16 +18,7 @@ _BLOCKS_AT_A_TIME = 4
 
 
 def shuffled(positions: np.ndarray, length: int, key: str) -> np.ndarray:
-    """Return the rows at ``positions`` of the permutation of ``length`` rows that ``key`` names.
-
-    Args:
-        positions: ``[n]`` int64 in ``[0, length)``.
-        length: number of rows.
-        key: each key names another permutation.
-
-    Returns:
-        ``[n]`` int64.
-    """
+    """Return the rows at ``positions`` (both ``[n]`` int64) of a permutation of ``length`` rows that ``key`` names."""
     height = math.isqrt(length - 1) + 1 if length > 1 else 1
     width = -(-length // height)
     a, b, keys = np.uint64(height), np.uint64(width), _round_keys(key)
@@ -42,15 +33,8 @@ def shuffled(positions: np.ndarray, length: int, key: str) -> np.ndarray:
 def shuffled_in_blocks(positions: np.ndarray, blocks: Sequence[int], key: str) -> np.ndarray:
     """Return the rows at ``positions`` of a permutation that keeps few blocks of rows in use at a time.
 
-    It shuffles the blocks, and then the rows of every four blocks that follow each other.
-
-    Args:
-        positions: ``[n]`` int64 in ``[0, sum(blocks))``.
-        blocks: number of rows of each block.
-        key: each key names another permutation.
-
-    Returns:
-        ``[n]`` int64.
+    It shuffles the ``blocks`` (rows of each), and then the rows of every four that follow each other; else as
+    :func:`shuffled`.
     """
     if len(blocks) <= _BLOCKS_AT_A_TIME:
         return shuffled(positions, sum(blocks), key)

@@ -154,9 +154,7 @@ def reasons_by_source(
 ) -> dict[str, dict[str, int]]:
     """Add up how many rows all ranks have skipped, by source and kind of reason.
 
-    Args:
-        of_ranks: of each rank: its slots, and :attr:`StepLoader.reasons`. Ranks with the same slots skip the same rows,
-            so the first of them counts.
+    Each rank gives its slots and :attr:`StepLoader.reasons`; of ranks with the same slots the first counts.
     """
     firsts: dict[tuple[int, ...], Mapping[str, Mapping[str, int]]] = {}
     for slots, reasons in of_ranks:
@@ -169,11 +167,7 @@ def reasons_by_source(
 
 
 def rejected_by_source(of_ranks: Iterable[Mapping[int, Mapping[str, int]]]) -> dict[str, int]:
-    """Add up how many rows all ranks have skipped, by source.
-
-    Args:
-        of_ranks: of each rank: slot -> source -> rows. Ranks that share a slot skip the same ones, which count once.
-    """
+    """Add up how many rows all ranks (each: slot -> source -> rows) have skipped, by source; a slot counts once."""
     of_slots = {slot: counts for of_rank in of_ranks for slot, counts in of_rank.items()}
     total: Counter[str] = Counter()
     for counts in of_slots.values():

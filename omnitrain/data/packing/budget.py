@@ -5,23 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
+from omnitrain.data.packing.sample import Measure, Sample
 from omnitrain.errors import UserError
 from omnitrain.recipe.suggest import hint
-
-
-class Sized(Protocol):
-    """A sample, or its size."""
-
-    @property
-    def elements(self) -> Mapping[str, int]:
-        """Name of media in a pack -> number of input elements of its items."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +43,7 @@ class PackBudget:
         """Tokens, then the elements of each limited component."""
         return (self.tokens, *self.elements.values())
 
-    def sizes(self, samples: Sequence[Sized]) -> list[list[int]]:
+    def sizes(self, samples: Sequence[Sample | Measure]) -> list[list[int]]:
         """Return ``[limits][samples]``: how much of each of :attr:`limits` a sample takes."""
         found = [sample.elements for sample in samples] if self.elements else []
         of_components = [
@@ -65,7 +52,7 @@ class PackBudget:
         ]
         return [list(map(len, samples)), *of_components]
 
-    def excess(self, sample: Sized) -> str:
+    def excess(self, sample: Sample | Measure) -> str:
         """Return why the sample alone exceeds the budget; empty: it does not."""
         if len(sample) > self.tokens:
             return f"{len(sample)} tokens, but a pack holds at most {self.tokens}"

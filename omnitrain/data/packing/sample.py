@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -145,6 +146,41 @@ class Sample:
         media = [int(span.positions.max(initial=0)) + 1 for span in self.spans]
         trained = np.flatnonzero(self.loss_mask)[-1:].tolist()  # the token before predicts it
         return replace(self, num_inputs=max([1, *media, *trained]))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The size of a sample, which packs are filled by, too; further attributes as those of :class:`Sample`.
+
+    Attributes:
+        length: tokens that the model gets.
+        num_predicted: tokens that the loss has, text and media.
+        tokens: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
+            `` predicted`` after them. They add up to ``length``.
+        items: modality -> images, sounds or videos.
+        lowered: number of videos that a limit of frames reads at a lower rate.
+    """
+
+    source: str
+    length: int
+    num_predicted: int
+    tokens: Mapping[str, int]
+    items: Mapping[str, int]
+    lowered: int = 0
+    elements: Mapping[str, int] = field(default_factory=dict)
+    is_alone: bool = False
+    index: int = 0
+    piece: int = 0
+    num_pieces: int = 1
+    more: tuple[Measure, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Measure, ...]:
+        """See :attr:`Sample.pieces`."""
+        return (replace(self, more=()), *self.more)
+
+    def __len__(self) -> int:
+        return self.length
 
 
 @dataclass(frozen=True)

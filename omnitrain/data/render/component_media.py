@@ -70,9 +70,8 @@ class AttachedMedia:
             media = decode_medium(part.modality, file, choice.choose())
             is_lowered = isinstance(media, Clip) and choice.is_lowered(media)
             with costing_one_row(f"{name} cannot prepare this {part.modality}"):
-                features, num_tokens = adapter.prepare(
-                    part.modality, media.frames if isinstance(media, Clip) else media
-                )
+                content = media.frames if isinstance(media, Clip) else media
+                features, num_tokens = adapter.prepare(part.modality, content)
         return name, MediaItem(features, num_tokens, is_lowered)
 
     def frame_choice(self, part: MediaPart, file: MediaFile) -> FrameChoice:

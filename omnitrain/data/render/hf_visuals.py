@@ -27,16 +27,11 @@ class FrameChoice:
 
     Without a number of frames in ``reading``, the processor's own ``sample_frames`` chooses them, as if the video had
     a constant rate.
-
-    Attributes:
-        component: the video processor; None: there is none.
-        arguments: the arguments of its call in the recipe.
-        reading: what the video's part, its data set or the recipe says.
     """
 
-    component: Any
-    arguments: Mapping[str, Any]
-    reading: Reading
+    component: Any  # the video processor; None: there is none
+    arguments: Mapping[str, Any]  # of its call in the recipe
+    reading: Reading  # what the video's part, its data set or the recipe says
 
     def choose(self) -> Choose:
         """Return the function for ``decode_clip``.
@@ -86,18 +81,12 @@ class FrameChoice:
 
     @property
     def _limit(self) -> int:
-        limits = (
-            self.reading.max_frames,
-            self.arguments.get("max_frames"),
-            getattr(self.component, "max_frames", None),
-        )
-        return min((limit for limit in limits if limit is not None), default=MOST_FRAMES)
+        own = self.arguments.get("max_frames"), getattr(self.component, "max_frames", None)
+        return min((limit for limit in (self.reading.max_frames, *own) if limit is not None), default=MOST_FRAMES)
 
     def _chosen(self, total: int, rate: float | None) -> np.ndarray:
-        asked, least = (
-            self._asked(total, total / rate if rate else None),
-            getattr(self.component, "min_frames", None) or 1,
-        )
+        asked = self._asked(total, total / rate if rate else None)
+        least = getattr(self.component, "min_frames", None) or 1
         if self._sampler is None or rate is None or total <= least or (self._fps is not None and asked >= total):
             return evenly(min(max(asked, least), self._limit))(total, rate)
         positions = self._sampled(total, rate, self._said_fps)
@@ -126,11 +115,7 @@ def pixel_arguments(
 ) -> dict[str, Any]:
     """Return arguments of a HF image or video processor that keep ``min_pixels`` and ``max_pixels`` of each picture.
 
-    Args:
-        component: the processor.
-        arguments: its arguments in the recipe.
-        reading: the limits; without any, nothing is returned.
-        num_frames: frames of the video; 0: it is an image.
+    Without limits in ``reading``, nothing is returned. ``num_frames``: of the video; 0: it is an image.
 
     Raises:
         UserError: the processor does not choose the size of a picture by its pixels, or ``min_pixels`` is above

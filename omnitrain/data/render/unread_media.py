@@ -34,13 +34,7 @@ _SUFFIXES = {
 def require_shown(
     train: Sequence[RowSource], heldout: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]
 ) -> None:
-    """Check that messages show all media of the data sets, and that every encoder and decoder gets training data.
-
-    Args:
-        train: training data sets.
-        heldout: held-out data sets, which do not count as training data.
-        processor: processor of the model.
-        spared: components that need no data.
+    """Check that messages show all media of data sets, and that all but the ``spared`` components get ``train`` data.
 
     Raises:
         UserError: media or components would not be trained; the message has one line per problem.

@@ -39,11 +39,7 @@ class Schema:
     def conversation(
         self, record: dict[str, Any], media: Mapping[str, Sequence[Any]]
     ) -> tuple[list[Any], dict[str, list[Any]]]:
-        """Take the messages out of a record, and return them without files, and the row's files.
-
-        Args:
-            record: column -> value.
-            media: modality -> files in the row's columns.
+        """Take the messages out of a record, and return them without files, and the row's files by modality.
 
         Raises:
             ValueError: the messages or their files cannot be read.
@@ -67,11 +63,7 @@ class Schema:
 
 
 def required(text: Any, name: str | None) -> str:
-    """Return the text of a column.
-
-    Raises:
-        ValueError: it is no text.
-    """
+    """Return the text of a column; ValueError: it is no text."""
     if not isinstance(text, str):
         raise ValueError(f"column {name!r} has {'no value' if text is None else repr(text)}, expected a text")
     return text

@@ -41,12 +41,8 @@ def as_messages(
 ) -> list[Any]:
     """Read turns as messages; see :func:`canonical`.
 
-    A turn that is a call of a tool belongs to the message of the assistant before it, if there is one.
-
-    Args:
-        turns: ``[{"role": ..., "content": ...}, ...]`` or ``[{"from": ..., "value": ...}, ...]``.
-        marked: modalities whose markers in texts stand for media; other markers stay text.
-        roles: see :class:`~omnitrain.recipe.DataSource`.
+    A turn that is a call of a tool belongs to the message of the assistant before it, if there is one. ``marked`` are
+    modalities whose markers in texts stand for media.
 
     Raises:
         ValueError: see :func:`canonical`.
