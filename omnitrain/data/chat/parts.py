@@ -44,16 +44,10 @@ def content_parts(message: Message) -> list[Message]:
                 raise TypeError(f"text {part['text']!r}")
             part["text"].encode()
         elif part["type"] not in MODALITIES:
-            raise UserError(
-                f"content part of type {part['type']!r}: expected text, {', '.join(MODALITIES)}{_file_hint(part)}"
-            )
+            like = next((m for m in MODALITIES if m in str(part["type"])), None)  # OpenAI's parts contain their file
+            hint = f"; write {{type: {like}}} and put the file into the column `{like}s`" if like else ""
+            raise UserError(f"content part of type {part['type']!r}: expected text, {', '.join(MODALITIES)}{hint}")
     return parts
-
-
-def _file_hint(part: Message) -> str:
-    """Return advice for OpenAI's parts that contain their file."""
-    modality = next((m for m in MODALITIES if m in str(part["type"])), None)
-    return f"; write {{type: {modality}}} and put the file into the column `{modality}s`" if modality else ""
 
 
 def media_parts(messages: list[Message]) -> list[MediaPart]:

@@ -52,20 +52,17 @@ class SlotState:
     """The state of a slot, from which it resumes.
 
     Attributes:
-        next_index: global index of its first sample that was not drawn yet.
         held: indices of samples that were drawn but not packed yet, oldest first.
-        rejected: source -> rows that were skipped; not counted again in later epochs.
         held_pieces: index in ``held`` -> pieces of its row that were not packed yet. Only rows with several pieces.
-        num_packs: packs made so far, which is the number of steps.
         begun: index at which the slot began the second and each later stage.
         fatal: rows that missed their deadline or crashed a decoder, which the slot rejects whenever it draws them.
     """
 
-    next_index: int
+    next_index: int  # global index of its first sample that was not drawn yet
     held: tuple[int, ...] = ()
-    rejected: Mapping[str, int] = field(default_factory=dict)
+    rejected: Mapping[str, int] = field(default_factory=dict)  # source -> rows; not counted again in later epochs
     held_pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    num_packs: int = 0
+    num_packs: int = 0  # made so far, which is the number of steps
     begun: tuple[int, ...] = ()
     fatal: tuple[Rejected, ...] = ()
 

@@ -13,20 +13,11 @@ from omnitrain.recipe.suggest import hint
 
 @dataclass(frozen=True)
 class PackBudget:
-    """The most that a pack may hold.
-
-    Attributes:
-        tokens: number of tokens.
-        elements: component -> number of input elements that it reads in a pack. Other components have no limit.
-        media_names: component -> the names that its media have in a pack.
-
-    Raises:
-        UserError: ``elements`` has a component that is not in ``media_names``.
-    """
+    """The most that a pack may hold; UserError: ``elements`` has a component that is not in ``media_names``."""
 
     tokens: int
-    elements: Mapping[str, int] = field(default_factory=dict)
-    media_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    elements: Mapping[str, int] = field(default_factory=dict)  # component -> input elements; others have no limit
+    media_names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # component -> names of its media in a pack
 
     def __post_init__(self) -> None:
         if self.elements and not self.media_names:

@@ -37,11 +37,7 @@ class ChatRenderer(Renderer):
     """Renders conversations in a :class:`ChatFormat`. Each text is tokenized separately, so short ones are cached."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        chat: ChatFormat,
-        *,
-        refused: Mapping[str, str] = MappingProxyType({}),
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, refused: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """Check the end token.
 

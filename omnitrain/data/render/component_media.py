@@ -28,19 +28,10 @@ class MediaAdapter(Protocol):
 
 
 class AttachedMedia:
-    """The attached encoders and decoders by modality.
-
-    Attributes:
-        readers: modality -> name and adapter of its encoder.
-        writers: modality -> name and adapter of its decoder.
-    """
+    """The attached encoders (``readers``) and decoders: modality -> name and adapter."""
 
     def __init__(self, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]) -> None:
-        """Index adapters, given by component name.
-
-        Raises:
-            UserError: two components handle the same modality.
-        """
+        """Index adapters, given by component name; UserError: two of them handle the same modality."""
         self.readers = _by_modality("encoders", readers)
         self.writers = _by_modality("decoders", writers)
 

@@ -179,7 +179,9 @@ class MediaExpander:
             arguments[visual] = [arguments[visual]]
         videos = [medium for medium in media if medium.modality == "video"]
         if any(video.metadata is not None for video in videos):
-            arguments["video_metadata"] = [[video.metadata or _untimed(video) for video in videos]]
+            lengths = [len(video.value) for video in videos]
+            untimed = [{"total_num_frames": length, "frames_indices": list(range(length))} for length in lengths]
+            arguments["video_metadata"] = [[one.metadata or other for one, other in zip(videos, untimed, strict=True)]]
         for modality, group in _GROUP.items():
             if said := shared_arguments([medium for medium in media if medium.modality == modality]):
                 arguments[group] = {**self._arguments.get(group, {}), **said}
@@ -305,10 +307,6 @@ def _index_of(time: float, rate: float) -> float:
     """Return an index whose ``index / rate`` is not below ``time``, since processors cut off fractions of seconds."""
     index = time * rate
     return index if index / rate >= time else float(np.nextafter(index, np.inf))
-
-
-def _untimed(video: Medium) -> dict[str, Any]:
-    return {"total_num_frames": len(video.value), "frames_indices": list(range(len(video.value)))}
 
 
 def _sound_arguments(processor: ProcessorMixin) -> Callable[[list[int | None]], dict[str, Any]] | None:

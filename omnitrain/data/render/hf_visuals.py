@@ -41,10 +41,11 @@ class FrameChoice:
         """
         if self.reading.num_frames is not None:
             return evenly(self.reading.num_frames)
-        if self.reading.fps is not None and self._sampler is not None and not self._reads_fps():
-            raise UserError(
-                f"fps: {type(self.component).__name__} chooses frames without a rate; remove it, or set `max_frames`"
-            )
+        if self.reading.fps is not None and self._sampler is not None:
+            of_rates = {len(self._sampled(600, 10.0, rate)) for rate in (1.0, 0.5)}  # frames of a minute
+            if len(of_rates) == 1:
+                name = type(self.component).__name__
+                raise UserError(f"fps: {name} chooses frames without a rate; remove it, or set `max_frames`")
         return self._chosen
 
     def is_lowered(self, clip: Clip) -> bool:
@@ -104,10 +105,6 @@ class FrameChoice:
             fps = _DEFAULT_FPS
         metadata = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
         return np.sort(np.asarray(self._sampler(metadata=metadata, **said | {"fps": fps}), dtype=np.float64))
-
-    def _reads_fps(self) -> bool:
-        """Whether the processor chooses other frames of a minute for another rate."""
-        return len(self._sampled(600, 10.0, 1.0)) != len(self._sampled(600, 10.0, 0.5))
 
 
 def pixel_arguments(

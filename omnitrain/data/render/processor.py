@@ -220,11 +220,7 @@ def _not_trained(row: Row, sample: Sample) -> str:
     if not sample.is_trained:
         return "nothing of the row is trained: no message of the assistant, or none without `weight: 0`"
     answers = [message for message in map(canonical, row.messages) if is_trained(message)]
-    return "" if any(map(_says, answers)) else "all answers of the row are empty"
-
-
-def _says(message: Message) -> bool:
-    """Whether a message has more than blanks."""
-    parts = content_parts(message)
-    is_said = any(part["type"] != "text" or part["text"].strip() for part in parts)
-    return is_said or bool(message.get("tool_calls") or message.get("reasoning_content"))
+    has_more = any(message.get("tool_calls") or message.get("reasoning_content") for message in answers)
+    parts = [part for message in answers for part in content_parts(message)]
+    is_said = has_more or any(part["type"] != "text" or part["text"].strip() for part in parts)
+    return "" if is_said else "all answers of the row are empty"

@@ -64,10 +64,10 @@ class TemplateRenderer(Renderer):
             starts: chat format with the start tokens of attached media; None: the defaults.
             arguments: further arguments of every call of ``processor`` (``images_kwargs``, ``videos_kwargs``, ...).
             audio_in_video: read videos together with their sound.
-            fps: frames from a second of a video; None: the processor's own rate.
-            max_frames: most frames of a video; None: the processor's own limit.
-            min_pixels: least pixels of an image or frame; None: the processor's own.
-            max_pixels: most pixels of an image or frame; None: the processor's own.
+            fps: frames from a second of a video; None: the processor's own rate, as for the limits.
+            max_frames: most frames of a video.
+            min_pixels: least pixels of an image or frame.
+            max_pixels: most pixels of an image or frame.
 
         Raises:
             UserError: they do not fit together.
@@ -259,12 +259,7 @@ class TemplateRenderer(Renderer):
         return self.native.positions(tokens.ids, token_inputs, features, audio_in_video=has_sound)
 
     def _verify(
-        self,
-        row: Row,
-        text: str,
-        tokens: PlacedTokens,
-        token_inputs: dict[str, np.ndarray],
-        inserts: Sequence[Insert],
+        self, row: Row, text: str, tokens: PlacedTokens, token_inputs: dict[str, np.ndarray], inserts: Sequence[Insert]
     ) -> None:
         """Compare with the processor's output for the whole conversation, once for each mixture of media."""
         media = [insert.medium for insert in inserts if isinstance(insert, NativeInsert)]

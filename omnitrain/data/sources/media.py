@@ -29,19 +29,12 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class MediaFile:
-    """An encoded file, and for a sound or a video the part of it that is decoded.
+    """An encoded file, and for a sound or a video the part of it that is decoded, in seconds."""
 
-    Attributes:
-        stream: the file; it can seek.
-        start: where the part begins, in seconds.
-        stop: where it ends; None: with the file.
-        reading: how it is read, as far as its part of a message or its data set says it.
-    """
-
-    stream: BinaryIO
+    stream: BinaryIO  # it can seek
     start: float = 0.0
-    stop: float | None = None
-    reading: Reading = UNSAID
+    stop: float | None = None  # None: with the file
+    reading: Reading = UNSAID  # as far as its part of a message or its data set says it
 
     @classmethod
     def of(cls, data: bytes) -> MediaFile:

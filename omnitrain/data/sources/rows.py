@@ -105,7 +105,10 @@ class Row:
                 f"the messages show {place}, but the row has {len(values)} files; put files in a separate column "
                 f"(`columns.{modality}s`)"
             )
-        value = _as_file(values[position], place)
+        try:
+            value = as_file(values[position])
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
         path = _path_of(value)
         start, stop, reading = part_and_reading(value, modality, place)
         with self._opened(value, path, place) as stream:
@@ -237,11 +240,9 @@ class RowSource(Sequence[Row]):
 
     def by_source(self) -> Mapping[str, Sequence[int]]:
         """Return source -> positions of its rows, in order of first appearance."""
-        if self.columns.source not in self._table.column_names:
-            return {self.name: range(len(self))}
         with _or_data_error(self.name):
-            sources = self._table.sources()
-        if sources is None:  # it is known when a row is read
+            sources = self._table.sources() if self.columns.source in self._table.column_names else None
+        if sources is None:  # it is known when a row is read, if at all
             return {self.name: range(len(self))}
         groups: dict[str, list[int]] = {}
         for position, name in enumerate(sources[: len(self)]):
@@ -370,7 +371,8 @@ def row_of(record: dict[str, Any], columns: Columns, name: str, source: str) -> 
 
     ``name`` and ``source`` are for a record without an id or a source.
     """
-    media = {m: _as_list(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
+    held = {m: record.pop(getattr(columns, f"{m}s"), None) for m in MODALITIES}
+    media = {m: list(one) if isinstance(one, (list, tuple)) else [one] * (one is not None) for m, one in held.items()}
     row = Row(
         id=_text(record.pop(columns.id, None), name),
         source=_text(record.pop(columns.source, None), source),
@@ -382,21 +384,8 @@ def row_of(record: dict[str, Any], columns: Columns, name: str, source: str) -> 
     return row, media
 
 
-def _as_list(column: Any) -> list[Any]:
-    if column is None:
-        return []
-    return list(column) if isinstance(column, (list, tuple)) else [column]
-
-
 def _text(value: Any, default: str) -> str:
     return default if value is None else str(value)
-
-
-def _as_file(value: Any, place: str) -> Any:
-    try:
-        return as_file(value)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
 
 
 def _located(file: Any, folder: str) -> Any:
