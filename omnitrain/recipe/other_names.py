@@ -31,8 +31,8 @@ class Here(NamedTuple):
         return f"use `{self.key}`{f' ({self.remark})' if self.remark else ''}"
 
 
-# Key, or key and value, of a recipe (`none`: it needs no such key) | remark | trainers: their names; ... The names of HF
-# Trainer also hold for the trainers that pass them on to it.
+# Key, or key and value, of a recipe (`none`: it needs no such key) | remark | trainers: their names; ... The names of
+# HF Trainer also hold for the trainers that pass them on to it.
 _TABLE = """
 model.ops | `liger` of each operation, such as `model.ops.rms_norm=liger` | HF Trainer: use_liger_kernel; \
     LLaMA-Factory: enable_liger_kernel
