@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import nn
 
 from omnitrain.errors import UserError
@@ -11,11 +12,24 @@ from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.hidden_matrices import hidden_matrices
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.named_parameters import parameters_named
+from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.roles import decayed_parameters
+from omnitrain.parallel.layout import ModelLayout
 from omnitrain.recipe import Optimizer
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
 _NODE = "train.optimizer"
+
+
+def optimizer_of(model: OmniModel, settings: Optimizer, layout: ModelLayout | None) -> torch.optim.Optimizer:
+    """Build the optimizer of a recipe's model, sharded as it will train, or in one process without a ``layout``.
+
+    Raises:
+        UserError: the settings do not fit the parameters that train.
+    """
+    offloaded = layout.offloaded(model) if layout is not None else ()
+    own = peaks_of(model, settings), decays_of(model, settings), matrices_of(model, settings)
+    return build_optimizer(model, settings, offloaded, *own)
 
 
 def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
