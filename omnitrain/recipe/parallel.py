@@ -486,10 +486,6 @@ class ParallelPlan(Strict):
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise one error for all problems of a parallel plan.
-
-    Raises:
-        PlanError: ``problems`` is not empty.
-    """
+    """Raise one PlanError for all problems of a parallel plan, if there are any."""
     if problems:
         raise PlanError(*problems)

@@ -38,13 +38,9 @@ class _Spot:
 
 
 def problem_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
-    """Return one line per problem, in pydantic's order.
+    """Return one line per problem of a tree of class ``root``, in pydantic's order.
 
     Omits a missing key if its misspelling is already a problem, and merges the branches of a union into one line.
-
-    Args:
-        error: raised by the validation of ``root``.
-        root: class of the root of the tree.
     """
     details = error.errors(include_url=False)
     spots = [_locate(detail["loc"], root) for detail in details]

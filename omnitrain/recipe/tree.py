@@ -188,14 +188,7 @@ class Recipe(Strict):
         return self.measures_heldout_loss(step) if is_heldout else self.writes_metrics(step)
 
     def check_heads(self, decoders: Iterable[str]) -> None:
-        """Check that the heads that keys of the recipe name are ``text`` or in ``decoders``.
-
-        These keys are ``train.loss_weights``, ``train.losses``, ``train.keep_best``, ``train.early_stopping.metric``
-        and ``evaluation.sampling``.
-
-        Raises:
-            ValidationError: lists every other name with the nearest valid one.
-        """
+        """Raise a ValidationError for each head that a key names, and that is not ``text`` or in ``decoders``."""
         heads = {"text", *decoders}
         weights, sampling = self.train.loss_weights, self.evaluation.sampling if self.evaluation else {}
         named: dict[tuple[str, ...], Any] = {("train", "loss_weights", name): value for name, value in weights.items()}

@@ -17,13 +17,6 @@ from omnitrain.train.run_state.state import TrainingState
 class ExpertsOfRun:
     """Everything that a run does with its experts; it does nothing if the model has none.
 
-    Args:
-        model: the model, sharded or in one process.
-        recipe: recipe of the run.
-        ranks: ranks of the run.
-        spans: times of the step.
-        state: state of the run.
-
     Attributes:
         routers: losses, biases and load of the routers.
         routing: recorded or replayed routing decisions.

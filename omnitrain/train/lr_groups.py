@@ -33,14 +33,10 @@ def optimizer_of(model: OmniModel, settings: Optimizer, layout: ModelLayout | No
 
 
 def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
-    """Return the peak learning rate of each trained parameter that ``learning_rates`` names.
-
-    Args:
-        model: the model, with frozen components, sharded as it will train.
-        settings: the recipe's optimizer node.
+    """Return the peak learning rate of each trained parameter that ``learning_rates`` names; ``model`` is sharded.
 
     Raises:
-        UserError: a name matches no trained parameter, or no parameter trains with a learning rate.
+        UserError: a name matches no trained parameter, or no parameter trains with `learning_rate`.
     """
     peaks = _of_parameters(model, settings.learning_rates, "learning_rates")
     if all(parameter in peaks for parameter in model.parameters() if parameter.requires_grad):
@@ -51,7 +47,7 @@ def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]
 
 
 def decays_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
-    """Return the weight decay of each trained parameter that ``weight_decays`` names; arguments as above.
+    """Return the weight decay of each trained parameter that ``weight_decays`` names.
 
     Embeddings of which only the rows of added tokens train have none, since it would change the other rows.
 
@@ -63,7 +59,7 @@ def decays_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float
 
 
 def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:
-    """Return the parameters that Muon updates, none if the recipe does not use it; arguments as above.
+    """Return the parameters that Muon updates, none if the recipe does not use it.
 
     Raises:
         UserError: it is used, and no such parameter trains.
@@ -82,10 +78,7 @@ def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:
 def _of_parameters(
     model: OmniModel, values: Mapping[str, float], key: str, among: Collection[nn.Parameter] | None = None
 ) -> dict[nn.Parameter, float]:
-    """Return trained parameter -> its value, that of the longest path among ``values``.
-
-    Parameters that are not ``among`` these have none.
-    """
+    """Return trained parameter, ``among`` these if given -> its value, that of the longest path."""
     key = f"{_NODE}.{key}"
     found: dict[nn.Parameter, float] = {}
     names: dict[nn.Parameter, str] = {}

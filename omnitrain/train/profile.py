@@ -52,9 +52,6 @@ def profile_recipe(recipe: Recipe, folder: Path, steps: int) -> Costs:
         folder: gets ``trace-rank-N.json.gz`` (for Perfetto) of each rank, and ``costs.json`` of rank 0.
         steps: number of steps to time, and then to profile.
 
-    Returns:
-        The costs on this rank.
-
     Raises:
         UserError: the recipe cannot be trained, or ``folder`` cannot be written.
     """

@@ -315,11 +315,7 @@ class Trainer:
         return RunSummary(self.step, False, checkpoint, scores, stopped=reason)
 
     def stop(self, reason: str) -> None:
-        """End the run after this step, on all ranks, as at its last step: save, then evaluate. Any rank may call it.
-
-        Args:
-            reason: what to print.
-        """
+        """End the run after this step, on all ranks, as at its last step: print the ``reason``, save, evaluate."""
         self._stop_reason = self._stop_reason or reason
 
     def _paused(self, phase: Any) -> contextlib.AbstractContextManager[None]:
@@ -487,10 +483,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def _settled_objects_uncollected() -> Iterator[None]:
-    """Exclude the half million objects of imports and models from garbage collection during training.
-
-    Where the process has frozen its imports already, nothing is done: they would be collected after ``gc.unfreeze``.
-    """
+    """Exclude the objects of imports and models from garbage collection, unless the imports are frozen already."""
     if all(found is not sys.modules for found in gc.get_objects()):  # gc.get_freeze_count takes 50 ms
         yield
         return
