@@ -50,7 +50,7 @@ class OptimizerState:
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Save the state of ``optimizer``; parameters that never had a gradient have none. All ranks of the model call this.
+    """Save the state of ``optimizer``; parameters without any gradient so far have none. All ranks of the model call it.
 
     Args:
         model: the model, sharded or not, whose parameter names are used.

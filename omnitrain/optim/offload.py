@@ -26,7 +26,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups, offloaded: Collection[nn.Parameter]
     ) -> None:
-        """Build ``make(groups)`` with stand-ins for ``offloaded``, except parameters that are in host memory already."""
+        """Build ``make(groups)`` with stand-ins for ``offloaded``, except for parameters in host memory."""
         copied = {p for p in offloaded if not _is_on_host(p)}
         self._copies = {p: _HostCopy(p) for group in groups for p in group["params"] if p in copied}
         self.inner = make([group | {"params": [self._stand_in(p) for p in group["params"]]} for group in groups])

@@ -104,7 +104,7 @@ class EncoderCosts:
         return encoded_in(plan, self._rank, name, seconds_of_forwards(recorded, name, has_actions=name in self._apart))
 
     def _of_first_stage(self, plan: StepPlan, recorded: Recorded) -> Encoded:
-        """The samples and seconds of this rank's first stage; if ranks wait for each other, the longest samples count."""
+        """Samples and seconds of this rank's first stage; if ranks wait for each other, the longest samples count."""
         if self._rank not in plan.topology.readers or plan.topology.first_stage[self._rank] != self._rank:
             return Encoded(0, 0, 0, 0)
         spans = [span for span in recorded.spans if span.what.kind == "action" and Action.parse(span.what.name).passes]
