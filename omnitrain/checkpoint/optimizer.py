@@ -50,7 +50,7 @@ class OptimizerState:
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Save the state of ``optimizer``; parameters without any gradient so far have none. All ranks of the model call it.
+    """Save the state of ``optimizer``; parameters without any gradient so far have none. All its ranks call this.
 
     Args:
         model: the model, sharded or not, whose parameter names are used.
