@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from omnitrain.exports import on_first_use
+from omnitrain.exports import on_first_use, show_in_notebooks
 from omnitrain.packages import warn_of_untested_versions
 
 if TYPE_CHECKING:
@@ -189,7 +189,18 @@ __all__ = [
 ]
 
 
+_SHOWN_IN_NOTEBOOKS = {  # class -> the function that makes its HTML
+    f"omnitrain.{name}": "omnitrain.report.notebook.as_html"
+    for name in (
+        "models.omni.model.OmniModel",
+        "parallel.layout.ModelLayout",
+        "parallel.layout_table.LayoutTable",
+        "recipe.parallel.ParallelPlan",
+    )
+}
+
 warn_of_untested_versions()
+show_in_notebooks(_SHOWN_IN_NOTEBOOKS)
 _on_first_use = on_first_use(__name__, _HOMES)
 _RENAMED = {"AppliedComponent": "ComponentLayout", "AppliedLayout": "ModelLayout"}
 

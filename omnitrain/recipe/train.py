@@ -275,7 +275,7 @@ class Train(Strict):
         "metrics.jsonl. `auto`: on CUDA.",
     )
     trace: Trace = Field(default_factory=Trace, description="Steps to trace in detail.")
-    report: bool = Field(True, description="Write report.html at the end of the run; needs matplotlib.")
+    report: bool = Field(True, description="Write report.html at the end of the run.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False),
         description="`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}.",
