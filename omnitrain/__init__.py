@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omnitrain.exports import on_first_use
+from omnitrain.exports import on_first_use, show_in_notebooks
 from omnitrain.packages import warn_of_untested_versions
 
 if TYPE_CHECKING:
@@ -117,6 +117,17 @@ _HOMES = {name: f"omnitrain.{module}" for module, names in _NAMES.items() for na
 __all__ = list(_HOMES)
 
 warn_of_untested_versions()
+show_in_notebooks(
+    {
+        f"omnitrain.{name}": "omnitrain.report.notebook.as_html"
+        for name in (
+            "models.omni.model.OmniModel",
+            "parallel.layout.ModelLayout",
+            "parallel.layout_table.LayoutTable",
+            "recipe.parallel.ParallelPlan",
+        )
+    }
+)
 __getattr__ = on_first_use(__name__, _HOMES)
 
 

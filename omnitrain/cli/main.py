@@ -661,8 +661,7 @@ def report(
     ] = None,
 ) -> None:
     """Write a page about runs: curves, samples, traced steps, layout, recipe, environment. It needs no network."""
-    from omnitrain.report.at_end import REPORT_FILE
-    from omnitrain.report.write import write_report
+    from omnitrain.report.write import REPORT_FILE, write_report
 
     file = output or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     typer.echo(write_report(runs, file))

@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from omnitrain.errors import RecipeError, problem_list
-from omnitrain.page.html import Cell, heading, table
-from omnitrain.page.whole import part_of_notebook
 from omnitrain.recipe.globs import matches, matches_weight, unmatched
 from omnitrain.recipe.located_problem import located
 from omnitrain.recipe.lora import Lora
@@ -328,13 +326,6 @@ def _shard_dim(value: Any) -> Any:
 ShardDim = Annotated[int, BeforeValidator(_shard_dim, json_schema_input_type=int | str), Field(ge=0)]
 
 
-def _shown(value: Any) -> Cell:
-    """What a table shows of the value of a key."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {part}" for key, part in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else None if value is None else str(value)
-
-
 class ParallelPlan(Strict):
     """The plan of every component."""
 
@@ -364,19 +355,6 @@ class ParallelPlan(Strict):
         if problems:
             raise ValidationError.from_exception_data("ParallelPlan", problems)
         return self
-
-    def _repr_html_(self) -> str:
-        """A table of the keys that differ from their defaults."""
-        plans = {"default": self.default, **self.components, **self.sections}
-        named = {name: plan.model_dump(exclude_defaults=True) for name, plan in plans.items()}
-        keys = list(dict.fromkeys(key for plan in named.values() for key in plan))
-        rows = [[name, *(_shown(plan.get(key)) for key in keys)] for name, plan in named.items()]
-        globs = [
-            heading(name) + table(("glob", "value"), [[glob, str(value)] for glob, value in found.items()])
-            for name, found in (("tp_plan", self.tp_plan), ("ep_plan", self.ep_plan))
-            if found
-        ]
-        return part_of_notebook([heading("Parallel plan"), table(("", *keys), rows), *globs])
 
     def of(self, component: str) -> ComponentPlan:
         """Return the component's plan, completed by the default plan; a section inherits nothing about ranks."""

@@ -241,7 +241,7 @@ class Train(Strict):
     trace: Trace = Field(default_factory=Trace)
     """Steps to trace in detail."""
     report: bool = True
-    """Write report.html at the end of the run; needs matplotlib."""
+    """Write report.html at the end of the run."""
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False)
     )

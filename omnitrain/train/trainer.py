@@ -26,8 +26,8 @@ from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.executor import OnOutput, OnPhase
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
-from omnitrain.report.at_end import report_at_end
 from omnitrain.report.run_facts import write_facts
+from omnitrain.report.write import report_at_end
 from omnitrain.train.callbacks import Callback, CallbackError, Callbacks, load_callbacks
 from omnitrain.train.data import open_data
 from omnitrain.train.device import use_device
