@@ -62,6 +62,7 @@ from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import Ranks, join_ranks
 from omnitrain.train.run_state.resume import require_same_rows
 from omnitrain.train.run_state.run_folder import Resume, RunFolder
+from omnitrain.train.run_state.run_lock import require_free
 from omnitrain.train.run_state.save import Saver, checkpoint_bytes
 from omnitrain.train.run_state.state import TrainingState, read_state
 from omnitrain.train.saves import Saves
@@ -167,7 +168,7 @@ class Trainer:
             recipe = self.ranks.of_first(self.ranks.first(lambda: in_steps(recipe)) or recipe)
         self.folder = RunFolder(recipe)
         self._advice = check_micro_batches(recipe, self.ranks.state_of_main)
-        self.ranks.first(self.folder.require_free)
+        self.ranks.first(lambda: require_free(self.folder.path))  # opening it checks again, perhaps minutes later
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)
         require_trackers(recipe)
         self.callbacks = Callbacks([*callbacks, *load_callbacks(recipe.train.callbacks)], self.ranks.peers)

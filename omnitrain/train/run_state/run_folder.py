@@ -22,7 +22,7 @@ from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.early_stopping import StopWatcher, read_lines
 from omnitrain.train.run_state.resume import require_same_run
-from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock, require_free
+from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock
 
 _UNFINISHED_RECIPE = "recipe.yaml.tmp"  # what save_recipe leaves if it is killed
 
@@ -44,10 +44,6 @@ class RunFolder:
         self.store = CheckpointStore(self.path / "checkpoints", kept)
         self._lock = FolderLock()
         _require_writable(self.path)
-
-    def require_free(self) -> None:
-        """Raise a UserError if another run writes there. :meth:`open` checks again, perhaps minutes later."""
-        require_free(self.path)
 
     def checkpoint_to_resume(self, peers: Peers, resume: Resume) -> Path | None:
         """Return the checkpoint that the run continues from. None: it starts. All ``peers`` call this.
