@@ -40,10 +40,10 @@ def test_of_two_runs_in_a_folder_the_second_one_is_refused_until_the_first_one_e
             with pytest.raises(UserError, match=told):
                 run_folder(recipe, path).open(resumed, 0)
         with pytest.raises(UserError, match=told):
-            run_folder(recipe, path).require_free()
+            require_free(path)
         assert not (tmp_path / "run.old1").exists()
         other.kill()
-    run_folder(recipe, path).require_free()
+    require_free(path)
     run_folder(recipe, path).open(True, 0)
 
 
