@@ -12,6 +12,7 @@ from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.recipe import Recipe
 from omnitrain.train.run_state.run_folder import RunFolder
+from omnitrain.train.run_state.run_lock import require_free
 from tests.tiny import tiny_recipe
 
 HOLD = """
