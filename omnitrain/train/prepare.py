@@ -63,7 +63,9 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
     mixed = mixed_precision(recipe.train, device.type)
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     use_own_functions(model, recipe.train)
-    compiled = _compiled(model, recipe, device)
+    settings, compiled = recipe.train.compile, None
+    if settings.enabled:
+        compiled = compile_blocks(model.foundation, device, max_recompiles=settings.max_recompiles)
     with weights_shown(console):
         layout = _lay_out(model, recipe, ranks, device, mixed)
     if compiled is None and layout is not None:
@@ -87,13 +89,6 @@ def _build(recipe: Recipe, checkpoint: Path | None, ranks: Ranks) -> tuple[OmniM
     require_heads(recipe, model.decoders)
     require_effect(recipe, model, processor)  # also checks the contract
     return model.train(), processor
-
-
-def _compiled(model: OmniModel, recipe: Recipe, device: torch.device) -> CompiledBlocks | None:
-    settings = recipe.train.compile
-    if not settings.enabled:
-        return None
-    return compile_blocks(model.foundation, device, max_recompiles=settings.max_recompiles)
 
 
 def _lay_out(

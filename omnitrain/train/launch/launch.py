@@ -15,10 +15,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
 from types import FrameType
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,6 @@ from omnitrain.train.launch.crowding import num_cores
 from omnitrain.train.launch.environment import FIRST_TO_FAIL, LAUNCHER
 
 _HOST = "127.0.0.1"
-_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # signals that torch's launcher handles
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
@@ -81,7 +81,8 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
     others = range(1, nproc)
     with tempfile.TemporaryDirectory(prefix="omnitrain-run-") as folder, _Signals() as signals:
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        with _without_handlers():
+        # Torch's handlers of signals would raise anywhere in the start.
+        with mock.patch.dict(os.environ, {"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}):
             context = start_processes(
                 "rank",
                 sys.executable,
@@ -103,19 +104,6 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
                     if stream is not None:  # torch leaves those of ended processes open
                         stream.close()
     return ranks.exit_code()
-
-
-@contextlib.contextmanager
-def _without_handlers() -> Iterator[None]:
-    """Keep torch from handling signals while it starts the ranks, because its handlers raise anywhere in the start."""
-    before = os.environ.get(_HANDLED)
-    os.environ[_HANDLED] = ""
-    try:
-        yield
-    finally:
-        del os.environ[_HANDLED]
-        if before is not None:
-            os.environ[_HANDLED] = before
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
