@@ -151,10 +151,7 @@ class GlooGroup(Peers):
 
 
 def swap_bytes(group: Any, parcels: Sequence[bytes]) -> list[bytes]:
-    """Send ``parcels[r]`` to rank r of a gloo group, and return what each of its ranks sent to this one.
-
-    The group may be unknown to ``torch.distributed``. A RuntimeError: another rank has ended.
-    """
+    """Send ``parcels[r]`` to rank r of a gloo group, and return those that arrive; a RuntimeError: a rank has ended."""
     sent = [len(parcel) for parcel in parcels]
     lengths = torch.empty(len(sent), dtype=torch.int64)
     wait_for(group.alltoall_base(lengths, torch.tensor(sent), [], [], dist.AllToAllOptions()))

@@ -31,11 +31,9 @@ from omnitrain.train.useless_keys import require_effect
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """The model of a run, ready to train.
+    """The model of a run on its device, ready to train.
 
     Attributes:
-        model: the model on its device, in training mode.
-        processor: turns data rows into samples.
         ops: component name -> the backends of its operations.
         layout: how the model is sharded. None: one process without a plan.
         compiled: the compiled blocks. None: no block is compiled.
@@ -51,13 +49,7 @@ class PreparedModel:
 
 
 def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> PreparedModel:
-    """Build the model of ``recipe`` on ``device``, ready to train. Every rank calls this.
-
-    ``checkpoint`` is the verified one to resume from. None: start a new run.
-
-    Raises:
-        UserError: recipe and weights do not fit together.
-    """
+    """Build the model of ``recipe``, ready to train, from a verified checkpoint if there is one, on every rank."""
     model, processor = ranks.rank_by_rank(lambda: _build(recipe, checkpoint, ranks))
     flops = ModelFlops(model) if counts_flops(recipe.train.flops, device) else None
     mixed = mixed_precision(recipe.train, device.type)

@@ -20,11 +20,7 @@ _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kw
 
 
 def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> None:
-    """Check that every key that ``recipe`` sets has an effect on its model, which may be on any device.
-
-    Raises:
-        UserError: keys have no effect; the message has one line per key.
-    """
+    """Raise a UserError with one line for each key that ``recipe`` sets without an effect on its model."""
     idle = [*_of_parts(recipe, model), *_of_data(recipe, model, processor), *_of_experts(model)]
     if problems := idle_problems(recipe, idle):
         raise UserError(*dict.fromkeys(problems))

@@ -30,12 +30,7 @@ Resume = bool | Literal["auto"]
 
 
 class RunFolder:
-    """The folder that a run writes to. Nothing is written before :meth:`open`.
-
-    Attributes:
-        path: the folder.
-        store: its checkpoints.
-    """
+    """The folder that a run writes to, and the ``store`` of its checkpoints. Nothing is written before :meth:`open`."""
 
     def __init__(self, recipe: Recipe) -> None:
         """Check ``recipe.output_dir``: a UserError if it cannot be created, or has other files than those of a run."""
@@ -48,9 +43,7 @@ class RunFolder:
     def checkpoint_to_resume(self, peers: Peers, resume: Resume) -> Path | None:
         """Return the checkpoint that the run continues from. None: it starts. All ``peers`` call this.
 
-        Args:
-            peers: the ranks of the run.
-            resume: True: from the newest checkpoint; "auto": from the newest intact one, if there is one; False: start.
+        ``resume``: True: from the newest checkpoint; "auto": from the newest intact one, if there is one; False: start.
 
         Raises:
             UserError: no checkpoint exists, it is damaged (with "auto": all are), or the run was started with another
@@ -79,11 +72,7 @@ class RunFolder:
     def finished(self) -> str | None:
         """Return that the run in this folder has nothing left to do, or None.
 
-        It has all steps of the recipe, or stopped early, and has a checkpoint that is intact, and the evaluation that
-        the recipe asks for.
-
-        Raises:
-            UserError: the run was started with another recipe.
+        It has all steps of the recipe, or stopped early, an intact checkpoint, and the evaluation of the recipe.
         """
         self._require_same_run()
         steps, (done, evaluated) = self.recipe.train.steps, (self._steps_saved(), self._steps_evaluated())
@@ -127,9 +116,7 @@ class RunFolder:
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
         """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
 
-        Args:
-            resumed: whether the run in the folder goes on, from a checkpoint or from its start.
-            checkpoint_bytes: size of a checkpoint.
+        ``resumed``: the run in the folder goes on, from a checkpoint or from its start.
 
         Raises:
             UserError: another run writes or has meanwhile written there, the folder cannot be written, or has no space

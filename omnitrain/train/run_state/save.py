@@ -147,11 +147,7 @@ class Saver:
         return self._writer is not None and not self._writer.is_writing and self._writer.error is not None
 
     def finish(self) -> Path | None:
-        """Wait until the checkpoint that was begun is written, and return its folder. None: none was begun.
-
-        Raises:
-            TrainingError: it cannot be written.
-        """
+        """Wait until the checkpoint that was begun is written, and return its folder. None: none was begun."""
         if self._begun is None:
             return None
         assert self._writer is not None, "it has begun"
