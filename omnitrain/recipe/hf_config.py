@@ -19,38 +19,21 @@ Location = tuple[str | int, ...]
 
 # Accepted by every config class, without being a field.
 _COMMON_KEYS = {
-    "model_type",
-    "num_labels",
-    "output_attentions",
-    "per_layer_config",
-    "tie_word_embeddings",
-    "torch_dtype",
+    *("model_type", "num_labels", "output_attentions", "per_layer_config", "tie_word_embeddings", "torch_dtype"),
 }
 # Older keys that every class with `rope_parameters` converts.
 _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 # Read by some models, but missing in HF's `RopeParameters`.
 _MORE_ROPE_PARAMETERS = {
-    "alpha",
-    "llama_4_scaling_beta",
-    "long_mscale",
-    "max_position_embeddings",
-    "mrope_interleaved",
-    "short_mscale",
-    "type",
+    *("alpha", "llama_4_scaling_beta", "max_position_embeddings", "mrope_interleaved", "type"),
+    *("long_mscale", "short_mscale"),
 }
 # Integers that must be positive; HF accepts 0 and divides by it later.
 _SIZES = {
-    "codebook_size",
-    "hidden_size",
-    "hop_length",
-    "image_size",
-    "n_fft",
-    "num_attention_heads",
-    "num_embeddings",
-    "num_mel_bins",
-    "patch_size",
-    "sampling_rate",
-    "vocab_size",
+    *("hidden_size", "num_attention_heads", "vocab_size"),
+    *("image_size", "patch_size"),
+    *("hop_length", "n_fft", "num_mel_bins", "sampling_rate"),
+    *("codebook_size", "num_embeddings"),
 }
 _KEY_READ_FROM_KWARGS = re.compile(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)["']""")
 # A key with a default that is derived from fields: `getattr(config, "head_dim", config.hidden_size // ...)`.
