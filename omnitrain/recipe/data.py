@@ -169,13 +169,7 @@ class DataSource(Strict):
             yield Idle("roles", "but `columns.text` is set, so no messages are read; remove it")
 
 
-CHAT_TEXTS = (
-    "system",
-    "user",
-    "assistant",
-    "end",
-    "separator",
-)  # in ChatFormat; the rest are start tokens
+CHAT_TEXTS = ("system", "user", "assistant", "end", "separator")  # in ChatFormat; the rest are start tokens
 
 
 class ChatFormat(Strict):

@@ -19,7 +19,7 @@ Location = tuple[str | int, ...]
 
 # Accepted by every config class, without being a field.
 _COMMON_KEYS = {
-    *("model_type", "num_labels", "output_attentions", "per_layer_config", "tie_word_embeddings", "torch_dtype"),
+    *("model_type", "num_labels", "output_attentions", "per_layer_config", "tie_word_embeddings", "torch_dtype")
 }
 # Older keys that every class with `rope_parameters` converts.
 _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}

@@ -99,8 +99,7 @@ class EncoderCosts:
             rows = {name: [row for of_rank in of_ranks for row in of_rank.get(name, [])] for name in self._names}
             quadratic = {name: fitted_quadratic(rows[name]) for name in self._components}
             self.settled = Measured(
-                quadratic,
-                {n: _seconds_per_unit(rows[n], quadratic.get(n, 0.0)) for n in self._timed},
+                quadratic, {n: _seconds_per_unit(rows[n], quadratic.get(n, 0.0)) for n in self._timed}
             )
             publish(self._ranks.rendezvous, self.settled)
 
