@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
-from types import FrameType
 from unittest import mock
 
 import torch
@@ -28,7 +27,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR, TrainingError, UserError
 from omnitrain.torch_private import output_streams
-from omnitrain.train.interrupt import TOGETHER_SECONDS, heard
+from omnitrain.train.interrupt import TOGETHER_SECONDS, handled
 from omnitrain.train.launch.crowding import num_cores
 from omnitrain.train.launch.environment import FIRST_TO_FAIL, LAUNCHER
 
@@ -79,7 +78,11 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
     others = range(1, nproc)
-    with tempfile.TemporaryDirectory(prefix="omnitrain-run-") as folder, _Signals() as signals:
+    signals: list[int] = []  # that have arrived
+    with (
+        tempfile.TemporaryDirectory(prefix="omnitrain-run-") as folder,
+        handled(_SIGNALS, lambda number, _: signals.append(number)),
+    ):
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         # Torch's handlers of signals would raise anywhere in the start.
         with mock.patch.dict(os.environ, {"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}):
@@ -137,30 +140,6 @@ def _devices(places: Sequence[int] | None) -> dict[str, str]:
     return {_VISIBLE: ",".join(names[place] for place in places)}
 
 
-class _Signals:
-    """Within this context signals are collected for :meth:`take`."""
-
-    def __init__(self) -> None:
-        self._before = {number: signal.getsignal(number) for number in heard(_SIGNALS)}
-        self._caught: list[int] = []
-
-    def take(self) -> list[int]:
-        caught, self._caught = self._caught, []
-        return caught
-
-    def __enter__(self) -> _Signals:
-        for number in self._before:
-            signal.signal(number, self._keep)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _keep(self, number: int, frame: FrameType | None) -> None:
-        self._caught.append(number)
-
-
 @dataclass
 class _Ranks:
     """The processes, their exit codes in the order of their ends, and the ranks that did not end in time."""
@@ -174,11 +153,11 @@ class _Ranks:
     _interrupted_at: float | None = None
     _deadline: float = math.inf
 
-    def wait(self, signals: _Signals) -> None:
+    def wait(self, signals: list[int]) -> None:
         """Wait until all have ended, or until the deadline of an interrupted or failed run."""
         while len(self.codes) < len(self.processes) and time.monotonic() < self._deadline:
-            for number in signals.take():
-                self._forward(number)
+            while signals:
+                self._forward(signals.pop(0))
             self._note_ends()
             time.sleep(_POLL_SECONDS)
         self.killed = [rank for rank in self.processes if rank not in self.codes]
