@@ -74,11 +74,7 @@ class Adapters:
 
 
 def peft() -> ModuleType:
-    """Import and return the package ``peft``.
-
-    Raises:
-        UserError: peft is not installed.
-    """
+    """Import and return the package ``peft``. Raises UserError: peft is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -143,8 +139,7 @@ def root_of(model: ComponentModel, component: str) -> str:
 def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters:
     """Find the layers of the component that the globs of ``lora`` match.
 
-    Raises:
-        UserError: one line per glob that matches nothing, with the nearest name that exists.
+    Raises UserError: one line per glob that matches nothing, with the nearest name that exists.
     """
     return find_in_all(model, [component], lora)[component]
 
@@ -152,8 +147,7 @@ def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters
 def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) -> dict[str, Adapters]:
     """Find the layers of ``components`` that the globs of ``lora`` match; components without a match are omitted.
 
-    Raises:
-        UserError: one line per glob that matches nothing in any component.
+    Raises UserError: one line per glob that matches nothing in any component.
     """
     candidates = {component: _candidates(model, component) for component in components}
     every = [name for linears, experts in candidates.values() for name in (*linears, *experts)]

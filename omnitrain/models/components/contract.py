@@ -70,12 +70,8 @@ class StageContract:
     def require(self, model: str, cut: int) -> None:
         """Refuse a cut at which the model would not be exact.
 
-        Args:
-            model: name of the model, for the message.
-            cut: index of the block after it; 0 and the number of blocks are the ends of the model.
-
-        Raises:
-            UserError: names the model, the cut and the measurement.
+        ``model``: name of the model, for the message; ``cut``: index of the block after it; 0 and the number of blocks
+        are the ends of the model. Raises UserError: names the model, the cut and the measurement.
         """
         if self.problem:
             raise UserError(f"{model} cannot be cut into pipeline stages: {self.problem}; set pp to 1")
@@ -95,20 +91,6 @@ class StageContract:
             return hidden
         number, place = self.returns
         return tuple(hidden if index == place else None for index in range(number))
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> StageContract:
-        """Build the contract from its ``asdict`` values as JSON, in which tuples are lists and keys are strings."""
-        returns = values["returns"]
-        return cls(
-            **values
-            | {
-                "cuts": tuple(values["cuts"]),
-                "refused": {int(cut): fact for cut, fact in values["refused"].items()},
-                "returns": None if returns is None else (returns[0], returns[1]),
-                "readers": {name: tuple(stages) for name, stages in values["readers"].items()},
-            }
-        )
 
 
 @dataclass(frozen=True)
@@ -153,17 +135,6 @@ class Contract:
         """Why ``packs`` is False; empty if samples may be packed."""
         return next((f.fact for f in self.findings if f.check == "packing" and f.outcome != "passed"), "")
 
-    def noting(self, check: str, outcome: Outcome, fact: str, **changes: Any) -> Contract:
-        """Return this contract with one more finding, and with the fields that it changes."""
-        return replace(self, findings=(*self.findings, Finding(check, outcome, fact)), **changes)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Contract:
-        """Build the contract from its ``asdict`` values, in which tuples are lists."""
-        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, (list, tuple))}
-        lists["findings"] = tuple(Finding(**finding) for finding in values["findings"])
-        lists["skipped_modules"] = tuple(
-            SkippedModule(**module | {"takes": tuple(map(tuple, module["takes"]))})
-            for module in values["skipped_modules"]
-        )
-        return cls(**values | lists)
+    def noting(self, check: str, outcome: Outcome, fact: str) -> Contract:
+        """Return this contract with one more finding."""
+        return replace(self, findings=(*self.findings, Finding(check, outcome, fact)))

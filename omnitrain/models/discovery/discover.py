@@ -70,10 +70,7 @@ def discover(model: PreTrainedModel) -> Discovery:
     """Run every feature method of a model on tiny inputs, and record the parameters it reads and the features it gives.
 
     The model does not change. It may be on the meta device. A process runs them once for models of one class, config
-    and tree of modules.
-
-    Args:
-        model: a causal language model of transformers, with or without other modalities.
+    and tree of modules. ``model``: a causal language model of transformers, with or without other modalities.
     """
     identity = _identity(model)
     if identity not in _DISCOVERED:

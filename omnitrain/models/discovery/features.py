@@ -153,14 +153,13 @@ class MediaFeatures:
 def check_rows(modality: str, expected: Sequence[int], got: Sequence[int], samples: Sequence[str]) -> None:
     """Check that each item has as many features as placeholders; transformers silently accepts surplus features.
 
+    Raises UserError: names the samples, and their numbers of placeholders and features.
+
     Args:
         modality: modality of the items, for the message.
         expected: number of placeholders of each item.
         got: number of features of each item.
         samples: sample id of each item.
-
-    Raises:
-        UserError: names the samples, and their numbers of placeholders and features.
     """
     if len(expected) != len(got):
         raise UserError(f"{len(got)} {modality} items were encoded, but the samples have {len(expected)}")

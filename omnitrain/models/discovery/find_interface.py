@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from omnitrain.models.discovery.text_run import (
     text_arguments,
     text_core,
     typed,
+    watching,
 )
 
 _MOST_ROWS = 20_000
@@ -241,9 +242,8 @@ class _Search:
     def _with_independence(self, interface: ModalityInterface, output: Any) -> ModalityInterface:
         """Add whether items are independent: items of any size, only items of equal size, or none.
 
-        Args:
-            interface: the interface without this fact and without ``minimal_rows``.
-            output: output of the feature method for the first two items.
+        ``interface``: the interface without this fact and without ``minimal_rows``; ``output``: output of the feature
+        method for the first two items.
         """
         apart, together = self._encoded(interface, interface.probe_items(2)), [flatten(output, interface.layout)]
         if interface.probe.variable and not _same_rows(apart, together):
@@ -258,10 +258,10 @@ class _Search:
     def _calls(self, interface: ModalityInterface, features: dict[str, Tensor]) -> Counter[str]:
         """Module with parameters -> number of its calls; empty if the tower refuses the input."""
         counts: Counter[str] = Counter()
-        with ExitStack() as hooks:
-            for name, module in self.model.named_modules():
-                if next(module.parameters(), None) is not None:
-                    hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: counts.update([name])))
+        modules = [
+            (name, module) for name, module in self.model.named_modules() if any(True for _ in module.parameters())
+        ]
+        with watching(modules, before=lambda name, *_: counts.update([name])):
             return counts if self._encoded(interface, [features]) else Counter()
 
     def _encoded(self, interface: ModalityInterface, inputs: Sequence[dict[str, Tensor]]) -> list[MediaFeatures]:

@@ -72,14 +72,9 @@ class ModalityInterface:
     def encode(self, model: PreTrainedModel, features: Mapping[str, Any]) -> MediaFeatures:
         """Compute the features of some items by the model's own method.
 
-        If its output has no pieces per item, all features count as one item.
-
-        Args:
-            model: the HF model.
-            features: values of the forward's media arguments (as the HF processor returns them).
-
-        Raises:
-            UserError: an argument is missing.
+        If its output has no pieces per item, all features count as one item. ``model``: the HF model; ``features``:
+        values of the forward's media arguments (as the HF processor returns them). Raises UserError: an argument is
+        missing.
         """
         arguments = dict(self.constants)
         for parameter, (name, inverted) in self.bindings.items():

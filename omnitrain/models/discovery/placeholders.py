@@ -77,12 +77,8 @@ class TokenExtras:
     def __call__(self, ids: _Ids, answer: _Ids | None = None) -> dict[str, _Ids]:
         """Return the per-token arguments of one sample.
 
-        Args:
-            ids: ``[T]`` token ids.
-            answer: ``[T]`` bool, the supervised tokens; None: none.
-
-        Returns:
-            Argument name -> ``[T]`` int64.
+        ``ids``: ``[T]`` token ids; ``answer``: ``[T]`` bool, the supervised tokens; None: none. Returns argument name
+        -> ``[T]`` int64.
         """
         if not self.names:
             return {}

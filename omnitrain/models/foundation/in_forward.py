@@ -26,12 +26,8 @@ from omnitrain.recipe.globs import any_layer
 def outermost_unreached(reached: Iterable[str], unreached: Iterable[str]) -> tuple[str, ...]:
     """Return the outermost modules without any reached parameter, and unreached parameters of other modules.
 
-    Args:
-        reached: parameters that get a gradient.
-        unreached: parameters that never get a gradient.
-
-    Returns:
-        Names with ``*`` for indices in module lists. A name is omitted if it is reached in another layer of the list.
+    ``reached``: parameters that get a gradient; ``unreached``: parameters that never get a gradient. Returns names with
+    ``*`` for indices in module lists. A name is omitted if it is reached in another layer of the list.
     """
     around = {prefix for name in reached for prefix in _prefixes(any_layer(name))}
     outermost = (next((p for p in _prefixes(any_layer(name)) if p not in around), None) for name in unreached)
@@ -42,9 +38,8 @@ def outermost_unreached(reached: Iterable[str], unreached: Iterable[str]) -> tup
 def beyond_text(names: tuple[str, ...], unreached: tuple[str, ...]) -> frozenset[str]:
     """Return the parameters that only some samples reach: those in ``unreached``, and all others in their layers.
 
-    Args:
-        names: names of all parameters of a foundation; names of adapters start with the name of the adapted module.
-        unreached: see :func:`outermost_unreached`.
+    ``names``: names of all parameters of a foundation; names of adapters start with the name of the adapted module;
+    ``unreached``: see :func:`outermost_unreached`.
     """
     not_reached = {name for name in names if any(prefix in unreached for prefix in _prefixes(any_layer(name)))}
     layers = {layer for name in not_reached if (layer := _layer_of(name))}
@@ -88,16 +83,14 @@ class ForwardReader:
     def require_whole_sequence(self, pack: Pack) -> None:
         """Refuse a pack that ranks share if the foundation's own forward reads its media.
 
-        Raises:
-            UserError: names the sample.
+        Raises UserError: names the sample.
         """
         self._refuse(pack, "and needs the whole pack, but ranks share its sequence; set ulysses and cp to 1")
 
     def require_whole_model(self, pack: Pack) -> None:
         """Refuse a pack for a rank with a part of the model if the foundation's own forward reads its media.
 
-        Raises:
-            UserError: names the sample.
+        Raises UserError: names the sample.
         """
         self._refuse(pack, "and a rank that has a part of the model cannot run it; set pp to 1 without sections")
 
@@ -115,8 +108,7 @@ class ForwardReader:
     def with_zero_gradients(self, output: Tensor) -> Tensor:
         """Return the output of a sharded model with a gradient of zeros for what only some samples reach.
 
-        Args:
-            output: a loss, or the hidden states for the next pipeline stage.
+        ``output``: a loss, or the hidden states for the next pipeline stage.
         """
         if output.grad_fn is None or not self._gives_zeros:
             return output
@@ -159,8 +151,7 @@ def _reached(node: Node) -> set[Tensor]:
 def require_length(pack: Pack, hidden: Tensor) -> None:
     """Refuse a forward that changed the number of tokens: its labels would belong to other tokens.
 
-    Raises:
-        UserError: names the sample and both numbers of tokens.
+    Raises UserError: names the sample and both numbers of tokens.
     """
     if pack.forward_inputs and hidden.size(1) != pack.num_tokens:
         raise UserError(

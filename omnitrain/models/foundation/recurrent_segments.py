@@ -25,11 +25,7 @@ def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
     """Make every module of these classes run the samples of a packed sequence one by one.
 
     Only the ``forward`` of the modules changes: classes, parameters and names stay. Unpacked input runs as before.
-    Idempotent.
-
-    Args:
-        model: the model, changed in place.
-        class_names: names of module classes.
+    Idempotent. ``model``: the model, changed in place; ``class_names``: names of module classes.
     """
     for module in model.modules():
         if type(module).__name__ in class_names:
@@ -90,8 +86,7 @@ def cut_tokens(value: Any, length: int, start: int, stop: int) -> Any:
 def gathered_whole(value: Any, sequence_slice: SequenceSlice) -> Any:
     """Gather all tensors along a slice to the whole sequence.
 
-    Raises:
-        UserError: a mask tensor covers only the tokens of one rank.
+    Raises UserError: a mask tensor covers only the tokens of one rank.
     """
     if isinstance(value, MaskSpec):
         return value.whole

@@ -28,12 +28,8 @@ _ATTRIBUTE = "_calls_skipped_modules"
 def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> list[SkippedCalls]:
     """Let every forward of ``model`` call the modules that it skips on empty tensors. Idempotent.
 
-    Args:
-        model: changed in place, by hooks; classes, parameters and names stay.
-        found: the modules, in the order in which a forward that skips none calls them.
-
-    Returns:
-        The calls of each parent.
+    ``model``: changed in place, by hooks; classes, parameters and names stay; ``found``: the modules, in the order in
+    which a forward that skips none calls them. Returns the calls of each parent.
     """
     modules = dict(model.named_modules())
     order = {skipped.module: (index, skipped) for index, skipped in enumerate(found)}

@@ -94,11 +94,8 @@ class Stage:
         """Let the next forward of ``model`` run only this stage.
 
         Of a stage that is not the last, the forward returns the hidden states for the next one, ``[1, t, hidden]``. It
-        ends inside ``model``, so that the hooks of ``model`` (FSDP's) see its end.
-
-        Args:
-            model: the foundation.
-            blocks: its blocks.
+        ends inside ``model``, so that the hooks of ``model`` (FSDP's) see its end. ``model``: the foundation;
+        ``blocks``: its blocks.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:

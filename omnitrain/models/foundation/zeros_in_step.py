@@ -40,8 +40,7 @@ class ZerosInStep:
     def drop_gradients(self, peers: Peers) -> None:
         """Remove the gradients of zeros that this step gave to parameters which no sample of any rank read.
 
-        Args:
-            peers: all ranks of this one's section; all of them call this.
+        ``peers``: all ranks of this one's section; all of them call this.
         """
         is_read = [key in giver.read for giver in self._givers for key in giver.parameters_by_key()]
         for own, anywhere in zip(self._parameters(), peers.any_of_each(is_read), strict=True):

@@ -47,9 +47,8 @@ class SourceCheckpoint:
     def open(cls, path: str) -> SourceCheckpoint:
         """Open a folder, or the files of a Hub id.
 
-        Raises:
-            UserError: there is no such folder, its weights are not in safetensors files, or transformers cannot
-                dequantize them.
+        Raises UserError: there is no such folder, its weights are not in safetensors files, or transformers cannot
+        dequantize them.
         """
         folder = folder_with(path, "*", ignore_patterns=list(_NOT_NEEDED))
         index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
@@ -74,11 +73,7 @@ class SourceCheckpoint:
         return next(iter(parts.values())) if is_plain else None
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor, dequantized.
-
-        Raises:
-            UserError: transformers cannot dequantize it alone.
-        """
+        """Return a tensor, dequantized. Raises UserError: transformers cannot dequantize it alone."""
         plain = self.plain(name)
         if plain is not None:
             return plain
@@ -96,13 +91,12 @@ class SourceCheckpoint:
     def matched(self, model: PreTrainedModel) -> MatchedWeights:
         """Find the model's weights among the tensors.
 
+        Raises UserError: the files lack weights of the model, or have them with other shapes, or transformers cannot
+        dequantize a tensor that the model does not have.
+
         Args:
             model: whole, in memory or in files, and not sharded. It may be a part of the model in the files of the
                 source, whose names then have a prefix.
-
-        Raises:
-            UserError: the files lack weights of the model, or have them with other shapes, or transformers cannot
-                dequantize a tensor that the model does not have.
         """
         values = self._values(model)
         first = max(values, key=len)

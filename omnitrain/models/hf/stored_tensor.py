@@ -252,8 +252,7 @@ def _unwritten(tensor: StoredTensor) -> Tensor:
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Record any operation, whose results get their shapes from the meta device.
 
-    Raises:
-        NotImplementedError: it writes to a tensor, or has results other than tensors.
+    Raises NotImplementedError: it writes to a tensor, or has results other than tensors.
     """
     if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema_of(func).arguments):
         raise NotImplementedError

@@ -57,8 +57,7 @@ def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], pat
 def require_tied(model: PreTrainedModel, path: str) -> None:
     """Check that a loaded model ties what its config says.
 
-    Raises:
-        WeightsError: transformers left weights untied, which differ in the files.
+    Raises WeightsError: transformers left weights untied, which differ in the files.
     """
     lost = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
     if lost:

@@ -102,16 +102,13 @@ def tiny_model_of(model: PreTrainedModel, ranks: int, memory: float | None = Non
     """Return a smaller stand-in for a model that is too large or on the meta device; None: verify the model itself.
 
     Hidden widths stay. The language model keeps its first layers until each kind of layer occurs, at most four experts
-    per routing group and a few hundred vocabulary rows. Towers keep their first layers. A model on the meta device
-    that is small enough keeps its size and gets random weights.
+    per routing group and a few hundred vocabulary rows. Towers keep their first layers. A model on the meta device that
+    is small enough keeps its size and gets random weights. Raises UserError: the smaller model is too large, too.
 
     Args:
         model: a HF model, or an :class:`OmniModel`.
         ranks: see :func:`fits`.
         memory: available bytes; None: measured, or unlimited if the machine does not report it.
-
-    Raises:
-        UserError: the smaller model is too large, too.
     """
     memory = available_memory() if memory is None else memory
     if fits(model, ranks, memory):
