@@ -172,9 +172,6 @@ def check_rows(modality: str, expected: Sequence[int], got: Sequence[int], sampl
         raise UserError(f"{modality} features do not match their placeholders:\n" + "\n".join(wrong))
 
 
-# Flatten a method's output --------------------------------------------------------------------------------------------
-
-
 def describe(output: Any, used: Sequence[str], rows: int, *, joined: bool = True) -> RowLayout | None:
     """Return the layout of an output with ``rows`` features, or None if no tensor in it has as many.
 
@@ -200,7 +197,8 @@ def flatten(output: Any, layout: RowLayout) -> MediaFeatures:
     values = _fields(output, tuple(layout.fields))
     tensors: dict[str, Tensor] = {}
     splits: list[tuple[int, ...]] = []
-    mask = _validity(values, layout)
+    nodes = ((values[name], node) for name, node in layout.fields.items() if isinstance(node, _Validity))
+    mask = next((value.bool() == node.valid for value, node in nodes), None)
     for name, node in layout.fields.items():
         _collect(values[name], node, mask, tensors, splits)
     main, *side = layout.names
@@ -292,13 +290,6 @@ def _node(
     return value
 
 
-def _validity(values: dict[str, Any], layout: RowLayout) -> Tensor | None:
-    for name, node in layout.fields.items():
-        if isinstance(node, _Validity):
-            return values[name].bool() == node.valid
-    return None
-
-
 def _collect(
     value: Any, node: Any, mask: Tensor | None, tensors: dict[str, Tensor], splits: list[tuple[int, ...]]
 ) -> None:
@@ -322,23 +313,16 @@ def _collect(
             _collect(inner, child, mask, tensors, splits)
 
 
-class Watched:
-    """An output that records which of its fields are read.
-
-    Attributes:
-        output: object to pass to the model instead of the given one.
-        fields: names of the fields read so far, in order.
-    """
-
-    def __init__(self, output: Any) -> None:
-        self.fields: list[str] = []
-        self.output = output
-        if not isinstance(output, ModelOutput):
-            return
-        values = {name: getattr(output, name) for name in {**vars(output), **output}}
-        self.output = _with_fields(type(output), values)
-        # Change the class last: the constructor reads the fields, and transformers registers the class.
-        object.__setattr__(self.output, "__class__", _watching(type(output), values.keys(), self.fields))
+def watched(output: Any) -> tuple[Any, list[str]]:
+    """Return an output to pass to the model instead of this one, and the names of its fields read so far, in order."""
+    read: list[str] = []
+    if not isinstance(output, ModelOutput):
+        return output, read
+    values = {name: getattr(output, name) for name in {**vars(output), **output}}
+    watching = _with_fields(type(output), values)
+    # Change the class last: the constructor reads the fields, and transformers registers the class.
+    object.__setattr__(watching, "__class__", _watching(type(output), values.keys(), read))
+    return watching, read
 
 
 def _watching(kind: type[ModelOutput], known: Set[str], read: list[str]) -> type[ModelOutput]:

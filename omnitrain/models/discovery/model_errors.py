@@ -38,6 +38,15 @@ def failure_of_model(error: Exception) -> str:
 
 
 @contextmanager
+def suppress_errors_of_models() -> Iterator[None]:
+    """End the context at an exception of a model's code; others are raised, see :func:`raise_if_ours`."""
+    try:
+        yield
+    except Exception as error:  # the model's code may raise anything
+        raise_if_ours(error)
+
+
+@contextmanager
 def refusing(what: str) -> Iterator[None]:
     """Turn exceptions of a model's code into a :class:`ModelError` whose message begins with ``what``.
 

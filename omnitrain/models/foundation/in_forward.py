@@ -7,19 +7,18 @@ the same gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
+from omnitrain.models.foundation.zeros_in_step import with_zeros_for
 from omnitrain.recipe.globs import any_layer
 
 
@@ -115,7 +114,7 @@ class ForwardReader:
         live = {n: p for n, p in self._named_parameters().items() if p.requires_grad and not p.is_meta}
         reached = _reached(output.grad_fn)
         self.read.update(name for name, parameter in live.items() if parameter in reached)
-        return _ZeroGradients.apply(output, *live.values())
+        return with_zeros_for(output, live.values())
 
     def parameters_by_key(self) -> dict[str, Iterable[nn.Parameter]]:
         """Return name -> the parameter that only some samples reach; empty if it is given no zeros."""
@@ -165,27 +164,3 @@ def _cast_floats(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
     dtype = model.get_input_embeddings().weight.dtype
     cast = {name: v.to(dtype) for name, v in kwargs.items() if isinstance(v, Tensor) and v.is_floating_point()}
     return args, kwargs | cast
-
-
-class _ZeroGradients(torch.autograd.Function):
-    """Returns ``output``; its backward gives zeros to the other tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, *others: Tensor) -> Tensor:
-        ctx.zeros = [_zeros_for(other) for other in others]
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return gradient, *(zeros(gradient) for zeros in ctx.zeros)
-
-
-def _zeros_for(other: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that makes zeros, sharded as ``other`` is, on its argument's device."""
-    shape, dtype = other.shape, other.dtype
-    if not isinstance(other, DTensor):
-        return lambda near: near.new_zeros(shape, dtype=dtype)
-    mesh, placements, stride, own = other.device_mesh, other.placements, other.stride(), other.to_local().shape
-    return lambda near: DTensor.from_local(
-        near.new_zeros(own, dtype=dtype), mesh, placements, run_check=False, shape=shape, stride=stride
-    )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from omnitrain.models.components.contract import SkippedModule
+from omnitrain.models.foundation.zeros_in_step import with_zeros_for
 from omnitrain.recipe.globs import any_layer
 from omnitrain.torch_private import tree_iter, tree_map
 
@@ -147,7 +148,7 @@ class SkippedCalls:
         """Connect the outputs of all calls to the graph of the first tensor in ``tree``."""
         outputs, running.outputs = running.outputs, []
         first = next(_floating(tree))
-        tied = _Tied.apply(first, *outputs)
+        tied = with_zeros_for(first, outputs)
         return tree_map(lambda value: tied if value is first else value, tree)
 
     def _catch_up(self, running: _Running, index: int) -> None:
@@ -168,26 +169,6 @@ class SkippedCalls:
             return running.input.flatten()[:0]
         weight = next(child.parameters())
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
-
-
-class _Tied(torch.autograd.Function):
-    """Returns ``output`` and connects the outputs of calls to its graph, with gradients of zero.
-
-    It saves a tensor also on ranks that skipped nothing: unpacking the first saved tensor recomputes a block, and all
-    ranks must recompute, and so gather FSDP units, in the same order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, *others: Tensor) -> Tensor:
-        ctx.save_for_backward(output.new_empty(0))
-        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        _ = ctx.saved_tensors
-        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others)
-        return gradients[0], *zeros
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:
