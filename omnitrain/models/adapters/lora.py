@@ -40,25 +40,15 @@ _ROWS = "_rows_that_train"  # of a parameter with a hook for them
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a component.
+    """The adapters of a component."""
 
-    Attributes:
-        rank: rank of each adapter.
-        alpha: adapters are scaled by ``alpha / rank``.
-        linears: names of adapted linear layers, sorted.
-        experts: names of adapted matrices of fused experts, sorted.
-        rslora: adapters are scaled by ``alpha / sqrt(rank)`` instead.
-        dropout: probability of dropping an input of ``A`` in training; of linear layers.
-        tokens: ids of the tokens whose rows of the foundation's embeddings train, too, sorted.
-    """
-
-    rank: int
-    alpha: float
-    linears: tuple[str, ...]
-    experts: tuple[str, ...]
-    rslora: bool = False
-    dropout: float = 0.0
-    tokens: tuple[int, ...] = ()
+    rank: int  # rank of each adapter
+    alpha: float  # adapters are scaled by ``alpha / rank``
+    linears: tuple[str, ...]  # names of adapted linear layers, sorted
+    experts: tuple[str, ...]  # names of adapted matrices of fused experts, sorted
+    rslora: bool = False  # adapters are scaled by ``alpha / sqrt(rank)`` instead
+    dropout: float = 0.0  # probability of dropping an input of ``A`` in training; of linear layers
+    tokens: tuple[int, ...] = ()  # ids of the tokens whose rows of the foundation's embeddings train, too, sorted
 
     @property
     def summary(self) -> str:

@@ -12,59 +12,41 @@ Outcome = Literal["passed", "fallback", "left out", "refused"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        check: name of the check, as in docs/models.md.
-        outcome: ``passed``; ``fallback``: a slower, exact method is used; ``left out``: transformers would train this
-            term and omnitrain does not; ``refused``: the model cannot be trained.
-        fact: the measurement, and the action taken.
-    """
-
-    check: str
+    check: str  # name of the check, as in docs/models.md
+    # ``passed``; ``fallback``: a slower, exact method is used; ``left out``: transformers would train this term and
+    # omnitrain does not; ``refused``: the model cannot be trained
     outcome: Outcome
-    fact: str
+    fact: str  # the measurement, and the action taken
 
 
 @dataclass(frozen=True)
 class SkippedModule:
-    """A module with parameters that a forward calls only for some samples.
+    """A module with parameters that a forward calls only for some samples."""
 
-    Attributes:
-        module: name of the module, with ``*`` for indices in module lists.
-        parent: name of the nearest outer module that every forward calls.
-        takes: sizes of its arguments when they are empty.
-        problem: why it cannot be called on empty arguments; empty string: it can.
-    """
-
-    module: str
-    parent: str
-    takes: tuple[tuple[int, ...], ...] = ()
-    problem: str = ""
+    module: str  # name of the module, with ``*`` for indices in module lists
+    parent: str  # name of the nearest outer module that every forward calls
+    takes: tuple[tuple[int, ...], ...] = ()  # sizes of its arguments when they are empty
+    problem: str = ""  # why it cannot be called on empty arguments; empty string: it can
 
 
 @dataclass(frozen=True)
 class StageContract:
-    """Where a foundation may be cut into pipeline stages. A cut is named by the index of the block after it.
+    """Where a foundation may be cut into pipeline stages. A cut is named by the index of the block after it."""
 
-    Attributes:
-        problem: why it cannot be cut anywhere; empty: it can.
-        cuts: the cuts at which the loss and all gradients equal those of the whole model.
-        refused: other cut -> what was measured there.
-        needs_embeddings: every stage needs the input embeddings, with their media; otherwise only the first does.
-        levels: side features (deepstack levels) -> index of the block after which the model adds them. A side feature
-            without an entry is needed on every stage.
-        returns: number of entries that a block returns, and the index of the hidden states among them; None: it returns
-            only the hidden states.
-        readers: parameter outside of blocks -> the stages that read it: ``first``, ``inner``, ``last``.
-    """
-
-    problem: str = ""
-    cuts: tuple[int, ...] = ()
-    refused: dict[int, str] = field(default_factory=dict)
+    problem: str = ""  # why it cannot be cut anywhere; empty: it can
+    cuts: tuple[int, ...] = ()  # the cuts at which the loss and all gradients equal those of the whole model
+    refused: dict[int, str] = field(default_factory=dict)  # other cut -> what was measured there
+    # every stage needs the input embeddings, with their media; otherwise only the first does
     needs_embeddings: bool = False
+    # side features (deepstack levels) -> index of the block after which the model adds them. A side feature without an
+    # entry is needed on every stage.
     levels: dict[str, int] = field(default_factory=dict)
+    # number of entries that a block returns, and the index of the hidden states among them; None: it returns only the
+    # hidden states
     returns: tuple[int, int] | None = None
+    # parameter outside of blocks -> the stages that read it: ``first``, ``inner``, ``last``
     readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def require(self, model: str, cut: int) -> None:
@@ -95,35 +77,29 @@ class StageContract:
 
 @dataclass(frozen=True)
 class Contract:
-    """How a foundation must be run so that training it is exact.
+    """How a foundation must be run so that training it is exact."""
 
-    Attributes:
-        attention: ``omnitrain``: omnitrain's registered attention; ``native``: the model's own, which cannot pack.
-        head: ``inside``: the loss is computed in the head; ``plain``: on the logits that the model returns.
-        packs: whether several samples may share a pack.
-        segmented: names of module classes that run one sample at a time, because they carry state along the sequence.
-        by_sample: modalities encoded one sample at a time, because the tower mixes the items of a call.
-        tokenwise: modules in which each token of the output reaches only the same token of the last hidden states;
-            items of a module list are named by their index from the end.
-        without_tails: whether tokens after the last supervised token can be skipped.
-        skipped_modules: modules that some samples skip, in the order of a forward that skips none.
-        read_outside: modules whose parameters are read while they do not run, with ``*`` for indices in module lists.
-        beyond_text: modules and bare parameters without a gradient from text and from media that are encoded outside
-            the forward; ``*`` for indices in module lists.
-        findings: the result of every check.
-    """
-
+    # ``omnitrain``: omnitrain's registered attention; ``native``: the model's own, which cannot pack
     attention: Literal["omnitrain", "native"] = "omnitrain"
+    # ``inside``: the loss is computed in the head; ``plain``: on the logits that the model returns
     head: Literal["inside", "plain"] = "inside"
-    packs: bool = True
+    packs: bool = True  # whether several samples may share a pack
+    # names of module classes that run one sample at a time, because they carry state along the sequence
     segmented: tuple[str, ...] = ()
+    # modalities encoded one sample at a time, because the tower mixes the items of a call
     by_sample: tuple[str, ...] = ()
+    # modules in which each token of the output reaches only the same token of the last hidden states; items of a module
+    # list are named by their index from the end
     tokenwise: tuple[str, ...] = ()
-    without_tails: bool = False
+    without_tails: bool = False  # whether tokens after the last supervised token can be skipped
+    # modules that some samples skip, in the order of a forward that skips none
     skipped_modules: tuple[SkippedModule, ...] = ()
+    # modules whose parameters are read while they do not run, with ``*`` for indices in module lists
     read_outside: tuple[str, ...] = ()
+    # modules and bare parameters without a gradient from text and from media that are encoded outside the forward;
+    # ``*`` for indices in module lists
     beyond_text: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()  # the result of every check
 
     @property
     def refusals(self) -> tuple[Finding, ...]:

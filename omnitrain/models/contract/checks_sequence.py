@@ -32,15 +32,10 @@ _SPLITS = ({"sp": 3}, {"sp": 1, "cp": 2})
 
 @dataclass(frozen=True)
 class SequenceContract:
-    """The result of the check.
+    """The result of the check."""
 
-    Attributes:
-        problem: why ranks may not share the sequence; empty: they may.
-        heads: numbers of query heads of the model's attentions.
-    """
-
-    problem: str = ""
-    heads: tuple[int, ...] = ()
+    problem: str = ""  # why ranks may not share the sequence; empty: they may
+    heads: tuple[int, ...] = ()  # numbers of query heads of the model's attentions
 
 
 def sequence_contract_of(model: PreTrainedModel, contract: Contract) -> SequenceContract:

@@ -45,17 +45,11 @@ def attempt(measure: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _
 
 @dataclass(frozen=True)
 class Case:
-    """A probe, and the output of plain transformers for it.
+    """A probe, and the output of plain transformers for it."""
 
-    Attributes:
-        probe: the sample.
-        logits: ``[T, vocabulary]``.
-        losses: ``[n]``, one per supervised token.
-    """
-
-    probe: Probe
-    logits: Tensor
-    losses: Tensor
+    probe: Probe  # the sample
+    logits: Tensor  # ``[T, vocabulary]``
+    losses: Tensor  # ``[n]``, one per supervised token
 
 
 class Trial:

@@ -39,26 +39,19 @@ _DISCOVERED: dict[tuple[type, str], Discovery] = {}
 
 @dataclass(frozen=True)
 class Discovery:
-    """The components and modalities of a model.
+    """The components and modalities of a model."""
 
-    Attributes:
-        interfaces: modality -> how its features are computed and enter the forward.
-        components: name -> names of its parameters. ``foundation`` has all parameters that no other component reads,
-            and those of the text model that a feature method reads (embeddings of image codes).
-        in_forward: modality that only the model's own forward reads -> why its features cannot be computed outside it.
-        forward_arguments: arguments that the forward and the feature methods take for a sample, besides its ids.
-        refused: modality with a feature method that the forward does not accept -> why.
-        positions: computes the position ids of a sample.
-        extras: computes the per-token arguments of a sample.
-    """
-
-    interfaces: dict[str, ModalityInterface]
+    interfaces: dict[str, ModalityInterface]  # modality -> how its features are computed and enter the forward
+    # name -> names of its parameters. ``foundation`` has all parameters that no other component reads, and those of the
+    # text model that a feature method reads (embeddings of image codes).
     components: dict[str, tuple[str, ...]]
+    # modality that only the model's own forward reads -> why its features cannot be computed outside it
     in_forward: dict[str, str]
+    # arguments that the forward and the feature methods take for a sample, besides its ids
     forward_arguments: frozenset[str]
-    refused: dict[str, str]
-    positions: PositionFunction
-    extras: TokenExtras
+    refused: dict[str, str]  # modality with a feature method that the forward does not accept -> why
+    positions: PositionFunction  # computes the position ids of a sample
+    extras: TokenExtras  # computes the per-token arguments of a sample
 
     @property
     def token_ids(self) -> dict[str, int]:

@@ -42,40 +42,24 @@ class _Shared:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How to rebuild a feature method's output from flat features.
+    """How to rebuild a feature method's output from flat features."""
 
-    Attributes:
-        output: class of the output (``None``: it is no :class:`ModelOutput`).
-        fields: field -> nested lists and tuples, in which marks stand for tensors.
-        names: names of the tensors with one row per placeholder, the main one first.
-        shared: names of the tensors that are not per feature.
-        joined: whether all items form one piece (False: one piece per item).
-    """
-
-    output: type | None
-    fields: dict[str, Any]
-    names: tuple[str, ...]
-    shared: tuple[str, ...]
-    joined: bool = True
+    output: type | None  # class of the output (``None``: it is no :class:`ModelOutput`)
+    fields: dict[str, Any]  # field -> nested lists and tuples, in which marks stand for tensors
+    names: tuple[str, ...]  # names of the tensors with one row per placeholder, the main one first
+    shared: tuple[str, ...]  # names of the tensors that are not per feature
+    joined: bool = True  # whether all items form one piece (False: one piece per item)
 
 
 @dataclass(frozen=True)
 class MediaFeatures:
-    """The features of some items of one modality.
+    """The features of some items of one modality."""
 
-    Attributes:
-        main: ``[rows, hidden]``, the features that replace the placeholders.
-        side: further tensors ``[rows, ...]`` by name (deepstack levels, labels of a decoder, ...).
-        shared: tensors that are not per feature, by name (the same for every call).
-        counts: number of features of each item; their sum is ``rows``.
-        layout: how the model's forward expects them.
-    """
-
-    main: Tensor
-    side: dict[str, Tensor]
-    shared: dict[str, Tensor]
-    counts: tuple[int, ...]
-    layout: RowLayout
+    main: Tensor  # ``[rows, hidden]``, the features that replace the placeholders
+    side: dict[str, Tensor]  # further tensors ``[rows, ...]`` by name (deepstack levels, labels of a decoder, ...)
+    shared: dict[str, Tensor]  # tensors that are not per feature, by name (the same for every call)
+    counts: tuple[int, ...]  # number of features of each item; their sum is ``rows``
+    layout: RowLayout  # how the model's forward expects them
 
     def __post_init__(self) -> None:
         assert sum(self.counts) == self.main.size(0)

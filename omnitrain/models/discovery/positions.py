@@ -35,18 +35,13 @@ class PositionFunction:
     """Computes the position ids of one unpacked sample, equal to those the model would compute.
 
     It can be pickled. Each process builds a model instance without weights at the first call.
-
-    Attributes:
-        model: class of the model.
-        config: its config as JSON (with ``model_type``); None: positions are a plain count, with or without media.
-        axes: number of rows of the result; 0: the result is ``[T]``.
-        start: first position.
     """
 
-    model: type[PreTrainedModel]
+    model: type[PreTrainedModel]  # class of the model
+    # its config as JSON (with ``model_type``); None: positions are a plain count, with or without media
     config: str | None
-    axes: int = 0
-    start: int = 0
+    axes: int = 0  # number of rows of the result; 0: the result is ``[T]``
+    start: int = 0  # first position
 
     def __call__(self, ids: _Array, features: Mapping[str, Any], extras: Mapping[str, _Array]) -> _Array:
         """Return the position ids of one sample.

@@ -46,33 +46,19 @@ def media_arguments(model_class: type[PreTrainedModel], modality: str) -> tuple[
 
 @dataclass(frozen=True)
 class ProbeInput:
-    """Makes inputs for the feature method of a modality.
+    """Makes inputs for the feature method of a modality."""
 
-    Attributes:
-        modality: ``image``, ``video`` or ``audio``.
-        main: name of the argument that holds pixels, spectrograms or waveforms.
-        names: names of all arguments to make.
-        layout: layout of the main argument, a key of the tables below.
-        vision: sizes of images and videos.
-        audio: sizes of sound.
-        pinpoints: tile grids that the config allows, ``(height, width)`` in pixels.
-        variable: items differ in size (False: only in content).
-        full_length: clips have the fixed length that the tower takes.
-        grid_frames: frames of a video in units of temporal patches.
-        high_resolution: sizes of a second tower for the same images.
-    """
-
-    modality: str
-    main: str
-    names: tuple[str, ...]
-    layout: str
-    vision: VisionSizes
-    audio: AudioSizes
-    pinpoints: tuple[tuple[int, int], ...] = ()
-    variable: bool = True
-    full_length: bool = False
-    grid_frames: int = 1
-    high_resolution: VisionSizes | None = None
+    modality: str  # ``image``, ``video`` or ``audio``
+    main: str  # name of the argument that holds pixels, spectrograms or waveforms
+    names: tuple[str, ...]  # names of all arguments to make
+    layout: str  # layout of the main argument, a key of the tables below
+    vision: VisionSizes  # sizes of images and videos
+    audio: AudioSizes  # sizes of sound
+    pinpoints: tuple[tuple[int, int], ...] = ()  # tile grids that the config allows, ``(height, width)`` in pixels
+    variable: bool = True  # items differ in size (False: only in content)
+    full_length: bool = False  # clips have the fixed length that the tower takes
+    grid_frames: int = 1  # frames of a video in units of temporal patches
+    high_resolution: VisionSizes | None = None  # sizes of a second tower for the same images
 
     def make(self, items: Sequence[int]) -> dict[str, Tensor]:
         """Return the arguments for these items in one call; content depends only on an item's index (fp32, CPU)."""

@@ -41,17 +41,14 @@ Head = Callable[[Tensor, nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class EncodedMedia:
-    """The features of all media of a pack.
+    """The features of all media of a pack."""
 
-    Attributes:
-        native: modality -> features for the foundation's own placeholders, in the order of the placeholders.
-        inserted: features of attached components, which replace token embeddings: positions ``[n]`` int64 in the
-            flattened batch ``[B * T]``, on the host, and embeddings ``[n, hidden]``.
-        teachers: teacher -> its last hidden states ``[n, width]`` for the tokens from which text is predicted.
-    """
-
+    # modality -> features for the foundation's own placeholders, in the order of the placeholders
     native: dict[str, MediaFeatures] = field(default_factory=dict)
+    # features of attached components, which replace token embeddings: positions ``[n]`` int64 in the flattened batch
+    # ``[B * T]``, on the host, and embeddings ``[n, hidden]``
     inserted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    # teacher -> its last hidden states ``[n, width]`` for the tokens from which text is predicted
     teachers: dict[str, Tensor] = field(default_factory=dict)
 
 

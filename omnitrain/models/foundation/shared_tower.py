@@ -78,17 +78,12 @@ def _called(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 @dataclass
 class _Call:
-    """A call of a stack that ranks share.
+    """A call of a stack that ranks share."""
 
-    Attributes:
-        slice: this rank's slice.
-        offsets: id of an offsets tensor of the whole call -> that tensor, and the slice's.
-        between: output of the latest block.
-    """
-
-    slice: SequenceSlice
+    slice: SequenceSlice  # this rank's slice
+    # id of an offsets tensor of the whole call -> that tensor, and the slice's
     offsets: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    between: Tensor | None = None
+    between: Tensor | None = None  # output of the latest block
 
 
 # The stacks whose calls are shared in this thread -> the running call; None: none is running, or it is not shared.

@@ -57,21 +57,14 @@ def parent_of(name: str, kind: SkippedModule) -> str:
 
 @dataclass
 class _Running:
-    """A forward of a parent.
+    """A forward of a parent."""
 
-    Attributes:
-        input: a floating-point input of the parent.
-        next: index of the next child in order.
-        outputs: results of calls, on empty tensors or not, that are not yet connected to the graph.
-        is_calling: whether a child is being called on empty tensors.
-        has_ended: whether all calls are made and connected to the input of the language-model head.
-    """
-
-    input: Tensor | None
-    next: int = 0
+    input: Tensor | None  # a floating-point input of the parent
+    next: int = 0  # index of the next child in order
+    # results of calls, on empty tensors or not, that are not yet connected to the graph
     outputs: list[Tensor] = field(default_factory=list)
-    is_calling: bool = False
-    has_ended: bool = False
+    is_calling: bool = False  # whether a child is being called on empty tensors
+    has_ended: bool = False  # whether all calls are made and connected to the input of the language-model head
 
 
 # The running forwards of parents in this thread: a backward may recompute a parent while another forward of it runs.

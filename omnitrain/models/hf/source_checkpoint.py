@@ -29,19 +29,13 @@ _NOT_NEEDED = ("*/*", "*.bin", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of the
 
 @dataclass(frozen=True)
 class SourceCheckpoint:
-    """A checkpoint in safetensors files.
+    """A checkpoint in safetensors files."""
 
-    Attributes:
-        folder: its folder.
-        file_of: name of a tensor -> its file.
-        parts: name of a tensor -> what the files have of it, and where it stays: itself, or its parts if quantized.
-        dequantizer: dequantizes tensors; None: none is quantized.
-    """
-
-    folder: Path
-    file_of: Mapping[str, str]
+    folder: Path  # its folder
+    file_of: Mapping[str, str]  # name of a tensor -> its file
+    # name of a tensor -> what the files have of it, and where it stays: itself, or its parts if quantized
     parts: Mapping[str, Mapping[str, Tensor]]
-    dequantizer: Dequantizer | None
+    dequantizer: Dequantizer | None  # dequantizes tensors; None: none is quantized
 
     @classmethod
     def open(cls, path: str) -> SourceCheckpoint:
@@ -135,19 +129,12 @@ class SourceCheckpoint:
 
 @dataclass(frozen=True)
 class MatchedWeights:
-    """A model's weights in the names of its source.
+    """A model's weights in the names of its source."""
 
-    Attributes:
-        source: the checkpoint.
-        values: name without the prefix -> weight.
-        prefix: of the model's names in the files, such as ``thinker.``.
-        others: tensors of the source that the model does not have; they stay in the files.
-    """
-
-    source: SourceCheckpoint
-    values: Mapping[str, Tensor]
-    prefix: str
-    others: Mapping[str, Tensor]
+    source: SourceCheckpoint  # the checkpoint
+    values: Mapping[str, Tensor]  # name without the prefix -> weight
+    prefix: str  # of the model's names in the files, such as ``thinker.``
+    others: Mapping[str, Tensor]  # tensors of the source that the model does not have; they stay in the files
 
     def write(self, folder: Path, dtype: torch.dtype | None) -> None:
         """Write the files of the source, with the model's weights in it, tensor by tensor.

@@ -54,23 +54,14 @@ def num_parameters(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True, eq=False)  # configurations have no hash
 class TinyModel:
-    """A picklable factory of a model with new random weights, the same in every process.
+    """A picklable factory of a model with new random weights, the same in every process."""
 
-    Attributes:
-        model_class: class of the model.
-        config: config of the tiny size.
-        frozen: names of the frozen parameters.
-        adapters: component -> its LoRA adapters, limited to matrices that the tiny model has.
-        tokens: special token id of the full model -> its id in the tiny model.
-        rows: number of ordinary token ids, ``0 .. rows - 1``; None: token ids stay unchanged.
-    """
-
-    model_class: type[PreTrainedModel]
-    config: PreTrainedConfig
-    frozen: frozenset[str]
-    adapters: Mapping[str, Adapters]
-    tokens: Mapping[int, int]
-    rows: int | None
+    model_class: type[PreTrainedModel]  # class of the model
+    config: PreTrainedConfig  # config of the tiny size
+    frozen: frozenset[str]  # names of the frozen parameters
+    adapters: Mapping[str, Adapters]  # component -> its LoRA adapters, limited to matrices that the tiny model has
+    tokens: Mapping[int, int]  # special token id of the full model -> its id in the tiny model
+    rows: int | None  # number of ordinary token ids, ``0 .. rows - 1``; None: token ids stay unchanged.
 
     def __call__(self) -> PreTrainedModel:
         """Build the model, fp32 on the CPU."""

@@ -157,19 +157,12 @@ def _shown_error(error: float) -> str:
 
 @dataclass(frozen=True)
 class _Case:
-    """A layout to verify.
+    """A layout to verify."""
 
-    Attributes:
-        name: its name in reports.
-        plan: its parallel plan.
-        accumulation: micro-batches per step.
-        ranks: number of ranks.
-    """
-
-    name: str
-    plan: ParallelPlan
-    accumulation: int
-    ranks: int
+    name: str  # its name in reports
+    plan: ParallelPlan  # its parallel plan
+    accumulation: int  # micro-batches per step
+    ranks: int  # number of ranks
 
 
 def verify(

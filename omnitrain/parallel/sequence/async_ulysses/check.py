@@ -107,19 +107,12 @@ class _Called:
 
 @dataclass(frozen=True)
 class _Plain:
-    """One plain run of an attention module.
+    """One plain run of an attention module."""
 
-    Attributes:
-        hidden: name of the argument with the hidden states.
-        called: innermost modules with parameters, in the order of their calls.
-        call: the call of attention.
-        results: the output of the module, and the gradients of the hidden states and of each parameter.
-    """
-
-    hidden: str
-    called: list[_Called]
-    call: Call
-    results: dict[str, Tensor]
+    hidden: str  # name of the argument with the hidden states
+    called: list[_Called]  # innermost modules with parameters, in the order of their calls
+    call: Call  # the call of attention
+    results: dict[str, Tensor]  # the output of the module, and the gradients of the hidden states and of each parameter
 
 
 @dataclass(frozen=True, eq=False)
