@@ -65,10 +65,7 @@ def split_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> tupl
 def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write ``adapters/NAME`` for each HF model with adapters: ``foundation``, or an encoder.
 
-    Args:
-        model: a model with adapters, parallelized or not.
-        folder: folder of the checkpoint.
-        weights: whole (unsharded) adapters, and embeddings with rows of added tokens, by their names in ``model``.
+    ``weights``: whole (unsharded) adapters, and embeddings with rows of added tokens, by their names in ``model``.
     """
     for root, adapters in _by_root(model).items():
         into = folder / ADAPTERS / root
@@ -109,14 +106,10 @@ def stored_adapters(model: ComponentModel, path: str | Path) -> dict[str, Adapte
 def load_adapters(model: ComponentModel, path: str | Path, subfolder: str = "", **hub: Any) -> None:
     """Load the adapters of a checkpoint into ``model``, and freeze the components that have adapters.
 
-    Raises UserError: peft is missing, or see :func:`stored_adapters`; WeightsError: tensors are missing, unexpected or
-    have another shape.
-
-    Args:
-        model: a model without adapters, not parallelized. On the meta device it gets only their shapes.
-        path: folder or Hub id of the checkpoint; one without ``adapters`` changes nothing.
-        subfolder: folder of the checkpoint below ``path``.
-        **hub: keyword arguments of ``snapshot_download``.
+    ``model`` has no adapters and is not parallelized; on the meta device it gets only their shapes. A checkpoint at
+    ``path`` (folder or Hub id) and ``subfolder`` without ``adapters`` changes nothing. ``hub``: keyword arguments of
+    ``snapshot_download``. Raises UserError: peft is missing, or see :func:`stored_adapters`; WeightsError: tensors are
+    missing, unexpected or have another shape.
     """
     folders = _folders_at(path, subfolder, **hub)
     add_lora(model, _stored(model, folders))

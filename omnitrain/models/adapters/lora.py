@@ -192,13 +192,8 @@ def add_lora(model: ComponentModel, adapters: Mapping[str, Adapters]) -> None:
     """Freeze components and add adapters to them; the outputs do not change before training (``B`` is zero).
 
     ``A`` has peft's distribution, with a seed from the parameter's name: it is the same on all ranks and in all runs.
-
-    Args:
-        model: not parallelized yet; changed in place.
-        adapters: component -> adapters. A component that already has the same adapters does not change.
-
-    Raises:
-        UserError: peft is missing, or a component already has other adapters.
+    ``model`` is not parallelized yet. A component that already has the same adapters does not change. Raises UserError:
+    peft is missing, or a component already has other adapters.
     """
     present = adapters_of(model)
     new = {name: each for name, each in adapters.items() if present.get(name) != each}

@@ -13,16 +13,10 @@ from omnitrain.ops.attention import use_omnitrain_attention
 
 
 def require_attention_backend(runner: FoundationRunner, backend: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Run two packed texts through a tiny model of the foundation with ``backend``, as training would.
+    """Run two packed texts through a tiny model of the foundation with ``backend``, as training on ``device`` would.
 
-    Raises UserError: the backend cannot compute a layer (the message names the layer, the reason and the backends that
-    can), or the model keeps its own attention.
-
-    Args:
-        runner: runner of the foundation, on any device including ``meta``.
-        backend: name of the backend, not ``auto``.
-        device: device on which the foundation will train.
-        dtype: dtype in which it will compute.
+    ``runner``: on any device including ``meta``. Raises UserError: the backend, which is not ``auto``, cannot compute a
+    layer (the message names the layer, the reason and the backends that can), or the model keeps its own attention.
     """
     model, contract = runner.model, runner.contract
     if contract.attention != "omnitrain":

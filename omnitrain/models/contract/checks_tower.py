@@ -30,13 +30,7 @@ _NUM_ITEMS = 3
 
 
 def native_tower_contract(model: PreTrainedModel, contract: Contract, component: str) -> SequenceContract:
-    """Return the contract of a component inside a foundation, from the cache or by checking a tiny model.
-
-    Args:
-        model: the foundation.
-        contract: the foundation's contract, by which the tiny model runs.
-        component: name of a component that :func:`~omnitrain.models.discovery.discover` finds in the foundation.
-    """
+    """Return the contract of a component of a foundation, from the cache or by a tiny model run by ``contract``."""
     check = partial(check_native_tower, type(model), model.config, contract, component)
     return cached(model, f".{component}.json", SequenceContract, check)
 

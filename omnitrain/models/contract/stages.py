@@ -37,10 +37,7 @@ _MOST_PARAMETERS = 300_000_000
 
 
 def stage_contract_of(model: PreTrainedModel, contract: Contract) -> StageContract:
-    """Return the stage contract of a foundation, from the cache or by checking a tiny model.
-
-    ``contract``: the foundation's contract, by which the tiny model runs.
-    """
+    """Return where a foundation may be cut, from the cache or by checking a tiny model, run by ``contract``."""
     check = partial(check_stages, type(model), model.config, contract, len(text_blocks(model)))
     return cached(model, ".stages.json", StageContract, check)
 
@@ -51,12 +48,6 @@ def check_stages(
     """Check a tiny model of ``config``; if it cannot be cut everywhere, also one with all layers, if that is small.
 
     A model whose tiny model can be cut everywhere can be cut everywhere, too. Otherwise each of its cuts is measured.
-
-    Args:
-        model_class: class of the foundation.
-        config: its config.
-        contract: its contract.
-        num_blocks: number of its blocks.
     """
     if num_blocks < 2:
         return StageContract(f"it has {num_blocks} block")

@@ -235,10 +235,8 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def errors_of(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], scale: float = 0.0) -> dict[str, float]:
     """Return name -> the largest difference relative to the largest expected value of that name.
 
-    Args:
-        found: name -> tensor; a name that only one side has is compared with zeros.
-        expected: name -> tensor.
-        scale: a largest expected value below this part of the largest of all names counts as this part.
+    A name that only one side has is compared with zeros. A largest value below ``scale`` times the largest of all names
+    counts as that.
     """
     least = scale * max(map(largest, expected.values()), default=0.0)
     return {
@@ -264,7 +262,7 @@ def largest(tensor: Tensor | None) -> float:
     """Return the largest absolute value; 0 for None and for an empty tensor."""
     if tensor is None or not tensor.numel():
         return 0.0
-    low, high = tensor.aminmax()
+    low, high = tensor.detach().aminmax()
     return float(torch.maximum(high, -low))
 
 

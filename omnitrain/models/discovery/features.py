@@ -137,13 +137,7 @@ class MediaFeatures:
 def check_rows(modality: str, expected: Sequence[int], got: Sequence[int], samples: Sequence[str]) -> None:
     """Check that each item has as many features as placeholders; transformers silently accepts surplus features.
 
-    Raises UserError: names the samples, and their numbers of placeholders and features.
-
-    Args:
-        modality: modality of the items, for the message.
-        expected: number of placeholders of each item.
-        got: number of features of each item.
-        samples: sample id of each item.
+    Raises UserError: names the samples, and their numbers of placeholders (``expected``) and features (``got``).
     """
     if len(expected) != len(got):
         raise UserError(f"{len(got)} {modality} items were encoded, but the samples have {len(expected)}")
@@ -159,11 +153,7 @@ def check_rows(modality: str, expected: Sequence[int], got: Sequence[int], sampl
 def describe(output: Any, used: Sequence[str], rows: int, *, joined: bool = True) -> RowLayout | None:
     """Return the layout of an output with ``rows`` features, or None if no tensor in it has as many.
 
-    Args:
-        output: return value of the feature method.
-        used: the fields that the model's forward reads.
-        rows: number of placeholders.
-        joined: see :class:`RowLayout`.
+    ``used``: the fields that the model's forward reads. ``joined``: see :class:`RowLayout`.
     """
     values = _fields(output, used)
     masks = _masks(values, rows)

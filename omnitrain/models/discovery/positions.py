@@ -44,15 +44,11 @@ class PositionFunction:
     start: int = 0  # first position
 
     def __call__(self, ids: _Array, features: Mapping[str, Any], extras: Mapping[str, _Array]) -> _Array:
-        """Return the position ids of one sample.
+        """Return the position ids of one sample, ``[axes, T]`` or ``[T]``, int64.
 
-        Returns ``[axes, T]`` or ``[T]``, int64. Raises UserError: the model's function refuses these media; the message
-        quotes its error.
-
-        Args:
-            ids: ``[T]`` token ids.
-            features: the forward's media arguments of this sample alone (grids, lengths, masks, ...), numpy or torch.
-            extras: its per-token arguments (:class:`omnitrain.models.discovery.placeholders.TokenExtras`).
+        ``ids``: ``[T]``. ``features``: the forward's media arguments of this sample alone (grids, lengths, masks, ...),
+        numpy or torch. ``extras``: its per-token arguments, of ``TokenExtras``. Raises UserError: the model's function
+        refuses these media; the message quotes its error.
         """
         plain = np.arange(self.start, self.start + ids.size, dtype=np.int64)
         if self.config is None:

@@ -115,13 +115,9 @@ def _joined(arrays: Sequence[Tensor], dim: int = 0, fill: int = 0) -> Tensor:
 
 
 def candidates(config: PreTrainedConfig, modality: str, main: str, accepted: Sequence[str]) -> Iterator[ProbeInput]:
-    """Yield ways to make inputs of a feature method, the likeliest first.
+    """Yield ways to make inputs of a feature method with the media argument ``main``, the likeliest first.
 
-    Args:
-        config: config of the model.
-        modality: ``image``, ``video`` or ``audio``.
-        main: name of the argument that holds pixels, spectrograms or waveforms.
-        accepted: names of the arguments that the model's forward takes.
+    ``accepted``: names of the arguments that the model's forward takes.
     """
     companions = tuple(name for name in accepted if name in _COMPANIONS_OF[modality])
     choices = [companions, *(tuple(n for n in companions if n != omitted) for omitted in companions), ()]

@@ -109,13 +109,9 @@ def first_position(model: PreTrainedModel) -> int:
 
 
 def text_arguments(model: PreTrainedModel, modality: str = "image", token: int | None = None, rows: int = 2) -> Any:
-    """Return arguments of a forward: ids with placeholders between text, a mask, and per-token arguments.
+    """Return arguments of a forward: ids with ``rows`` placeholders between text, a mask, and per-token arguments.
 
-    Args:
-        model: the HF model.
-        modality: modality of the placeholders.
-        token: id of the placeholder; None: ordinary text.
-        rows: number of placeholders.
+    ``token``: id of the placeholder; None: ordinary text.
     """
     plain = plain_ids(model, 4)
     size = model.get_input_embeddings().weight.size(0)

@@ -40,10 +40,8 @@ class VisionAdapter(ComponentAdapter):
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Return the pixels of an image or of a video's frames, and the number of tokens.
 
-        Shapes: :meth:`VisionEncoder.lm_encode`.
-
-        Raises:
-            ValueError: the patches cannot be joined in blocks of the projector's factor.
+        Shapes: :meth:`VisionEncoder.lm_encode`. Raises ValueError: the patches cannot be joined in blocks of the
+        projector's factor.
         """
         frames = media if modality == "video" else [media]
         index = np.arange(len(frames)) if modality == "video" else np.array([STILL])

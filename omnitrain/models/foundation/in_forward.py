@@ -66,12 +66,9 @@ class ForwardReader:
     """
 
     def __init__(self, model: PreTrainedModel, modalities: Collection[str], unreached: tuple[str, ...]) -> None:
-        """Attach to ``model``.
+        """Attach to ``model``, the foundation.
 
-        Args:
-            model: the foundation.
-            modalities: modalities that only its own forward reads.
-            unreached: see :func:`outermost_unreached`.
+        ``modalities``: those that only its own forward reads. ``unreached``: see :func:`outermost_unreached`.
         """
         self._model, self._name = model, type(model).__name__  # sharding changes the class
         self.modalities, self._unreached = modalities, unreached

@@ -68,12 +68,9 @@ class FoundationRunner:
     """
 
     def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
-        """Attach to ``model``.
+        """Attach to ``model``; its attention and the forwards that the contract names are replaced.
 
-        Args:
-            model: the HF model; its attention and the forwards that the contract names are replaced.
-            contract: the model's contract.
-            native: result of :func:`discover` for the model; None: run it.
+        ``native``: result of :func:`discover` for the model; None: run it.
         """
         self.model = model
         self.contract = contract
@@ -115,13 +112,7 @@ class FoundationRunner:
         return self.joined(features, {name: batch.positions for name, batch in batches.items()})
 
     def calls(self, pack: Pack, name: str, most_elements: int | None = None) -> list[MediaGroup]:
-        """Return the items of each call for a modality (``foundation.image``, ...) of a pack; often one, or none.
-
-        Args:
-            pack: a micro-batch.
-            name: the modality.
-            most_elements: see :func:`media_calls`.
-        """
+        """Return the items of each call for a modality (``foundation.image``, ...); see :func:`media_calls`."""
         if name not in pack.inputs:
             return []
         return list(media_calls(pack.inputs[name], apart=self.apart.get(name), most_elements=most_elements))
@@ -190,15 +181,12 @@ class FoundationRunner:
     ) -> FoundationOutput:
         """Compute the language-model loss of a pack and the last hidden states.
 
-        After :meth:`skip_unread_rows`, hidden states of tokens that no loss of this pack reads are not valid. Raises
-        UserError: the pack has several samples and the model cannot keep them apart, or ranks share the sequence of a
-        sample that the foundation's own forward reads, or such a sample is given to a stage.
+        After :meth:`skip_unread_rows`, hidden states of tokens that no loss of this pack reads are not valid.
 
-        Args:
-            pack: the micro-batch.
-            media: features for the tokens of ``part``.
-            sequence_slice: the tokens to run; losses and hidden states cover only these. None: all tokens.
-            stage: the last stage of a pipeline; None: the whole model.
+        ``sequence_slice``: the tokens to run, with ``media`` for them; losses and hidden states cover only these; None:
+        all tokens. ``stage``: the last stage of a pipeline; None: the whole model. Raises UserError: the pack has
+        several samples and the model cannot keep them apart, or ranks share the sequence of a sample that the
+        foundation's own forward reads, or such a sample is given to a stage.
         """
         with self._local(pack, sequence_slice, stage) as (local, packed):
             loss = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits

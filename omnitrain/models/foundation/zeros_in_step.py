@@ -27,11 +27,7 @@ class GivesZeros(Protocol):
 
 
 class ZerosInStep:
-    """The gradients of zeros of an optimizer step: create it before the first forward.
-
-    Args:
-        givers: what gives gradients of zeros.
-    """
+    """The gradients of zeros that ``givers`` give in an optimizer step: create it before the first forward."""
 
     def __init__(self, givers: Sequence[GivesZeros]) -> None:
         self._givers = givers

@@ -68,16 +68,12 @@ def resolve(
     dtype: torch.dtype | None = None,
     part_of: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None,
 ) -> PreTrainedModel:
-    """Load or build the model that ``source`` names.
+    """Load or build the model that ``source`` names: Hub id or folder, config or its dict (random weights), or a model.
 
-    Raises UserError: no model at the path, an unknown architecture, or a config that its class does not take;
-    WeightsError: tensors are missing, renamed or have another shape.
-
-    Args:
-        source: Hub id or folder (pretrained weights), config or its dict (random weights), or a model.
-        class_of: returns the class that builds a config; None: :func:`model_class`.
-        dtype: dtype of the weights; None: fp32 for random weights, the checkpoint's dtype for loaded weights.
-        part_of: returns the sub-config to build; None: the whole config is built.
+    ``class_of``: returns the class that builds a config; None: :func:`model_class`. ``dtype``: of the weights; None:
+    fp32 for random weights, the checkpoint's dtype for loaded weights. ``part_of``: returns the sub-config to build;
+    None: all. Raises UserError: no model at the path, an unknown architecture, or a config that its class does not
+    take; WeightsError: tensors are missing, renamed or have another shape.
     """
     class_of, part_of = class_of or model_class, part_of or (lambda config: config)
     if isinstance(source, str):
@@ -141,11 +137,8 @@ def foundation_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def require_sub_configs(source: str | dict[str, Any]) -> None:
     """Check that a foundation's config has all sub-configs: transformers fills a missing one with full-size defaults.
 
-    Raises UserError: names the missing sub-configs.
-
-    Args:
-        source: a config as a dict, or its Hub id or folder. Files of older models write the keys of the language model
-            at the top level; that sub-config is then not missing.
+    ``source``: a config as a dict, or its Hub id or folder. Files of older models write the keys of the language model
+    at the top level; that sub-config is then not missing. Raises UserError: names the missing sub-configs.
     """
     if isinstance(source, dict):
         values, config, has_flat_text = source, as_config(source), False
@@ -242,14 +235,10 @@ def require_folder(path: str, what: str) -> None:
 
 
 def folder_with(path: str | Path, pattern: str, **hub: Any) -> Path:
-    """Return the folder ``path``, or download the files of a Hub repository and return their folder.
+    """Return the folder ``path``, or download the files ``pattern`` of a Hub repository and return their folder.
 
-    Raises UserError: neither a folder nor a repository has this name.
-
-    Args:
-        path: folder or Hub id.
-        pattern: glob of the files to download, relative to the repository.
-        **hub: keyword arguments of ``snapshot_download``.
+    ``hub``: keyword arguments of ``snapshot_download``. Raises UserError: neither a folder nor a repository has this
+    name.
     """
     require_folder(str(path), "checkpoint")
     if Path(path).expanduser().is_dir():
@@ -265,18 +254,13 @@ def load_strictly(
 ) -> PreTrainedModel:
     """Call ``cls.from_pretrained(path)`` and check that the tensors of the files are exactly those of the model.
 
-    Quantized weights (fp8, mxfp4) are dequantized for training, on any device. Raises UserError: the folder or its
-    weights are missing, or transformers cannot dequantize the weights; WeightsError: names every tensor that is
-    missing, unexpected or of another shape, and probable renames; or those that the config ties to others, and the
-    files do not.
+    Quantized weights (fp8, mxfp4) are dequantized for training, on any device. ``dtype``: of the weights; None: the
+    checkpoint's. ``allow_extra``: accept tensors in the files that the model does not have (a tower from a whole
+    model); the model's attribute ``unused_tensors`` counts them, and ``source_path`` says where they are.
 
-    Args:
-        cls: model class.
-        path: folder or Hub id.
-        dtype: dtype of the weights; None: the checkpoint's dtype.
-        allow_extra: accept tensors in the files that the model does not have (a tower from a whole model); the model's
-            attribute ``unused_tensors`` counts them, and ``source_path`` says where they are.
-        **kwargs: keyword arguments of ``from_pretrained``.
+    Raises UserError: the folder or its weights are missing, or transformers cannot dequantize the weights;
+    WeightsError: names every tensor that is missing, unexpected or of another shape, and probable renames; or those
+    that the config ties to others, and the files do not.
     """
     require_folder(path, cls.__name__)
     quantized = dequantizing(path) if "config" in kwargs else None

@@ -68,12 +68,7 @@ def partial_blocks_are_dequantized() -> Iterator[None]:
 
 
 class Dequantizer:
-    """Dequantizes tensors of a checkpoint without its model.
-
-    Args:
-        quantization: see :func:`dequantizing`.
-        dtype: dtype of dequantized tensors; also an attribute.
-    """
+    """Dequantizes tensors of a checkpoint to ``dtype`` without a model. ``quantization``: see :func:`dequantizing`."""
 
     def __init__(self, quantization: dict[str, Any], dtype: torch.dtype) -> None:
         self._quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=True)

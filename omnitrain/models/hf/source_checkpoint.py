@@ -85,12 +85,9 @@ class SourceCheckpoint:
     def matched(self, model: PreTrainedModel) -> MatchedWeights:
         """Find the model's weights among the tensors.
 
-        Raises UserError: the files lack weights of the model, or have them with other shapes, or transformers cannot
-        dequantize a tensor that the model does not have.
-
-        Args:
-            model: whole, in memory or in files, and not sharded. It may be a part of the model in the files of the
-                source, whose names then have a prefix.
+        ``model``: whole, in memory or in files, and not sharded. It may be a part of the model in the files, whose
+        names then have a prefix. Raises UserError: the files lack weights of the model, or have them with other shapes,
+        or transformers cannot dequantize a tensor that the model does not have.
         """
         values = self._values(model)
         first = max(values, key=len)
@@ -137,12 +134,10 @@ class MatchedWeights:
     others: Mapping[str, Tensor]  # tensors of the source that the model does not have; they stay in the files
 
     def write(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write the files of the source, with the model's weights in it, tensor by tensor.
+        """Write the files of the source to ``folder``, with the model's weights in it, tensor by tensor.
 
-        Args:
-            folder: an existing folder.
-            dtype: whether weights keep the dtypes of the model. None: they get those of the source. Tensors that the
-                model does not have are copied.
+        ``dtype``: None: weights get the dtypes of the source; else they keep their own. Tensors that the model does not
+        have are copied.
         """
         names_of: defaultdict[str, list[str]] = defaultdict(list)
         for name, file in self.source.file_of.items():

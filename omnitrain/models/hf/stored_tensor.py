@@ -63,11 +63,7 @@ _leaves_in_files: ContextVar[bool] = ContextVar("_leaves_in_files", default=Fals
 
 
 class StoredTensor(Tensor):
-    """A tensor whose elements lie in files.
-
-    Attributes:
-        value: how it is made of them.
-    """
+    """A tensor whose elements lie in files; ``value`` says how it is made of them."""
 
     value: StoredValue
 

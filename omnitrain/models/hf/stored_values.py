@@ -31,13 +31,7 @@ _WIDENINGS = {torch.bfloat16: (torch.float32, torch.float64), torch.float16: (to
 
 
 class StoredValue:
-    """A tensor as a tree over files.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        parts: the values that it is made of; empty for a leaf.
-    """
+    """A tensor as a tree over files. ``parts``: the values that it is made of; empty for a leaf."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -134,11 +128,8 @@ class InMemory(StoredValue):
 class View(StoredValue):
     """A slice or a selection of another value, or the value with its dims in another order, or with new dims of size 1.
 
-    Args:
-        value: the other value.
-        dims: of each dim, the dim of ``value`` that it is, or None for a new dim.
-        ranges: dim of ``value`` -> its first entry, and the number of entries; others are whole. A dim that is not in
-            ``dims`` has one entry.
+    ``dims``: of each dim, the dim of ``value`` that it is, or None for a new dim. ``ranges``: dim of ``value`` -> its
+    first entry, and the number of entries; others are whole. A dim that is not in ``dims`` has one entry.
     """
 
     def __init__(
@@ -221,13 +212,11 @@ def cast(value: StoredValue, dtype: torch.dtype) -> StoredValue:
 
 
 class Computed(StoredValue):
-    """The result of an operation that needs whole tensors.
+    """The result of an operation that needs whole tensors, of the shape and dtype of ``like``.
 
-    Args:
-        operation: its name in torch, such as ``aten.mul.Tensor``, or that of any function: ``module:function``.
-        arguments: its arguments and keyword arguments, values in the place of tensors.
-        index: which of its results; None: it has one.
-        like: a tensor of the result's shape and dtype.
+    ``operation``: its name in torch, such as ``aten.mul.Tensor``, or that of any function: ``module:function``.
+    ``arguments``: its arguments and keyword arguments, values in the place of tensors. ``index``: which of its results;
+    None: it has one.
     """
 
     def __init__(self, operation: str, arguments: tuple[Any, ...], index: int | None, like: Tensor) -> None:

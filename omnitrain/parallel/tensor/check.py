@@ -30,13 +30,9 @@ _TOLERANCE, _SMALLEST = 1e-3, 1e-2
 def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> None:
     """Check that a tiny model, sharded as the foundation will be, has the logits and gradients of the whole one.
 
-    Every tensor parallel rank takes part. Raises UserError: the sharded model does not run, or its results differ; the
-    message has the first difference.
-
-    Args:
-        foundation: the HF model; only its class and config are used.
-        styles: name in the omni model -> style; modules outside of the foundation are not tried.
-        state: the parallel state; its ``tp`` ranks share the tiny model.
+    Every tensor parallel rank takes part. Only the class and config of ``foundation`` are used. ``styles``: name in the
+    omni model -> style; modules outside of the foundation are not tried. Raises UserError: the sharded model does not
+    run, or its results differ; the message has the first difference.
     """
     if problem := _tried(foundation, styles, state, divide=False)[0]:
         raise UserError(
@@ -47,15 +43,7 @@ def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], st
 
 
 def try_tokens(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> TokenSharding:
-    """Check a tiny model whose tokens are divided between its blocks against the whole one.
-
-    Every tensor parallel rank takes part.
-
-    Args:
-        foundation: see :func:`require_same_math`.
-        styles: see :func:`require_same_math`.
-        state: see :func:`require_same_math`.
-    """
+    """Check a tiny model whose tokens are divided between its blocks against the whole one, on all ``tp`` ranks."""
     problem, ends = _tried(foundation, styles, state, divide=True)
     return TokenSharding(f"on a tiny model, {problem}" if problem else "", ends)
 

@@ -68,13 +68,9 @@ def build_with(factory: Factory) -> PreTrainedModel:
 
 
 def require_same_weights(model: PreTrainedModel, first: dict[str, bytes]) -> None:
-    """Require that the factory builds the same weights at every call.
+    """Require that the factory builds the same weights at every call; raises UserError.
 
-    Raises UserError: a weight differs from the first call.
-
-    Args:
-        model: the model of this call.
-        first: parameter name -> digest of its weights in the first call. The first call fills it.
+    ``first``: parameter name -> digest of its weights in the first call, which fills it.
     """
     for name, parameter in model.named_parameters():
         digest = hashlib.blake2b(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy()).digest()

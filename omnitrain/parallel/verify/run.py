@@ -68,13 +68,10 @@ def train(
     routing: tuple[Recording, ...] | None = None,
     steps: int = STEPS,
 ) -> Outcome:
-    """Train on the packs of this rank.
+    """Train on the packs of this rank; a rank of a section has none.
 
-    Args:
-        model: parallelized, or on one process.
-        packs: its micro-batches; none on a rank of a section.
-        routing: a recording per step to replay; None: this run routes tokens itself, and records it.
-        steps: number of steps; one is enough for the loss and the gradients.
+    ``routing``: a recording per step to replay; None: this run routes tokens itself, and records it. ``steps``: one is
+    enough for the loss and the gradients.
     """
     planner = step_planner(model)
     batches = [planner(packs) for _ in range(steps)]

@@ -176,11 +176,7 @@ def verify(
     pool: RankPool | None = None,
     memory: float | None = None,
 ) -> VerifyReport:
-    """Verify a model factory; :func:`omnitrain.verify` also takes recipes, and documents the arguments.
-
-    Raises:
-        UserError: see :func:`omnitrain.verify`.
-    """
+    """Verify a model factory; :func:`omnitrain.verify` also takes recipes, and documents the arguments and errors."""
     require_arguments(model_factory, samples, layouts, nproc, tolerance)
     cases = [_case(layout, nproc) for layout in layouts]
     ranks = pool or RankPool(nproc, preload=("omnitrain.parallel.verify.verify",))
