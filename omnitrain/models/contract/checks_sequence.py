@@ -39,7 +39,7 @@ class SequenceContract:
 
 
 def sequence_contract_of(model: PreTrainedModel, contract: Contract) -> SequenceContract:
-    """Return whether ranks may share a foundation's sequences, from the cache or by a tiny model run by ``contract``."""
+    """Return whether ranks may share a foundation's sequences, from the cache or by a tiny model under ``contract``."""
     check = partial(check_sequence, type(model), model.config, contract)
     return cached(model, ".sequence.json", SequenceContract, check)
 
