@@ -97,7 +97,31 @@ class DatasetLoader:
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        """See :func:`~omnitrain.data.loading.loader.build_dataloader`."""
+        """Check the arguments.
+
+        Args:
+            dataset: any map-style or iterable dataset of rows.
+            processor: turns data rows into samples; see :func:`~omnitrain.data.loading.loader.build_dataloader`.
+            micro_batch_size: rows of a micro-batch.
+            pack_tokens: in place of it, the most tokens of a micro-batch. Each rank packs its share of the rows of a
+                step. Longer samples are skipped.
+            global_batch_size: rows of an optimizer step over all ranks, a multiple of ``micro_batch_size`` and at least
+                one micro-batch for each rank. By default each rank has one micro-batch.
+            collate_fn: makes a micro-batch of a list of rows (or a list with this function). By default an
+                :class:`~omnitrain.data.render.packing_collator.OmniDataCollatorWithPacking`.
+            shuffle: shuffle the rows of each epoch, by ``seed``; by default only of a map-style dataset. An iterable
+                dataset is read in its own order.
+            num_workers: processes that prepare and collate; at most 1 for an iterable dataset.
+            seed: seed of the order, and of what workers draw.
+            max_tokens: with a processor, samples that are longer are skipped.
+            without_tails: with a processor, see :meth:`Sample.without_tail`.
+            rank: ``dp_rank`` of the parallel state; required on several ranks.
+            ranks: ``dp_size`` of it.
+
+        Raises:
+            DataError: the dataset has no rows.
+            UserError: the sizes do not fit the ranks, or ``dataset`` is none.
+        """
         rank, ranks = _rank_and_ranks(rank, ranks)
         self.global_batch_size, self._parts = _step_and_parts(
             micro_batch_size, pack_tokens, global_batch_size, rank, ranks

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
-from omnitrain.data.loading.order import Draw, Order
+from omnitrain.data.loading.order import Draw, SampleOrder
 from omnitrain.data.loading.slots import SlotState
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.fill_pack import Held, fill_pack, num_tokens
@@ -15,7 +15,6 @@ from omnitrain.errors import DataError
 from omnitrain.recipe import Data
 
 _MAX_FAILURES = 1000  # consecutive rejected rows; since the order is shuffled, the others would fail as well
-
 
 Prepared = TypeVar("Prepared", covariant=True)
 
@@ -38,24 +37,14 @@ class SlotPacker(Generic[Held]):
     def __init__(
         self,
         data: Data,
-        order: Order,
+        order: SampleOrder,
         rows: PreparedStreams[Held],
         slot: int,
         state: SlotState,
         alone: bool,
         budget: PackBudget,
     ) -> None:
-        """Continue at ``state``.
-
-        Args:
-            data: the recipe's ``data`` node.
-            order: order of the samples over all slots of the run.
-            rows: prepared rows of the slots of this rank; those that ``state`` holds come first.
-            slot: the slot.
-            state: state of the slot.
-            alone: make packs of one sample.
-            budget: the most that a pack may hold.
-        """
+        """Continue at the ``state`` of a slot. ``rows`` of the slot begin with those that it holds."""
         self._data, self._order, self._rows, self._slot = data, order, rows, slot
         self._alone, self._budget = alone, budget
         self._next_index, self._num_packs, self._begun = state.next_index, state.num_packs, state.begun

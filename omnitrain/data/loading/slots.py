@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from omnitrain.data.loading.order import ORDER_VERSION
 from omnitrain.data.packing.sample import Rejected
+from omnitrain.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,20 @@ class LoaderState:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the state that ``asdict`` turned into ``saved``. A state without a version has the first order."""
+        """Return the state that ``asdict`` turned into ``saved``.
+
+        Raises:
+            UserError: the run began with another order, of an earlier version of omnitrain.
+        """
+        if (version := saved.get("order_version", 1)) != ORDER_VERSION:
+            raise UserError(
+                f"the run began with version {version} of the order of data, and this version of omnitrain has only "
+                f"version {ORDER_VERSION}; start a new run from its weights (`model.checkpoint`), or go on with the "
+                "version of omnitrain that began it"
+            )
         slots = {slot: SlotState.from_saved(state) for slot, state in saved["slots"].items()}
         rejected = tuple(Rejected(**row) for row in saved["rejected"])
-        return cls(**({"order_version": 1} | dict(saved) | {"slots": slots, "rejected": rejected}))
+        return cls(**(dict(saved) | {"slots": slots, "rejected": rejected}))
 
     def of_slot(self, slot: int) -> SlotState:
         """Return the state of one slot.

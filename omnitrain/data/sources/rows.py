@@ -154,14 +154,13 @@ class RowSource(Sequence[Row]):
         takes_markers: whether the recipe says which modalities texts mark.
     """
 
-    def __init__(self, source: DataSource, name: str | None = None, *, copy_parquet: bool = False) -> None:
+    def __init__(self, source: DataSource, name: str | None = None) -> None:
         """Open the data set.
 
         Args:
             source: the recipe's node of the data set.
             name: name in metrics, and in the ids of rows that have none. None: the name of ``source``, or the stem of
                 its path.
-            copy_parquet: see :class:`DataSource`.
 
         Raises:
             DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
@@ -169,7 +168,7 @@ class RowSource(Sequence[Row]):
         files, self._folder = files_of(source)
         self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
         self._reading = Reading(**{key: getattr(source, key) for key in VISUAL_KEYS})
-        self._table = open_table(source, files, self._reader, copy_parquet=copy_parquet)
+        self._table = open_table(source, files, self._reader)
         self.schema, self.columns = self._table.schema, self._table.schema.columns
         self._length = min(len(self._table), source.limit or len(self._table))
         if not self._length:
@@ -207,8 +206,8 @@ class RowSource(Sequence[Row]):
         return self._read(self._table.__getitem__, position)
 
     def outline(self, position: int) -> Row:
-        """Return a row; in the place of a medium's bytes may be whether there are any, if rows are read one by one."""
-        return self._read(getattr(self._table, "outline", self._table.__getitem__), position)
+        """Return a row; in the place of a medium's bytes may be whether there are any."""
+        return self._read(self._table.outline, position)
 
     def _read(self, record_at: Callable[[int], dict[str, Any]], position: int) -> Row:
         try:
@@ -303,7 +302,7 @@ class RowSource(Sequence[Row]):
     @property
     def blocks(self) -> tuple[int, ...]:
         """Number of rows of each part of the data set that is read at once; empty: rows are read one by one."""
-        ends = np.minimum(np.cumsum(getattr(self._table, "blocks", ())), self._length)
+        ends = np.minimum(np.cumsum(self._table.blocks), self._length)
         return tuple(size for size in np.diff(ends, prepend=0).tolist() if size)
 
 
@@ -316,12 +315,8 @@ def _or_data_error(name: str) -> Iterator[None]:
         raise DataError(f"data: {name!r}: {error}") from error
 
 
-def open_sources(sources: Sequence[DataSource], *, copy_parquet: bool = False) -> list[RowSource]:
+def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
     """Open every data set.
-
-    Args:
-        sources: the recipe's nodes.
-        copy_parquet: copy parquet files first, even if the node does not say so (:class:`DataSource`).
 
     Raises:
         DataError: data sets cannot be used; the message has one line per problem.
@@ -334,7 +329,7 @@ def open_sources(sources: Sequence[DataSource], *, copy_parquet: bool = False) -
     opened, problems = [], []
     for source, name in zip(sources, source_names(sources), strict=True):
         try:
-            opened.append(RowSource(source, name, copy_parquet=copy_parquet))
+            opened.append(RowSource(source, name))
         except DataError as error:
             problems.append(str(error))
     if problems:

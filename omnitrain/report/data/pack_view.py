@@ -64,6 +64,11 @@ class ItemView:
     features: Mapping[str, str]
     part: MediaPart | None
 
+    @property
+    def words(self) -> str:
+        """Which component does what with how many tokens."""
+        return f"{self.component} {'writes' if self.is_predicted else 'reads'} {self.num_tokens:,} tokens"
+
 
 @dataclass(frozen=True)
 class GapView:
@@ -96,6 +101,21 @@ class SampleView:
     positions: tuple[tuple[int, int], ...]
     pieces: tuple[Piece, ...]
     others: tuple[MediaPart, ...]
+
+    @property
+    def name(self) -> str:
+        """Source and id of its row."""
+        return f"{self.row.source}: {self.row.id}"
+
+    @property
+    def positions_words(self) -> str:
+        """First and last position of each axis."""
+        return ", ".join(f"{first} to {last}" for first, last in self.positions)
+
+    @property
+    def predicted_words(self) -> str:
+        """Names of losses with their tokens."""
+        return _counts(self.predicted)
 
 
 @dataclass(frozen=True)
@@ -130,6 +150,16 @@ class PackView:
     def fill(self) -> float:
         """Share of the capacity that has tokens."""
         return self.num_tokens / self.capacity
+
+    @property
+    def words(self) -> str:
+        """Its samples, and how full it is."""
+        return f"{len(self.samples)} samples, {self.num_tokens:,} of {self.capacity:,} tokens ({self.fill:.1%} full)"
+
+    @property
+    def predicted_words(self) -> str:
+        """Names of losses with their tokens."""
+        return _counts(self.predicted)
 
 
 @dataclass(frozen=True)
@@ -187,6 +217,10 @@ def view_rejected(rejected: Rejected, row: Row) -> RejectedView:
     except Exception:  # malformed messages fail in any way
         texts, parts = [repr(row.messages)], ()
     return RejectedView(rejected, row, tuple(texts), parts)
+
+
+def _counts(predicted: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in predicted.items() if count) or "none"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -16,12 +17,14 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from omnitrain.page.small_curve import SmallCurve
+from omnitrain.report.curves import Curve, Points, thinned
+from omnitrain.report.svg import draw_curves
 
 _BAR_COLUMNS = 60  # a narrower terminal gets lines
 _LINE_SECONDS = 30.0
 _NOTEBOOK_SECONDS = 0.2  # between two updates of a notebook's bar
 _NOTEBOOK_COLUMNS = 80  # of the bar as text, for viewers without HTML
+_MOST_POINTS = 400  # of a notebook's curve
 _GAP = "  "
 
 
@@ -107,7 +110,7 @@ class _NotebookBar:
 
     def __init__(self, state: _State, console: Console) -> None:
         self.state = state
-        self._curve = SmallCurve("loss of each step")
+        self._losses: Points = []
 
     def start(self) -> None:
         from IPython.display import display
@@ -116,13 +119,18 @@ class _NotebookBar:
         self._drawn_at = time.monotonic()
 
     def on_step(self, loss: float) -> None:
-        self._curve.add(self.state.step, loss)
+        self._add(loss)
         if time.monotonic() - self._drawn_at >= _NOTEBOOK_SECONDS:
             self._draw()
 
     def on_values(self, loss: float) -> None:
-        self._curve.add(self.state.step, loss)
+        self._add(loss)
         self._draw()
+
+    def _add(self, loss: float) -> None:
+        self._losses.append((self.state.step, loss if math.isfinite(loss) else None))
+        if len(self._losses) >= 2 * _MOST_POINTS:
+            self._losses = thinned(self._losses, _MOST_POINTS)
 
     def _draw(self) -> None:
         self._handle.update(self._drawn(), raw=True)
@@ -139,7 +147,8 @@ class _NotebookBar:
         bar = f'<progress value="{state.step}" max="{state.steps}" style="width: 40%"></progress>'
         lines = [f"{bar} {times}", html.escape(_GAP.join(state.values))]
         drawn = f'<div style="font-family: monospace; white-space: pre-wrap">{"<br>".join(lines)}</div>'
-        drawn += self._curve.svg(state.steps)
+        curve = Curve(0, "loss", self._losses)
+        drawn += draw_curves([curve], "loss of each step", end=state.steps) if len(curve.values) > 1 else ""
         return {"text/plain": plain.getvalue().rstrip("\n"), "text/html": drawn}
 
 

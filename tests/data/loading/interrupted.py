@@ -302,7 +302,6 @@ MIXTURES: dict[str, Callable[[Node, Node], Node]] = {
     "stages": staged,
     "epochs": in_epochs,
     "split": split,
-    "first order": weighted,  # of a run that began with it
 }
 RANKS, WORKERS, SLOTS = ("1", "2", "3", "4"), ("0", "1", "3"), ("2", "3")
 
@@ -315,8 +314,8 @@ def data_of(node: Node, mixture: str, folder: Path) -> Node:
 
 
 def is_possible(case: Case) -> bool:
-    """Whether the source has conversations to split, and whether the first order had it: it had no streams."""
-    return case.kind in LONG if case.mixture == "split" else (case.kind, case.mixture) != ("stream", "first order")
+    """Whether the source has conversations to split."""
+    return case.kind in LONG or case.mixture != "split"
 
 
 def possible() -> list[Case]:
