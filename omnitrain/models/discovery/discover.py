@@ -82,20 +82,13 @@ def _discovered(model: PreTrainedModel) -> Discovery:
         reasons = {modality: reason for modality, reason in found.items() if isinstance(reason, str)}
         extras = _extras(model, interfaces)
         positions = _positions(model, interfaces, extras)
-    reads = {m: [name for name in each.parameters if name not in text] for m, each in interfaces.items()}
-    component = _component_of(reads)
-    names = {name: {p for m in component if component[m] == name for p in reads[m]} for name in component.values()}
-    assigned = {path for paths in names.values() for path in paths}
-    every = [name for name, _ in model.named_parameters()]
+    component, components = _components(model, interfaces, text)
     in_forward = {m: reason for m, reason in reasons.items() if media_arguments(type(model), m)}
     # A processor cannot know types that tell prompt from answer: they follow from the supervised tokens.
     not_from_processor = {"input_ids", "labels", *(extras.names if extras.marks_answer else ())}
     return Discovery(
         interfaces={modality: replace(each, component=component[modality]) for modality, each in interfaces.items()},
-        components={
-            FOUNDATION: tuple(path for path in every if path not in assigned),
-            **{name: tuple(path for path in every if path in paths) for name, paths in names.items()},
-        },
+        components=components,
         in_forward=in_forward,
         forward_arguments=frozenset(_taken_by(model)) - not_from_processor,
         refused={m: why for m, why in reasons.items() if m not in in_forward and feature_hosts(model, m)},
@@ -167,14 +160,21 @@ def _axes_with(
     return positions.shape[0] if positions.ndim == 2 else 0
 
 
-def _component_of(reads: Mapping[str, list[str]]) -> dict[str, str]:
-    """Modality -> its component: that of the first modality with which it shares parameters, also through others."""
+def _components(
+    model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface], text: set[str]
+) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Modality -> its component: that of the first modality with shared parameters; component -> its parameters."""
+    reads = {modality: set(interface.parameters) - text for modality, interface in interfaces.items()}
     component: dict[str, str] = {}
     for modality, names in reads.items():
-        joined = list(dict.fromkeys(component[other] for other in component if {*reads[other]} & {*names}))
+        joined = list(dict.fromkeys(component[other] for other in component if reads[other] & names))
         component[modality] = joined[0] if joined else f"{modality}_encoder"
         component = {other: joined[0] if name in joined else name for other, name in component.items()}
-    return component
+    owner = {path: name for modality, name in component.items() for path in reads[modality]}
+    components: dict[str, list[str]] = {name: [] for name in (FOUNDATION, *component.values())}
+    for path, _ in model.named_parameters():
+        components[owner.get(path, FOUNDATION)].append(path)
+    return component, {name: tuple(paths) for name, paths in components.items()}
 
 
 def _taken_by(model: PreTrainedModel) -> Iterator[str]:
