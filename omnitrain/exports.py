@@ -37,11 +37,7 @@ def on_first_use(
     Args:
         package: name of the package.
         homes: name -> the module that has it.
-        elsewhere: name that another library's package of this kind has -> what to write instead.
-
-    Raises:
-        ImportError: later, of a name of ``elsewhere``.
-        AttributeError: later, of any other name.
+        elsewhere: name that another library's package of this kind has -> what an ImportError says to write instead.
     """
 
     def get(name: str) -> Any:

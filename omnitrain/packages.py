@@ -61,11 +61,7 @@ def _torchvision_command() -> str:
 
 
 def require_fitting_torchvision() -> None:
-    """Check that torchvision, if it is installed, imports: transformers imports it, and fails deep inside.
-
-    Raises:
-        UserError: torchvision is installed, but was built for another torch.
-    """
+    """Raise a UserError if torchvision was built for another torch: transformers imports it, and fails deep inside."""
     if problem := torchvision_problem():
         raise UserError(problem)
 

@@ -1,7 +1,7 @@
 """Write the files of a model, of pieces in the memory of the CPU.
 
-This imports no transformers, which takes the process that writes seconds and memory. Where a model's tensors are
-converted by transformers, they come with the function that does it, which imports it.
+This imports no transformers, which takes the process that writes seconds and memory: a conversion by transformers comes
+as a function that imports it.
 """
 
 from __future__ import annotations

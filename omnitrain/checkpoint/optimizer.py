@@ -1,8 +1,7 @@
-"""Save and load the state of an optimizer. Each rank writes and reads its shards.
+"""Save and load the state of an optimizer. Each rank writes and reads its shards; nothing is gathered.
 
 The files are those of ``torch.distributed.checkpoint``. Tensors in them are named ``PARAMETER.KEY``
-(``head.weight.exp_avg``) and have the shape of the whole parameter, so a run can continue under any layout. Nothing is
-gathered.
+(``head.weight.exp_avg``) and have the shape of the whole parameter, so a run can continue under any layout.
 """
 
 from __future__ import annotations
@@ -44,21 +43,14 @@ _SHOWN = 3  # examples in an error message
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The part of an optimizer's state that one rank writes.
-
-    Attributes:
-        pieces: of its tensors, named ``PARAMETER.KEY``.
-        values: ``PARAMETER.KEY`` -> number or text.
-    """
+    """The part of an optimizer's state that one rank writes: pieces and other values, all named ``PARAMETER.KEY``."""
 
     pieces: Sequence[Piece]
     values: Mapping[str, Any]
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Save the state of ``optimizer``. Parameters that never had a gradient have none.
-
-    All ranks of the model call this.
+    """Save the state of ``optimizer``; parameters without any gradient so far have none. All its ranks call this.
 
     Args:
         model: the model, sharded or not, whose parameter names are used.
@@ -80,15 +72,9 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 def optimizer_state(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, owners: PieceOwners
 ) -> OptimizerState:
-    """Return the part of the state of ``optimizer`` that this rank writes.
+    """Return the part of the state of ``optimizer`` that this rank writes (:func:`save_optimizer`).
 
-    Args:
-        parameters: name -> parameter of the model (:func:`parameters_at_rest`).
-        optimizer: see :func:`save_optimizer`.
-        owners: of ``parameters``.
-
-    Raises:
-        UserError: see :func:`save_optimizer`.
+    ``parameters`` are those of the model by their names (:func:`parameters_at_rest`), ``owners`` are theirs.
     """
     names = _names(parameters, optimizer)
     state = optimizer.state_dict()
@@ -107,11 +93,7 @@ def optimizer_state(
 
 
 def write_optimizer(state: OptimizerState, folder: str | Path, peers: Peers) -> None:
-    """Write what :func:`save_optimizer` writes, of pieces in the memory of the CPU. All ``peers`` call this.
-
-    Raises:
-        OSError: writing failed. This and any other error of writing is raised on all ranks.
-    """
+    """Write what :func:`save_optimizer` writes, of pieces in the memory of the CPU. All ``peers`` call this."""
     _together(peers, lambda: (Path(folder) / _INDEX).unlink(missing_ok=True) if peers.rank == 0 else None)
     writer = dcp.FileSystemWriter(folder)
     writer.set_up_storage_writer(peers.rank == 0)
@@ -185,9 +167,7 @@ def _together(peers: Peers, work: Callable[[], T]) -> T:
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Load the state that :func:`save_optimizer` saved, under any layout and precision.
-
-    All ranks of the model call this.
+    """Load what :func:`save_optimizer` saved, under any layout and precision. All ranks of the model call this.
 
     Args:
         model: a model with the same parameter names and shapes as the saved one. Parameters that had an fp32 copy and

@@ -290,7 +290,7 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
         raise typer.Exit(_launch(recipe, ["-m", "omnitrain", *command], nproc, max_restarts, continues=bool(resume)))
 
     from omnitrain.parallel.state import leave_process_groups
-    from omnitrain.train import Trainer
+    from omnitrain.train.trainer import Trainer
 
     with _all_problems(recipe, name, world_size()) if begins else contextlib.nullcontext():
         trainer = Trainer(recipe, resume=resume)

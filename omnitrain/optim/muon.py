@@ -123,12 +123,7 @@ def _axes_of_matrices(parameter: Tensor) -> list[int]:
 
 
 def _orthogonal_shards(shards: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """Return the shards of orthogonalized matrices.
-
-    Args:
-        shards: this rank's shards of matrices.
-        like: a parameter with the shape and placements of each of them.
-    """
+    """Return the shards of orthogonalized matrices, each with the shape and placements of the parameter ``like``."""
     axes, stacked = _axes_of_matrices(like), torch.stack(list(shards))
     if not axes:
         return list(_in_chunks(stacked).unbind(0))

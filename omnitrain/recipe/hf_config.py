@@ -63,13 +63,7 @@ _FIELD_IN_MESSAGE = re.compile(r"Validation error for field '(\w+)':\s*(?:\w+Err
 
 
 def check_hf_config_keys(value: Any) -> Any:
-    """Check the dict of a HF config, including sub-configs, before a model is built from it.
-
-    Args:
-        value: keys of a HF config with ``model_type``; pydantic checks anything that is not a dict.
-
-    Returns:
-        ``value``, unchanged.
+    """Check the dict of a HF config, including sub-configs, before a model is built from it, and return it unchanged.
 
     Raises:
         ValidationError: every unknown ``model_type``, every key that the config class does not have (with the

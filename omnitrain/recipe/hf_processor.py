@@ -22,13 +22,7 @@ _UNNAMED = (
 
 
 def check_hf_processor_keys(value: Any) -> Any:
-    """Check the arguments of a HF image processor or feature extractor, including sizes.
-
-    Args:
-        value: keyword arguments; pydantic checks anything that is not a dict.
-
-    Returns:
-        ``value``, unchanged.
+    """Check the arguments of a HF image processor or feature extractor, including sizes, and return them unchanged.
 
     Raises:
         ValidationError: every unknown type, and every key that the class does not have (without a named type: that no

@@ -36,31 +36,7 @@ _EXAMPLES = {word: f"{word}2" for word in _NUMBERED} | {"hsdp": "hsdp2x2"} | {fl
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to distribute training, which must not change its result.
-
-    Attributes:
-        dp_replicate: number of copies of the parameters.
-        dp_shard: number of ranks over which a copy is sharded.
-        tp: number of tensor parallel ranks.
-        ulysses: number of ranks that share a sequence by exchanging tokens for heads.
-        cp: number of ranks that share a sequence in a ring.
-        ep: number of expert parallel ranks, among the data-parallel and sequence ranks.
-        pp: number of pipeline ranks.
-        chunks: number of pipeline stages per rank.
-        gpipe: the pipeline runs all forwards, then all backwards.
-        zbv: the pipeline runs the schedule ``zbv``.
-        paired: the forward of a micro-batch and the backward of another run in turn.
-        mode: how the parameters are distributed over the data-parallel ranks.
-        accumulation: micro-batches per optimizer step.
-        recompute: the backward recomputes activations.
-        offload: activations, parameters and optimizer state are kept in CPU memory.
-        world: any rank encodes an item; with ``pp``, ranks of all stages.
-        group: any of the ranks that hold a sample encodes its items.
-        bf16: compute in bf16, with fp32 weights.
-        bf16_param: the weights are bf16, too.
-        window: micro-batches whose items are encoded together; 1: the default of the plan.
-        sections: names and settings of sections, which have ranks of their own.
-    """
+    """A way to distribute training, which must not change its result: the words of :func:`parse_layout`, by field."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -85,11 +61,7 @@ class Layout:
     sections: tuple[tuple[str, Section], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the degrees.
-
-        Raises:
-            UserError: a degree is not an integer of at least 1.
-        """
+        """Raise a UserError if a degree is not an integer of at least 1."""
         for field in (*_DEGREES, "chunks", "accumulation", "window"):
             degree = getattr(self, field)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:

@@ -10,12 +10,9 @@ LOCATED = "located"  # pydantic type of these problems; their message needs no a
 
 
 def located(message: str, at: tuple[str | int, ...], given: Any) -> InitErrorDetails:
-    """Return a problem for ``ValidationError.from_exception_data``, which a validator may raise.
+    """Return a problem for ``ValidationError.from_exception_data``, at the keys ``at`` below the validated node.
 
-    Args:
-        message: says what was found, what was expected and what to change.
-        at: keys from the validated node to the value.
-        given: the value.
+    ``message`` says what was found, what was expected and what to change.
     """
     # The message is passed in the context: in a template, its braces would be read as fields.
     error = PydanticCustomError(LOCATED, "{message}", {"message": message})

@@ -9,16 +9,9 @@ from omnitrain.recipe.yaml_text import parse_yaml
 
 
 def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
-    """Set values in ``tree``, in place and in order.
+    """Set ``key.sub=value`` in ``tree``, in place and in order; values are YAML, numbers index lists.
 
-    Does not check keys: validation of the tree finds unknown ones.
-
-    Args:
-        tree: the recipe as parsed YAML.
-        overrides: ``key.sub=value``; values are YAML, numbers index lists (``data.train.0.path=...``).
-
-    Returns:
-        One line per override that could not be applied.
+    Validation of the tree finds unknown keys. Returns one line per override that could not be applied.
     """
     problems = []
     for override in overrides:

@@ -16,11 +16,7 @@ from omnitrain.recipe.yaml_text import dump_yaml
 
 
 def require_heads(recipe: Recipe, decoders: Iterable[str]) -> None:
-    """Run :meth:`Recipe.check_heads` on a recipe with a checkpoint, whose decoders are known only after loading.
-
-    Raises:
-        RecipeError: the recipe names heads that the model does not have; lists all of them.
-    """
+    """Run :meth:`Recipe.check_heads` on a recipe with a checkpoint, whose decoders are known only after loading."""
     try:
         recipe.check_heads(decoders)
     except ValidationError as error:

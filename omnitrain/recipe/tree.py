@@ -33,19 +33,20 @@ class Recipe(Strict):
     """Everything that a run needs. Every run saves its resolved recipe, which can be run again as it is."""
 
     # Must be the first field, so that plugins are imported before other fields are validated: they add model types.
-    plugins: list[Annotated[str, AfterValidator(import_plugin)]] = Field(
-        default_factory=list,
-        description="Your own modules (`MODULE` or `FILE.py`) that register classes; imported before the rest of the "
-        "recipe.",
-    )
-    output_dir: str = Field("runs/default", description="Folder of the run: recipe, metrics, checkpoints, evaluation.")
-    model: Model = Field(description="The omni model.")
-    data: Data = Field(description="Data sets and packing.")
-    train: Train = Field(default_factory=Train, description="The training loop.")
-    parallel: ParallelPlan = Field(
-        default_factory=ParallelPlan, description="How the components are distributed over ranks."
-    )
-    evaluation: Evaluation | None = Field(None, description="Evaluation at the end of the run. Unset: none.")
+    plugins: list[Annotated[str, AfterValidator(import_plugin)]] = Field(default_factory=list)
+    """Your own modules (`MODULE` or `FILE.py`) that register classes; imported before the rest of the recipe."""
+    output_dir: str = "runs/default"
+    """Folder of the run: recipe, metrics, checkpoints, evaluation."""
+    model: Model
+    """The omni model."""
+    data: Data
+    """Data sets and packing."""
+    train: Train = Field(default_factory=Train)
+    """The training loop."""
+    parallel: ParallelPlan = Field(default_factory=ParallelPlan)
+    """How the components are distributed over ranks."""
+    evaluation: Evaluation | None = None
+    """Evaluation at the end of the run. Unset: none."""
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that a different node makes idle."""
@@ -187,14 +188,7 @@ class Recipe(Strict):
         return self.measures_heldout_loss(step) if is_heldout else self.writes_metrics(step)
 
     def check_heads(self, decoders: Iterable[str]) -> None:
-        """Check that the heads that keys of the recipe name are ``text`` or in ``decoders``.
-
-        These keys are ``train.loss_weights``, ``train.losses``, ``train.keep_best``, ``train.early_stopping.metric``
-        and ``evaluation.sampling``.
-
-        Raises:
-            ValidationError: lists every other name with the nearest valid one.
-        """
+        """Raise a ValidationError for each head that a key names, and that is not ``text`` or in ``decoders``."""
         heads = {"text", *decoders}
         weights, sampling = self.train.loss_weights, self.evaluation.sampling if self.evaluation else {}
         named: dict[tuple[str, ...], Any] = {("train", "loss_weights", name): value for name, value in weights.items()}

@@ -12,25 +12,14 @@ from pydantic import BaseModel
 
 
 class Idle(NamedTuple):
-    """A key that can have no effect with the given other keys, model and data.
-
-    Attributes:
-        key: dotted path from a node of the recipe to the value; numbers index lists.
-        why: the reason, and what to do.
-    """
+    """A key that can have no effect: its dotted path from a node (numbers index lists), the reason, and what to do."""
 
     key: str
     why: str
 
 
 class IdleValue(NamedTuple):
-    """The value of an idle key that is set.
-
-    Attributes:
-        path: names and indices from the node to the value.
-        value: the value.
-        problem: message with the value, the reason why it has no effect, and what to do.
-    """
+    """The value of an idle key that is set: names and indices from the node to it, itself, and the message."""
 
     path: tuple[str | int, ...]
     value: Any

@@ -71,11 +71,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
 
 class Callbacks:
-    """The callbacks of a run on one rank.
-
-    Args:
-        callbacks: in the order of their calls.
-        peers: all ranks of the run.
+    """The callbacks of a run on one rank, in the order of their calls; ``peers`` are all ranks.
 
     Raises:
         UserError: one is no :class:`Callback`, or has a method for an event that does not exist, or ranks have others.

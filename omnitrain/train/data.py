@@ -76,12 +76,7 @@ def show_unread(recipe: Recipe, sources: Sequence[RowSource], processor: OmniPro
 
 
 def spared(recipe: Recipe, model: OmniModel) -> list[str]:
-    """Return the components that need no data: frozen components of a checkpoint, which the recipe cannot remove.
-
-    Args:
-        recipe: recipe of the run.
-        model: model with its frozen components.
-    """
+    """Return the components that need no data: frozen components of a checkpoint, which the recipe cannot remove."""
     if recipe.model.checkpoint is None:
         return []
     parameters_by_name = model.components.items()

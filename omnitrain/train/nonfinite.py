@@ -51,9 +51,6 @@ class Origin(NamedTuple):
 class OriginFinder:
     """Finds where the first value is not finite while a step is computed.
 
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-
     Attributes:
         found: the first one on this rank. None: all values were finite.
     """
@@ -153,7 +150,7 @@ def not_finite_error(
         loss: its total loss.
         norm: its gradient norm.
         packs: losses of this rank's packs.
-        origin: where it began on this rank, as an :class:`OriginFinder` found when the step was computed again.
+        origin: where it began on this rank, as an :class:`OriginFinder` found.
         peers: ranks of the run.
         recipe: recipe of the run, whose settings the message names.
         mixed: whether the model computes in bfloat16.

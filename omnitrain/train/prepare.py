@@ -51,13 +51,9 @@ class PreparedModel:
 
 
 def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> PreparedModel:
-    """Build the model of ``recipe``, ready to train. Every rank calls this.
+    """Build the model of ``recipe`` on ``device``, ready to train. Every rank calls this.
 
-    Args:
-        recipe: recipe of the run.
-        ranks: ranks of the run.
-        device: device of this rank.
-        checkpoint: verified checkpoint to resume from. None: start a new run.
+    ``checkpoint`` is the verified one to resume from. None: start a new run.
 
     Raises:
         UserError: recipe and weights do not fit together.

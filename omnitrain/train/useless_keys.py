@@ -20,12 +20,7 @@ _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kw
 
 
 def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> None:
-    """Check that every key that ``recipe`` sets has an effect on its model.
-
-    Args:
-        recipe: recipe of the model.
-        model: the model, on any device.
-        processor: processor of the model.
+    """Check that every key that ``recipe`` sets has an effect on its model, which may be on any device.
 
     Raises:
         UserError: keys have no effect; the message has one line per key.

@@ -17,8 +17,8 @@ from omnitrain.recipe import Recipe
 from omnitrain.report import write as write_module
 from omnitrain.report.media import spectrogram
 from omnitrain.report.write import write_report
-from omnitrain.train import Trainer
 from omnitrain.train.metrics.console import console
+from omnitrain.train.trainer import Trainer
 from tests.report.parsed import Page, self_contained
 from tests.report.runs import line, save_run, save_samples, whole_run
 from tests.tiny import tiny_recipe

@@ -127,7 +127,7 @@ def test_a_step_without_targets_changes_nothing_and_is_counted(tmp_path: Path) -
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}
     assert trainer.train_step(step_planner(trainer.model, trainer.ranks.rendezvous)([empty])) == (0.0, 0.0)
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
-    assert trainer.steps_without_targets == 1
+    assert trainer.measures.steps_without_targets == 1
 
 
 def test_data_in_which_nobody_answers_end_the_run(tmp_path: Path) -> None:

@@ -29,12 +29,6 @@ def save_samples(
 
     ``samples.json`` has the same for programs. Samples of an earlier step move to the folder ``step-N``.
 
-    Args:
-        answers: the answers, in any order.
-        folder: folder of the files; created if missing.
-        per_source: maximum number of answers of each source.
-        step: optimizer steps done.
-
     Returns:
         The path of the markdown file, and the samples in it.
     """
@@ -66,16 +60,7 @@ def save_samples(
 
 
 def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str | Path]:
-    """Write generated media as ``STEM_N.png`` and ``STEM_N.wav``.
-
-    Args:
-        parts: texts, ``PIL.Image`` and ``Waveform``.
-        folder: folder of the files.
-        stem: start of the file names.
-
-    Returns:
-        One entry per part: the text, or the path of the written file.
-    """
+    """Write generated ``PIL.Image`` and ``Waveform`` as ``STEM_N.png`` and ``STEM_N.wav``; return texts and paths."""
     shown: list[str | Path] = []
     for position, part in enumerate(parts):
         if isinstance(part, str):

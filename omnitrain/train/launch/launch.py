@@ -42,11 +42,7 @@ _HURRY_SECONDS = 10.0  # time for the ranks to end after the second signal
 
 
 class RanksLostError(TrainingError):
-    """Ranks were killed from outside of the run, by the system's out-of-memory killer for example, or crashed.
-
-    Attributes:
-        ranks: these ranks.
-    """
+    """Ranks were killed from outside of the run, by the system's out-of-memory killer for example, or crashed."""
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -179,12 +175,7 @@ class _Signals:
 
 @dataclass
 class _Ranks:
-    """The processes and their exit codes.
-
-    Attributes:
-        codes: rank -> exit code, in the order in which the ranks ended.
-        killed: ranks that did not end in time.
-    """
+    """The processes, their exit codes in the order of their ends, and the ranks that did not end in time."""
 
     processes: Mapping[int, Popen]
     stop_seconds: float

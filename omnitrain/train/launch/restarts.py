@@ -32,9 +32,6 @@ def launch_with_restarts(
 
     Returns:
         The exit code of the last start, or 143 if the run does not work on the ranks that are left.
-
-    Raises:
-        UserError, TrainingError: see :func:`launch`; of the last start.
     """
     left = used = list(range(nproc))
     places: list[int] | None = None  # all of them

@@ -45,16 +45,7 @@ _LORA_KEYS = re.compile(r"parallel\.(default|components\.[^.]+)\.lora\b")
 
 
 def require_same_run(begun: Recipe, now: Recipe, folder: Path) -> None:
-    """Raise if a run cannot be resumed with a changed recipe.
-
-    Args:
-        begun: the recipe that the run was started with.
-        now: the recipe to resume with.
-        folder: folder of the run.
-
-    Raises:
-        UserError: keys changed that must not; the message lists them with both values.
-    """
+    """Raise a UserError with all keys that must not change and differ from the recipe with which the run was begun."""
     old, new = (dict(_leaves(recipe.model_dump())) for recipe in (begun, now))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and not _may_change(key))
     if keys:
@@ -63,16 +54,7 @@ def require_same_run(begun: Recipe, now: Recipe, folder: Path) -> None:
 
 
 def require_same_rows(had: Sequence[int], have: Sequence[int], folder: Path) -> None:
-    """Raise if the number of rows of a training data set changed, because the order of rows would change.
-
-    Args:
-        had: rows of each training data set when the checkpoint was saved.
-        have: rows of each now.
-        folder: folder of the run.
-
-    Raises:
-        UserError: numbers of rows changed; the message lists the data sets.
-    """
+    """Raise a UserError if the number of rows of a training data set changed, because their order would change."""
     pairs = enumerate(zip(had, have, strict=True))
     changes = [f"  data.train.{source}: had {old} rows, has {new}" for source, (old, new) in pairs if old != new]
     if changes:

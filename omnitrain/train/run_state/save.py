@@ -66,14 +66,7 @@ class Saver:
         self._begun: int | None = None  # step of the checkpoint that the process is writing
 
     def rehearse(self, state: TrainingState) -> None:
-        """Do all that a save does except to copy and to write, so that it fails at the start of a run if it would.
-
-        Args:
-            state: see :meth:`save`.
-
-        Raises:
-            UserError: the optimizer has a state that cannot be stored.
-        """
+        """Do all that a save does except to copy and to write, so that it fails at the start of a run if it would."""
         snapshot = self._snapshot(state, None)
         reason = ""
         if self._in_background:
@@ -185,15 +178,7 @@ class Saver:
 
 
 class _Snapshots:
-    """Takes snapshots of a run. What does not change while it trains is computed once.
-
-    Args:
-        run: folder of the run.
-        model: the model, sharded or not.
-        processor: processor of the model.
-        optimizer: optimizer of its trained parameters.
-        peers: the ranks of the run, which all make one and call its method.
-    """
+    """Takes snapshots of a run. What does not change while it trains is computed once, on all ranks together."""
 
     def __init__(
         self, run: Path, model: OmniModel, processor: OmniProcessor, optimizer: torch.optim.Optimizer, peers: Peers
@@ -208,15 +193,7 @@ class _Snapshots:
             self._processor |= self._on_first(lambda folder: save_tokenizer(folder / ADAPTERS / FOUNDATION))
 
     def take(self, state: TrainingState, line: Mapping[str, Any] | None) -> Snapshot:
-        """Return a snapshot, whose tensors are those that train, without copies.
-
-        Args:
-            state: state of the run. Only the first rank, which writes it, needs its data.
-            line: the line of ``metrics.jsonl`` of that step. None: there is none.
-
-        Raises:
-            UserError: the optimizer has a state that cannot be stored.
-        """
+        """Return a snapshot, whose tensors are those that train, without copies; see :meth:`Saver.save`."""
 
         def write(folder: Path) -> None:
             write_state(folder, state, trainable(self._model))

@@ -61,12 +61,7 @@ def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) ->
 
 
 def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-    """Read the state that :func:`write_state` wrote, and load the optimizer's state, under any layout.
-
-    Args:
-        folder: folder of the checkpoint, with the optimizer's state in ``optimizer``.
-        model: the model to train; all its ranks call this.
-        optimizer: optimizer of the model.
+    """Read what :func:`write_state` wrote, and load the optimizer's state, under any layout. All ranks call it.
 
     Raises:
         UserError: the trained parameters are not those of the checkpoint.

@@ -102,14 +102,7 @@ class CheckpointWriter:
 
 
 def main(connection: Connection, descriptor: int, parent: int, number: int) -> None:
-    """Write what arrives, in the process of its own.
-
-    Args:
-        connection: to the process that trains.
-        descriptor: of the shared memory.
-        parent: id of the process that trains.
-        number: see :class:`CheckpointWriter`.
-    """
+    """Entry of the writer process: write each snapshot that arrives on ``connection`` from the process ``parent``."""
     end_with_parent()  # another run may continue in its folder
     if os.getppid() != parent:  # it ended before the call above
         return
