@@ -157,19 +157,12 @@ def _shown_error(error: float) -> str:
 
 @dataclass(frozen=True)
 class _Case:
-    """A layout to verify.
+    """A layout to verify."""
 
-    Attributes:
-        name: its name in reports.
-        plan: its parallel plan.
-        accumulation: micro-batches per step.
-        ranks: number of ranks.
-    """
-
-    name: str
-    plan: ParallelPlan
-    accumulation: int
-    ranks: int
+    name: str  # its name in reports
+    plan: ParallelPlan  # its parallel plan
+    accumulation: int  # micro-batches per step
+    ranks: int  # number of ranks
 
 
 def verify(
@@ -183,11 +176,7 @@ def verify(
     pool: RankPool | None = None,
     memory: float | None = None,
 ) -> VerifyReport:
-    """Verify a model factory; :func:`omnitrain.verify` also takes recipes, and documents the arguments.
-
-    Raises:
-        UserError: see :func:`omnitrain.verify`.
-    """
+    """Verify a model factory; :func:`omnitrain.verify` also takes recipes, and documents the arguments and errors."""
     require_arguments(model_factory, samples, layouts, nproc, tolerance)
     cases = [_case(layout, nproc) for layout in layouts]
     ranks = pool or RankPool(nproc, preload=("omnitrain.parallel.verify.verify",))

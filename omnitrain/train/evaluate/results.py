@@ -9,7 +9,7 @@ from omnitrain.train.evaluate.evaluate import Evaluation
 from omnitrain.train.evaluate.media_files import save_samples
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import show_scores
-from omnitrain.train.metrics.shown_sample import ShownSample
+from omnitrain.train.metrics.trackers import ShownSample
 from omnitrain.train.run_state.run_folder import RunFolder
 
 
