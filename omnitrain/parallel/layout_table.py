@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 
-from omnitrain.page.html import Cell, heading, table
-from omnitrain.page.text import as_text
-from omnitrain.page.whole import part_of_notebook
+from omnitrain.terminal import as_text
 
-_COLUMNS = (
+LAYOUT_COLUMNS = (
     "component",
     "section",
     "mode",
@@ -24,7 +21,7 @@ _COLUMNS = (
     "offload",
     "sequence",
 )
-_TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / sums)"
+LAYOUT_TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / sums)"
 
 
 @dataclass(frozen=True)
@@ -59,14 +56,14 @@ class LayoutRow:
 
 
 class LayoutTable(tuple[LayoutRow, ...]):
-    """Rows that ``print``, a notebook and rich's console show as a table; without sections, it has no such column."""
+    """Rows that ``print`` and rich's console show as a table; without sections, it has no such column."""
 
     __slots__ = ()
 
     def __rich__(self) -> Table:
         has_sections = any(row.section for row in self)
-        columns = [name for name in _COLUMNS if name != "section" or has_sections]
-        shown = Table(*columns, title=_TITLE, title_justify="left")
+        columns = [name for name in LAYOUT_COLUMNS if name != "section" or has_sections]
+        shown = Table(*columns, title=LAYOUT_TITLE, title_justify="left")
         for row in self:
             section = (row.section,) if has_sections else ()
             trainable = f"{row.trainable:,}" if row.trainable else "frozen"
@@ -75,19 +72,5 @@ class LayoutTable(tuple[LayoutRow, ...]):
             shown.add_row(row.name, *section, row.mode, row.mesh, *sizes, *others)
         return shown
 
-    def _repr_html_(self) -> str:
-        return part_of_notebook([heading(_TITLE), self.as_html(_COLUMNS)])
-
-    def as_html(self, columns: Sequence[str]) -> str:
-        """Return some columns as an HTML table; without sections, it has no such column."""
-        has_sections = any(row.section for row in self)
-        shown = [name for name in columns if name != "section" or has_sections]
-        return table(shown, [[_cell(row, name) for name in shown] for row in self])
-
     def __repr__(self) -> str:
         return as_text(self.__rich__(), columns=160)
-
-
-def _cell(row: LayoutRow, column: str) -> Cell:
-    value: Cell = getattr(row, "name" if column == "component" else column)
-    return "frozen" if column == "trainable" and not value else value

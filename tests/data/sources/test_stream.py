@@ -198,9 +198,9 @@ def test_a_training_run_goes_on_where_its_checkpoint_says(hub: None, tmp_path: P
         overrides = [f"data.train=[{node}]", f"train.steps={stop}", "train.optimizer.schedule=constant"]
         overrides.append(f"output_dir={tmp_path / name}")
         trainer = Trainer(Recipe.load(path, overrides), resume="auto")
-        skipped.append(trainer.data_state.skipped)
+        skipped.append(trainer.measures.data.skipped)
         trainer.fit()
-        skipped.append(trainer.data_state.skipped)
+        skipped.append(trainer.measures.data.skipped)
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         losses.append({line["step"]: line["loss"] for line in lines})
     assert losses[2] == losses[0] and len(losses[0]) == 6
