@@ -128,15 +128,7 @@ class GlooGroup(Peers):
 
 
 def swap_bytes(group: Any, parcels: Sequence[bytes]) -> list[bytes]:
-    """Send ``parcels[r]`` to rank r of a gloo group, and return what each of its ranks sent to this one.
-
-    Args:
-        group: registered with ``torch.distributed`` or not; all its ranks call this.
-        parcels: one for each rank.
-
-    Raises:
-        RuntimeError: another rank has ended.
-    """
+    """Send ``parcels[r]`` to rank r of a gloo group, and return those that arrive; a RuntimeError: a rank has ended."""
     sent = [len(parcel) for parcel in parcels]
     lengths = torch.empty(len(sent), dtype=torch.int64)
     wait_for(group.alltoall_base(lengths, torch.tensor(sent), [], [], dist.AllToAllOptions()))
@@ -148,11 +140,7 @@ def swap_bytes(group: Any, parcels: Sequence[bytes]) -> list[bytes]:
 
 
 def wait_for(work: Any) -> None:
-    """Wait for a collective.
-
-    Raises:
-        RuntimeError: another rank has ended.
-    """
+    """Wait for a collective. A RuntimeError: another rank has ended."""
     try:
         work.wait()
     except RuntimeError:
@@ -172,11 +160,9 @@ def lost_connections_as(message: str) -> Iterator[None]:
 
 
 def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
-    """Return the result of ``make`` on this rank; if it raises on any rank, raise on all ranks.
+    """Return the result of ``make`` on this rank; if it raises on any rank, raise on all ranks, which all call this.
 
-    Args:
-        peers: the ranks; all of them call this.
-        make: a function without collectives. Without this call, an error in it would leave the other ranks waiting.
+    ``make`` has no collectives. Without this call, an error in it would leave the other ranks waiting.
 
     Raises:
         UserError: ``make`` raised a ``UserError`` on another rank.

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+=======
+from dataclasses import dataclass
+>>>>>>> main
 
 from rich.table import Table
 
-from omnitrain.page.html import Cell, heading, table
-from omnitrain.page.text import as_text
-from omnitrain.page.whole import part_of_notebook
+from omnitrain.terminal import as_text
 
+<<<<<<< HEAD
 _TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / sums)"
+=======
+LAYOUT_COLUMNS = (
+    "component",
+    "section",
+    "mode",
+    "mesh",
+    "units",
+    "parameters",
+    "trainable",
+    "dtypes",
+    "recompute",
+    "offload",
+    "sequence",
+)
+LAYOUT_TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / sums)"
+>>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -49,18 +68,25 @@ _COLUMNS = ("component", *(field.name for field in fields(LayoutRow)[1:]))
 
 
 class LayoutTable(tuple[LayoutRow, ...]):
-    """Rows that ``print``, a notebook and rich's console show as a table; without sections, it has no such column."""
+    """Rows that ``print`` and rich's console show as a table; without sections, it has no such column."""
 
     __slots__ = ()
 
     def __rich__(self) -> Table:
+<<<<<<< HEAD
         columns = self._columns(_COLUMNS)
         shown = Table(*columns, title=_TITLE, title_justify="left")
+=======
+        has_sections = any(row.section for row in self)
+        columns = [name for name in LAYOUT_COLUMNS if name != "section" or has_sections]
+        shown = Table(*columns, title=LAYOUT_TITLE, title_justify="left")
+>>>>>>> main
         for row in self:
             cells = (_cell(row, name) for name in columns)
             shown.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells))
         return shown
 
+<<<<<<< HEAD
     def _repr_html_(self) -> str:
         return part_of_notebook([heading(_TITLE), self.as_html(_COLUMNS)])
 
@@ -72,10 +98,7 @@ class LayoutTable(tuple[LayoutRow, ...]):
     def _columns(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if name != "section" or any(row.section for row in self)]
 
+=======
+>>>>>>> main
     def __repr__(self) -> str:
         return as_text(self.__rich__(), columns=160)
-
-
-def _cell(row: LayoutRow, column: str) -> Cell:
-    value: Cell = getattr(row, "name" if column == "component" else column)
-    return "frozen" if column == "trainable" and not value else value

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omnitrain.models.discovery.parameter_reads import leaves
-from omnitrain.models.foundation.recurrent_segments import each, token_dim
+from omnitrain.models.foundation.recurrent_segments import token_dim
 from omnitrain.ops.attention import MaskSpec
 from omnitrain.ops.attention.spec import Call
 from omnitrain.ops.patch_forward import forward_of, own_forward, set_forward
@@ -33,7 +32,7 @@ from omnitrain.parallel.sequence.async_ulysses.projections import (
     scatter_and_project,
 )
 from omnitrain.parallel.sequence.ulysses import OwnHeads, UlyssesShard, deal_heads
-from omnitrain.torch_private import has_hooks
+from omnitrain.torch_private import has_hooks, tree_iter, tree_map
 
 
 @dataclass(frozen=True)
@@ -154,10 +153,10 @@ def run_async(
         if isinstance(value, Tensor):
             dim = token_dim(value.shape, hidden.size(1))
             return value if dim is None else gather_tables(value, dim)
-        return each(value, whole)
+        return value
 
     run = _Run(module, layout, heads, exchange, hidden[0])
-    args, kwargs = (whole(list(arguments.args)), whole(arguments.kwargs))
+    args, kwargs = tree_map(whole, (arguments.args, arguments.kwargs))
     with run.replacing():
         return plain(*args, **kwargs)
 
@@ -241,5 +240,5 @@ class _Run:
 
 
 def _shard_in(arguments: Any) -> UlyssesShard | None:
-    shards = (value.shard for value in leaves(arguments) if isinstance(value, MaskSpec))
+    shards = (value.shard for value in tree_iter(arguments) if isinstance(value, MaskSpec))
     return next((shard for shard in shards if isinstance(shard, UlyssesShard)), None)
