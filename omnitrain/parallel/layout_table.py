@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-=======
-from dataclasses import dataclass
->>>>>>> main
 
 from rich.table import Table
 
 from omnitrain.terminal import as_text
 
-<<<<<<< HEAD
-_TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / sums)"
-=======
-LAYOUT_COLUMNS = (
-    "component",
-    "section",
-    "mode",
-    "mesh",
-    "units",
-    "parameters",
-    "trainable",
-    "dtypes",
-    "recompute",
-    "offload",
-    "sequence",
-)
 LAYOUT_TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / sums)"
->>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -64,7 +42,7 @@ class LayoutRow:
     sequence: str
 
 
-_COLUMNS = ("component", *(field.name for field in fields(LayoutRow)[1:]))
+LAYOUT_COLUMNS = ("component", *(field.name for field in fields(LayoutRow)[1:]))
 
 
 class LayoutTable(tuple[LayoutRow, ...]):
@@ -73,32 +51,14 @@ class LayoutTable(tuple[LayoutRow, ...]):
     __slots__ = ()
 
     def __rich__(self) -> Table:
-<<<<<<< HEAD
-        columns = self._columns(_COLUMNS)
-        shown = Table(*columns, title=_TITLE, title_justify="left")
-=======
         has_sections = any(row.section for row in self)
         columns = [name for name in LAYOUT_COLUMNS if name != "section" or has_sections]
         shown = Table(*columns, title=LAYOUT_TITLE, title_justify="left")
->>>>>>> main
         for row in self:
-            cells = (_cell(row, name) for name in columns)
-            shown.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells))
+            values = {**vars(row), "trainable": row.trainable or "frozen"}
+            cells = (value for name, value in values.items() if has_sections or name != "section")
+            shown.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in cells))
         return shown
 
-<<<<<<< HEAD
-    def _repr_html_(self) -> str:
-        return part_of_notebook([heading(_TITLE), self.as_html(_COLUMNS)])
-
-    def as_html(self, columns: Sequence[str]) -> str:
-        """Return some columns as an HTML table; without sections, it has no such column."""
-        shown = self._columns(columns)
-        return table(shown, [[_cell(row, name) for name in shown] for row in self])
-
-    def _columns(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if name != "section" or any(row.section for row in self)]
-
-=======
->>>>>>> main
     def __repr__(self) -> str:
         return as_text(self.__rich__(), columns=160)
