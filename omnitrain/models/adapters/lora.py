@@ -34,25 +34,15 @@ _ROWS = "_rows_that_train"  # of a parameter with a hook for them
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a component.
+    """The adapters of a component."""
 
-    Attributes:
-        rank: rank of each adapter.
-        alpha: adapters are scaled by ``alpha / rank``.
-        linears: names of adapted linear layers, sorted.
-        experts: names of adapted matrices of fused experts, sorted.
-        rslora: adapters are scaled by ``alpha / sqrt(rank)`` instead.
-        dropout: probability of dropping an input of ``A`` in training; of linear layers.
-        tokens: ids of the tokens whose rows of the foundation's embeddings train, too, sorted.
-    """
-
-    rank: int
-    alpha: float
-    linears: tuple[str, ...]
-    experts: tuple[str, ...]
-    rslora: bool = False
-    dropout: float = 0.0
-    tokens: tuple[int, ...] = ()
+    rank: int  # rank of each adapter
+    alpha: float  # adapters are scaled by ``alpha / rank``
+    linears: tuple[str, ...]  # names of adapted linear layers, sorted
+    experts: tuple[str, ...]  # names of adapted matrices of fused experts, sorted
+    rslora: bool = False  # adapters are scaled by ``alpha / sqrt(rank)`` instead
+    dropout: float = 0.0  # probability of dropping an input of ``A`` in training; of linear layers
+    tokens: tuple[int, ...] = ()  # ids of the tokens whose rows of the foundation's embeddings train, too, sorted
 
     @property
     def summary(self) -> str:
@@ -68,11 +58,7 @@ class Adapters:
 
 
 def peft() -> ModuleType:
-    """Import and return the package ``peft``.
-
-    Raises:
-        UserError: peft is not installed.
-    """
+    """Import and return the package ``peft``. Raises UserError: peft is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -137,8 +123,7 @@ def root_of(model: ComponentModel, component: str) -> str:
 def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters:
     """Find the layers of the component that the globs of ``lora`` match.
 
-    Raises:
-        UserError: one line per glob that matches nothing, with the nearest name that exists.
+    Raises UserError: one line per glob that matches nothing, with the nearest name that exists.
     """
     return find_in_all(model, [component], lora)[component]
 
@@ -146,8 +131,7 @@ def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters
 def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) -> dict[str, Adapters]:
     """Find the layers of ``components`` that the globs of ``lora`` match; components without a match are omitted.
 
-    Raises:
-        UserError: one line per glob that matches nothing in any component.
+    Raises UserError: one line per glob that matches nothing in any component.
     """
     candidates = {component: _candidates(model, component) for component in components}
     every = [name for linears, experts in candidates.values() for name in (*linears, *experts)]
@@ -202,13 +186,8 @@ def add_lora(model: ComponentModel, adapters: Mapping[str, Adapters]) -> None:
     """Freeze components and add adapters to them; the outputs do not change before training (``B`` is zero).
 
     ``A`` has peft's distribution, with a seed from the parameter's name: it is the same on all ranks and in all runs.
-
-    Args:
-        model: not parallelized yet; changed in place.
-        adapters: component -> adapters. A component that already has the same adapters does not change.
-
-    Raises:
-        UserError: peft is missing, or a component already has other adapters.
+    ``model`` is not parallelized yet. A component that already has the same adapters does not change. Raises UserError:
+    peft is missing, or a component already has other adapters.
     """
     present = adapters_of(model)
     new = {name: each for name, each in adapters.items() if present.get(name) != each}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from omnitrain.models.contract.harness import Failure, attempt
+from omnitrain.models.contract.trial import Failure, attempt
 from omnitrain.ops.experts.timing import LayerSpans
 from omnitrain.torch_private import has_hooks
 

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omnitrain.models.discovery.parameter_reads import leaves
-from omnitrain.models.foundation.recurrent_segments import each, token_dim
+from omnitrain.models.foundation.recurrent_segments import token_dim
 from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.ops.patch_forward import forward_of, own_forward, set_forward
 from omnitrain.parallel.sequence.async_ulysses.projections import (
@@ -32,7 +31,7 @@ from omnitrain.parallel.sequence.async_ulysses.projections import (
     scatter_and_project,
 )
 from omnitrain.parallel.sequence.ulysses import OwnHeads, UlyssesShard, deal_heads
-from omnitrain.torch_private import has_hooks
+from omnitrain.torch_private import has_hooks, tree_iter, tree_map
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,9 @@ def run_async(
         if isinstance(value, Tensor):
             dim = token_dim(value.shape, hidden.size(1))
             return value if dim is None else gather_tables(value, dim)
-        return each(value, whole)
+        return value
 
-    args, kwargs = (whole(list(arguments.args)), whole(arguments.kwargs))
+    args, kwargs = tree_map(whole, (arguments.args, arguments.kwargs))
     with ExitStack() as stack:
         for name, forward in _forwards(module, layout, heads, exchange, hidden[0]).items():
             stack.enter_context(own_forward(module.get_submodule(name), forward))
@@ -197,5 +196,5 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
 
 
 def _shard_in(arguments: Any) -> UlyssesShard | None:
-    shards = (value.shard for value in leaves(arguments) if isinstance(value, MaskSpec))
+    shards = (value.shard for value in tree_iter(arguments) if isinstance(value, MaskSpec))
     return next((shard for shard in shards if isinstance(shard, UlyssesShard)), None)
