@@ -15,9 +15,6 @@ from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks
 from omnitrain.optim.gradients import Holders, remember_holders
-from omnitrain.page.html import heading
-from omnitrain.page.whole import own_prefix, part_of_notebook
-from omnitrain.page.write import has_matplotlib
 from omnitrain.parallel.layout_table import LayoutRow, LayoutTable
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.pipeline.apply import Pipeline
@@ -27,13 +24,11 @@ from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
 from omnitrain.plan import StepPlan
 from omnitrain.plan.mesh import DENSE_AXES
-from omnitrain.plan.mesh_picture import mesh_picture
 from omnitrain.plan.placement import Topology
 from omnitrain.plan.schedule.encoders import EncoderWindows
 from omnitrain.recipe.parallel import ComponentPlan, Section
 
 _ATTRIBUTE = "_applied_layout"
-_OF_PLAN = ("component", "section", "mode", "mesh", "units", "recompute", "offload", "sequence")
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,12 +127,9 @@ class ModelLayout:
         placements = [plan.topology.component(name) for name in self.components if name in exchanged]
         return tuple(EncoderWindows(c.name, c.window or plan.num_micro_batches, c.is_trained) for c in placements)
 
-    def table(self, model: OmniModel) -> LayoutTable:
-        """Return a printable table with one row per component."""
-        return self._table(dict(model.named_parameters()))
-
-    def _table(self, parameters: Mapping[str, nn.Parameter]) -> LayoutTable:
-        """The table; without ``parameters``, what depends on their sizes and dtypes is empty."""
+    def table(self, model: OmniModel | None) -> LayoutTable:
+        """Return a printable table with one row per component; without ``model``, sizes and dtypes are empty."""
+        parameters = {} if model is None else dict(model.named_parameters())
         return LayoutTable(
             _row(
                 component.name,
@@ -162,17 +154,6 @@ class ModelLayout:
             }
             for state in list(self.state.sections.values()) or [self.state]
         ]
-
-    def _repr_html_(self) -> str:
-        """Pictures of the ranks, if matplotlib is installed, and a table; the sizes of weights are in :meth:`table`."""
-        prefix = own_prefix()
-        pictures = [
-            mesh_picture(facts, index, f"{prefix}{index}")
-            for index, facts in enumerate(self.facts_of_sections())
-            if has_matplotlib()
-        ]
-        table = self._table({}).as_html(_OF_PLAN)
-        return part_of_notebook([*pictures, heading("Layout (mesh: copies x shards)"), table])
 
     def offloaded(self, model: OmniModel) -> list[nn.Parameter]:
         """Return the trained parameters whose optimizer state lives in host memory."""
