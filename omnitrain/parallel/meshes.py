@@ -32,14 +32,9 @@ def device_meshes(shape: MeshShape, device_type: str, first_rank: int = 0) -> di
     if not groups.has_this_rank:
         return {}
     dense, expert = groups.mesh(_DENSE_ROOT, device_type), groups.mesh(_EXPERT_ROOT, device_type)
-    has_copies = shape.dp_replicate > 1
-    meshes = {
-        "fsdp": dense["dp_replicate", "fsdp"] if has_copies else dense["fsdp"],
-        "ep_fsdp": expert["dp_replicate", "ep_fsdp"] if has_copies else expert["ep_fsdp"],
-        "ep": expert["ep"],
-        "tp": dense["tp"],
-        "pp": dense["pp"],
-    }
+    copies = ("dp_replicate",) * (shape.dp_replicate > 1)
+    meshes = {"fsdp": dense[*copies, "fsdp"], "ep_fsdp": expert[*copies, "ep_fsdp"]}
+    meshes |= {"ep": expert["ep"], "tp": dense["tp"], "pp": dense["pp"]}
     for dim in _STANDALONE_AXES:
         meshes[dim] = DeviceMesh.from_group(groups.of_axis[dim], device_type, mesh_dim_names=(dim,))
     return meshes

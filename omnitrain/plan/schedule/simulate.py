@@ -291,8 +291,8 @@ class _Run:
         start = max(issued, self.link_free[rank])
         takes, latency = self.duration(action), 0
         if action.kind in SENDS:
-            takes += self.link.message_bytes(action) / self.link.bandwidth if self.link.message_bytes(action) else 0
-            latency = self.link.latency
+            num_bytes, latency = self.link.message_bytes(action), self.link.latency
+            takes += num_bytes / self.link.bandwidth if num_bytes else 0
         self.link_free[rank] = start + takes
         self.events[rank].append(Event(action, start, start + takes + latency))
         if action.kind is Kind.UNSHARD:
