@@ -21,12 +21,7 @@ def device_meshes(shape: MeshShape, device_type: str, first_rank: int = 0) -> di
     """Create process groups, and return axis (or product of axes) -> mesh; empty on ranks that ``shape`` does not have.
 
     All ranks of the run must call it. The meshes ``fsdp`` and ``ep_fsdp`` have a first axis ``dp_replicate`` if there
-    are several copies.
-
-    Args:
-        shape: a factorisation of ranks.
-        device_type: ``cpu`` or ``cuda``.
-        first_rank: global rank of the first rank of ``shape``; the others follow.
+    are several copies. ``first_rank``: global rank of the first rank of ``shape``; the others follow.
     """
     groups = _Groups(shape, first_rank, (*_DENSE_ROOT, *_EXPERT_ROOT, *_STANDALONE_AXES))
     if not groups.has_this_rank:
@@ -55,14 +50,10 @@ def data_mesh(shape: MeshShape, device_type: str, first_rank: int = 0) -> Device
 
 
 def mesh_group(ranks: Sequence[int], name: str, *, is_of_experts: bool = False) -> dist.ProcessGroup | None:
-    """Return the group of some ranks that meshes share, which takes CPU tensors, too; None on other ranks.
+    """Return the group of some global ranks that meshes share, which takes CPU tensors, too; None on other ranks.
 
-    All ranks of the run must call it.
-
-    Args:
-        ranks: global ranks of the group.
-        name: its description, if it is new.
-        is_of_experts: it is for their exchange alone.
+    All ranks of the run must call it. ``name``: its description, if it is new. ``is_of_experts``: it is for their
+    exchange alone.
     """
     configured = dist.get_backend_config()
     backend = None if "cpu:" in configured else f"cpu:gloo,{configured}"

@@ -50,12 +50,7 @@ class Rates:
     quadratic: float = 0.0
 
     def of_packs(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        """Return how long packs take.
-
-        Args:
-            tokens: sum of the lengths of each pack's samples.
-            squares: sum of the squares of these lengths; same shape.
-        """
+        """Return how long packs take, from the sums of the lengths of their samples, and of the squares of these."""
         return self.per_token * (tokens + self.quadratic * squares)
 
 
@@ -79,14 +74,12 @@ class RowRoutes:
 class Balance(NamedTuple):
     """How the cost of an encoder is divided among its ranks in a step.
 
-    An imbalance is the cost on the busiest rank divided by the mean, where each item is encoded once. The busiest rank
-    of each window counts, because the others wait for it.
-
     Attributes:
         items: number of items.
         moved: number of items that a rank encodes which did not draw them.
-        imbalance_drawn: if each rank encoded the items that it drew.
-        imbalance: with this plan.
+        imbalance_drawn: cost on the busiest rank of each window (the others wait for it) divided by the mean, if each
+            rank encoded the items that it drew.
+        imbalance: the same with this plan.
     """
 
     items: int

@@ -139,11 +139,9 @@ def needed_capacity(gathered: Sequence[np.ndarray] | np.ndarray) -> int:
 
 
 def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarray) -> StepTables:
-    """Decode the tables of all ranks.
+    """Decode the tables of all ranks, which were encoded with ``topology``.
 
-    Args:
-        topology: the topology that they were encoded with.
-        gathered: ``[words]`` int64 of each rank, in order of ranks, padded or not; or ``[ranks, words]``.
+    ``gathered``: ``[words]`` int64 of each rank, in order of ranks, padded or not; or ``[ranks, words]``.
 
     Raises:
         ValueError: the number of tables is not the number of ranks, or a table did not fit its capacity.

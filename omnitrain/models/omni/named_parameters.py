@@ -18,7 +18,7 @@ def parameters_named(model: OmniModel, name: str, key: str) -> list[nn.Parameter
 
     Args:
         model: parallelized or not.
-        name: name of a component (``foundation``, ``image_encoder``), or path of a module or parameter below it
+        name: a component (``foundation``, ``image_encoder``), or a path of a module or parameter below it
             (``image_encoder.tower``, ``foundation.model.visual.merger``).
         key: key of the recipe, for the error.
 

@@ -43,7 +43,7 @@ def resolve_plans(
 ) -> tuple[dict[str, ComponentPlan], dict[str, Adapters]]:
     """Return component -> its complete plan, and component -> the adapters that its plan asks for.
 
-    All fields of a plan are set, except ``precision.param`` where parameters keep their dtypes.
+    All fields of a plan are set, except ``precision.param`` where parameters keep their dtypes. The model is unchanged.
 
     Args:
         model: not parallelized.
@@ -54,8 +54,7 @@ def resolve_plans(
         present: component -> the adapters that it has, or that its checkpoint adds.
 
     Raises:
-        PlanError: the plan contradicts the model, the state, the flags or itself. Lists all problems; the model is
-            unchanged.
+        PlanError: all contradictions of the plan with the model, the state, the flags or itself.
     """
     components, names = model.components, _names(model)
     frozen = [name for name, parameters in components.items() if not any(p.requires_grad for p in parameters.values())]
@@ -107,9 +106,6 @@ def resolve_without_ranks(
         plan: the plan of a recipe.
         mixed_precision: see :class:`CallFlags`.
         num_ranks: number of ranks. None: the first number that the plan fits.
-
-    Returns:
-        The state on these ranks, and component -> its complete plan.
 
     Raises:
         PlanError: the plan does not fit the model. Without ``num_ranks``: the problems on the number of ranks with the

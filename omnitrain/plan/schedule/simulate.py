@@ -98,9 +98,7 @@ class Wait:
         index: position of the action in the rank's list.
         action: the action.
         needs: what it waits for, as text.
-        needed_action: the action it waits for, or None: no rank has such an action.
-        needed_rank: rank of ``needed_action``.
-        needed_index: position of ``needed_action`` in that rank's list.
+        needed_action: the action it waits for, at ``needed_index`` of rank ``needed_rank``; None: no rank has it.
     """
 
     rank: int
@@ -178,14 +176,13 @@ def _duration(durations: Durations) -> Callable[[Action], Seconds]:
 
 
 class _Run:
-    """The state of a simulation: how far each rank is, and what has become true.
+    """The state of a simulation.
 
     Attributes:
         events: the events of each rank so far.
         facts: what has become true, and when.
         waiting: what is not true yet -> the ranks that wait for it.
-        free: when the compute stream of each rank is free.
-        link_free: the same of its communication stream.
+        free: when the compute stream of each rank is free; ``link_free``: its communication stream.
         gathered: rank and stage -> when its weights are there.
     """
 
