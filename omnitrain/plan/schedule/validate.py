@@ -65,7 +65,7 @@ def problems_in(schedule: Schedule, *, lowered: bool = True) -> tuple[Problem, .
     when weights are gathered, each action finds its stage's weights gathered, all are freed at the end, and the
     gradients of a stage are reduced once, after its last backward.
 
-    ``lowered``: it must have sends and receives (:func:`~omnitrain.plan.schedule.lower.lower`); False: it must have none.
+    ``lowered``: it must have sends and receives (:func:`~omnitrain.plan.schedule.lower.lower`); else it has none.
     """
     problems = [*_counts(schedule, lowered)] or [
         *_message_orders(schedule),
