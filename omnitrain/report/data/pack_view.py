@@ -166,14 +166,7 @@ class PackView:
 
 @dataclass(frozen=True)
 class RejectedView:
-    """A row that training skips.
-
-    Attributes:
-        rejected: why.
-        row: the row.
-        texts: what its messages say, with a mark for each medium.
-        parts: its media; empty if its messages cannot be read.
-    """
+    """A row that training skips, what its messages say, with marks for media, and its media if they can be read."""
 
     rejected: Rejected
     row: Row
@@ -182,12 +175,12 @@ class RejectedView:
 
 
 def view_pack(pack: Pack, rows: Sequence[Row], processor: OmniProcessor, capacity: int) -> PackView:
-    """Return what a pack shows.
+    """Return what a pack on the host shows.
 
     Args:
-        pack: the pack, on the host.
+        pack: the pack.
         rows: the row of each sample, in the order of the pack.
-        processor: the processor that made the samples.
+        processor: made the samples.
         capacity: the most tokens that a pack holds.
     """
     tokens, items = _Tokens(pack, processor.tokenizer), _items(pack)
