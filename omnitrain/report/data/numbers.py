@@ -68,6 +68,11 @@ class SourceStats:
     items: Mapping[str, float]
     lowered: int
 
+    @property
+    def items_in_words(self) -> str:
+        """Modalities with their items of a sample."""
+        return ", ".join(f"{modality} {count:.3g}" for modality, count in self.items.items())
+
 
 @dataclass(frozen=True)
 class RejectedStats:

@@ -121,14 +121,6 @@ class SampleView:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Tokens from ``start`` to ``stop`` (exclusive)."""
-
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class PackView:
     """A pack.
 
@@ -137,7 +129,7 @@ class PackView:
         num_tokens: its length.
         capacity: the most tokens that a pack holds.
         predicted: name of a loss -> tokens that are predicted.
-        lanes: what tokens are -> where they are: ``predicted text``, ``NAME reads``, ``NAME writes``.
+        lanes: ``predicted text``, ``NAME reads``, ``NAME writes`` -> first token of each run, and the one after it.
         position_ids: ``[axes, T]``.
     """
 
@@ -145,7 +137,7 @@ class PackView:
     num_tokens: int
     capacity: int
     predicted: Mapping[str, int]
-    lanes: Mapping[str, Sequence[Stretch]]
+    lanes: Mapping[str, Sequence[tuple[int, int]]]
     position_ids: np.ndarray
 
     @property
@@ -347,7 +339,7 @@ def _features(group: MediaGroup) -> Iterator[dict[str, str]]:
         }
 
 
-def _lanes(pack: Pack) -> dict[str, list[Stretch]]:
+def _lanes(pack: Pack) -> dict[str, list[tuple[int, int]]]:
     """Return where predicted text is, and the tokens of each component."""
     lanes = {"predicted text": _stretches(pack.text_rows + 1)}
     lanes |= {f"{name} reads": _stretches(batch.positions) for name, batch in pack.inputs.items()}
@@ -355,9 +347,9 @@ def _lanes(pack: Pack) -> dict[str, list[Stretch]]:
     return lanes
 
 
-def _stretches(indices: torch.Tensor) -> list[Stretch]:
+def _stretches(indices: torch.Tensor) -> list[tuple[int, int]]:
     ordered = np.sort(indices.numpy())
     if not len(ordered):
         return []
     edges = [0, *(np.flatnonzero(np.diff(ordered) > 1) + 1).tolist(), len(ordered)]
-    return [Stretch(int(ordered[left]), int(ordered[right - 1]) + 1) for left, right in pairwise(edges)]
+    return [(int(ordered[left]), int(ordered[right - 1]) + 1) for left, right in pairwise(edges)]
