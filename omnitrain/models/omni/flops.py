@@ -20,7 +20,7 @@ from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.models.omni.encode import MicroBatchWork, ReceivedFeatures, call_component, features_of, idle_head
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.ops.flops import Attention, Flops, Passes, Recomputed, by_layer, count, without_content
 
 _LENGTHS = (128, 256)  # tokens; multiples of the chunks in which linear attention computes
