@@ -17,7 +17,12 @@ _BEFORE = {"pp": "pp", "v": "chunks", "tp": "tp"}
 _AFTER = {"cp": "cp", "sp": "ulysses", "ep": "ep", "accum": "accumulation", "window": "window"}
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "ulysses", "cp", "ep", "pp")
 _FLAGS = ("gpipe", "zbv", "paired", "recompute", "offload", "world", "group", "bf16", "bf16_param")
-_NUMBERED = ("dp", "replicate", *_BEFORE, *_AFTER)
+# Word -> the field of its number, and what else it sets.
+_NUMBERED: dict[str, tuple[str, dict[str, str]]] = {
+    "dp": ("dp_shard", {"mode": "fsdp2"}),
+    "replicate": ("dp_replicate", {"mode": "replicate"}),
+    **{word: (field, {}) for word, field in {**_BEFORE, **_AFTER}.items()},
+}
 # Word of a section -> its components; another word is the name of a component.
 _SECTIONS = {
     "vision": ["image_encoder"],
@@ -193,17 +198,10 @@ def _section_words(name: str, section: Section) -> str:
 def _parse_word(word: str) -> dict[str, Any] | None:
     if word in _FLAGS:
         return {word: True}
-    match = re.fullmatch(r"([a-z]+)([1-9]\d*)(?:x([1-9]\d*))?", word)
-    if match is None:
+    if match := re.fullmatch(r"hsdp([1-9]\d*)x([1-9]\d*)", word):
+        return {"mode": "hsdp", "dp_replicate": int(match[1]), "dp_shard": int(match[2])}
+    match = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
+    if match is None or match[1] not in _NUMBERED:
         return None
-    name, first, second = match[1], int(match[2]), match[3]
-    if name == "hsdp" and second is not None:
-        return {"mode": "hsdp", "dp_replicate": first, "dp_shard": int(second)}
-    if second is not None:
-        return None
-    if name == "dp":
-        return {"mode": "fsdp2", "dp_shard": first}
-    if name == "replicate":
-        return {"mode": "replicate", "dp_replicate": first}
-    field = (_BEFORE | _AFTER).get(name)
-    return None if field is None else {field: first}
+    field, others = _NUMBERED[match[1]]
+    return {field: int(match[2]), **others}
