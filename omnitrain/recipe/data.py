@@ -9,10 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from omnitrain.recipe.located_problem import Problem
-from omnitrain.recipe.strict import Strict
+from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
-from omnitrain.recipe.useless_keys import Idle
 
 Overlong = Literal["drop", "error", "split"]
 RowFormat = Literal["alpaca", "sharegpt", "llama_factory", "ms_swift", "axolotl", "openai", "trl", "llava"]
