@@ -66,7 +66,8 @@ class CheckpointStore:
             on_all(lambda: _make_empty(temporary) if is_first else None)
             self._with_disk_errors(lambda: write(temporary), final)
             on_all(lambda: None)  # all have written what they list
-            names = _merged(on_all(lambda: _files_in(temporary)), peers)
+            listed = on_all(lambda: [str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file()])
+            names = _merged(listed, peers)
             own = _names_of_rank(names, peers)
             checksums = peers.gather_on_first(on_all(lambda: _synced_checksums(own, temporary, self.saved)))
             on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
@@ -276,10 +277,6 @@ def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(exist_ok=True)  # `checkpoints/` only: never make the folder of a deleted run again
     folder.mkdir()
-
-
-def _files_in(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
 def _merged(names: Sequence[str], peers: Peers) -> list[str]:

@@ -76,7 +76,10 @@ class RunFolder:
         """
         self._require_same_run()
         steps, (done, evaluated) = self.recipe.train.steps, (self._steps_saved(), self._steps_evaluated())
-        stopped = self._stopped_early(done)
+        stopped = None  # why the run ended before its last step
+        if (settings := self.recipe.train.early_stopping) is not None:
+            lines = map(json.loads, read_lines(self.path / "metrics.jsonl", done))
+            stopped = StopWatcher(settings, lines).reason
         if (done < steps and stopped is None) or (self.recipe.evaluation is not None and evaluated != done):
             return None
         try:
@@ -88,12 +91,6 @@ class RunFolder:
             f"{self.path} is finished: {done} of {steps} steps are done{why}; nothing was changed; a larger {key} "
             "trains on"
         )
-
-    def _stopped_early(self, done: int) -> str | None:
-        """Return why the run ended before its last step; None: it did not."""
-        if (settings := self.recipe.train.early_stopping) is None:
-            return None
-        return StopWatcher(settings, map(json.loads, read_lines(self.path / "metrics.jsonl", done))).reason
 
     def _steps_saved(self) -> int:
         try:
