@@ -429,7 +429,7 @@ def test_idle_packs_do_not_count_in_the_balance_of_the_micro_batches(ranks: Rank
 
 def fit_elsewhere(recipe: Path, folder: Path, overrides: Sequence[str]) -> None:
     """Each rank has a folder of its own."""
-    with patch("omnitrain.checkpoint.shared_folder._TIMEOUT_S", 0.0):
+    with patch("omnitrain.checkpoint.store._TIMEOUT_S", 0.0):
         fit(recipe, [*overrides, f"output_dir={folder / str(dist.get_rank())}"])
 
 

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omnitrain.checkpoint.disk import existing, free_bytes, size_text
-from omnitrain.checkpoint.retention import Retention
-from omnitrain.checkpoint.shared_folder import require_seen
-from omnitrain.checkpoint.store import CheckpointStore, step_of, verify
+from omnitrain.checkpoint.store import CheckpointStore, Retention, require_seen, step_of, verify
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import DamagedCheckpointError, TrainingError, UserError
 from omnitrain.peers import Peers, all_or_raise
