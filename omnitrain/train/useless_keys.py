@@ -11,7 +11,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.decoders.media_tokenizers import settings_of
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import experts_in
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.data import CHAT_TEXTS, VISUAL_KEYS
 from omnitrain.recipe.strict import Idle, idle_problems
