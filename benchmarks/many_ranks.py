@@ -271,7 +271,7 @@ def meter() -> LossMeter:
 
 
 class Experts:
-    """Waits of one layer, as :class:`~omnitrain.train.experts.ExpertsOfRun` shows them."""
+    """Waits of one layer, as :class:`~omnitrain.train.measures.RunMeasures` shows them."""
 
     def __init__(self, ranks: Ranks, recipe: Recipe) -> None:
         model = torch.nn.Module()
@@ -310,7 +310,7 @@ def line_of(world: int) -> Values:
             data=loaders[rank].state(),
             steps_without_targets=0,
             compiled=None,
-            experts=Experts(ranks_of_run, recipe),
+            _of_experts=Experts(ranks_of_run, recipe).metrics,
             encoder_metrics={},
         )
         return RunMeasures.metrics(measures, 1.0)

@@ -15,7 +15,7 @@ from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.roles import decayed_parameters
 from omnitrain.parallel.layout import ModelLayout
 from omnitrain.recipe import Optimizer
-from omnitrain.recipe.useless_keys import Idle, idle_problems
+from omnitrain.recipe.strict import Idle, idle_problems
 
 _NODE = "train.optimizer"
 

@@ -18,7 +18,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
-from omnitrain.checkpoint.model_files import ModelFiles, on_host, write_model
+from omnitrain.checkpoint.model_files import ModelFiles, write_model
 from omnitrain.checkpoint.pieces import Piece, PieceOwners
 from omnitrain.checkpoint.safetensors_file import Entry
 from omnitrain.checkpoint.weight_files import Group, WeightFile, stored_as
@@ -54,7 +54,7 @@ def save_whole(
     """
     files = files_of(model, peers, file_bytes)
     pieces = model_pieces(model, PieceOwners(model.state_dict(keep_vars=True), peers))
-    write_model(files, [on_host(piece) for piece in pieces], folder, peers, previous)
+    write_model(files, [piece.on_host() for piece in pieces], folder, peers, previous)
 
 
 def files_of(model: PreTrainedModel, peers: Peers, file_bytes: int = FILE_BYTES) -> ModelFiles:
