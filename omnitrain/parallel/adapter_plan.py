@@ -44,12 +44,8 @@ def adapters_for(
             adapters |= find_in_all(model, inheriting, plan.default.lora)
     for name in adapters.keys() & present.keys():
         adapters[name] = replace(adapters[name], tokens=present[name].tokens)  # no plan chooses these
-        if adapters[name] != present[name]:
-            problems.append(
-                f"{plan.path_of(name, 'lora')}.lora: {name} already has other adapters ({present[name].summary}) than "
-                f"the plan asks for ({adapters[name].summary}); use the same, or a model without adapters"
-            )
-    return adapters, [*problems, *_differing_problems(model, {**present, **adapters}, plan)]
+    problems += _differing_problems(model, adapters, present, plan)
+    return adapters, problems
 
 
 @contextmanager
@@ -102,9 +98,17 @@ def _dropout_problems(key: str, adapters: Adapters, tp: int) -> Iterator[str]:
         yield f"{key}: found {adapters.dropout:g} with tp {tp}, whose ranks would draw other numbers; set it to 0"
 
 
-def _differing_problems(model: OmniModel, adapters: Mapping[str, Adapters], plan: ParallelPlan) -> Iterator[str]:
-    """Components of one HF model share a file of adapters, which has one ``rslora`` and one ``dropout``."""
-    first: dict[str, str] = {}
+def _differing_problems(
+    model: OmniModel, planned: Mapping[str, Adapters], present: Mapping[str, Adapters], plan: ParallelPlan
+) -> Iterator[str]:
+    """Adapters that are there stay; components of one HF model share a file, with one ``rslora`` and ``dropout``."""
+    for name in planned.keys() & present.keys():
+        if planned[name] != present[name]:
+            yield (
+                f"{plan.path_of(name, 'lora')}.lora: {name} already has other adapters ({present[name].summary}) than "
+                f"the plan asks for ({planned[name].summary}); use the same, or a model without adapters"
+            )
+    adapters, first = {**present, **planned}, dict[str, str]()
     for name, each in adapters.items():
         other = adapters[first.setdefault(root_of(model, name), name)]
         if (each.rslora, each.dropout) != (other.rslora, other.dropout):
