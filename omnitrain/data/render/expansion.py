@@ -139,11 +139,7 @@ class MediaExpander:
         return pixel_arguments(component, self._arguments.get(_GROUP[modality], {}), reading, num_frames)
 
     def expand(self, medium: Medium) -> Expansion:
-        """Run the processor on ``medium`` alone.
-
-        Raises:
-            ValueError: the processor refuses the medium, or would cut it.
-        """
+        """Run the processor on ``medium`` alone; ValueError: the processor refuses the medium, or would cut it."""
         with costing_one_row(f"{self.name} cannot prepare this {medium.modality}"):
             output, text, per_token = self._call(self.tokens[medium.modality], [medium])
         if not text:

@@ -25,6 +25,7 @@ from tests.data.loading.interrupted import HUB_ID, KINDS, Case, data_of, each_va
 from tests.tiny import CHAT, tiny_model, tiny_processor, tiny_row
 
 STOP, STEPS = 4, 11
+CACHED = {"cached_samples": 200}  # rows are prepared once in each process
 DEFAULT = [*each_value()]
 
 
@@ -60,7 +61,7 @@ class Runs:
         return KINDS[kind](rows)
 
     def loaders(self, case: Case, ranks: str, workers: str, state: LoaderState | None = None) -> list[StepLoader]:
-        settings = {"chat": CHAT, "pack_tokens": 48, "packing_buffer": 6, "workers": int(workers)}
+        settings = {"chat": CHAT, "pack_tokens": 48, "packing_buffer": 6, "workers": int(workers)} | CACHED
         data = Data.model_validate(data_of(self._node(case.kind), case.mixture, self._folder) | settings)
         options = {"seed": 5, "state": state, "slots": int(case.slots), "idle": idle()}
         return [build_dataloader(data, processor(), rank=r, ranks=int(ranks), **options) for r in range(int(ranks))]

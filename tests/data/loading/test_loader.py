@@ -146,7 +146,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_killed_helper_is_one_clear_error_and_leaves_no_process(processor: OmniProcessor, tmp_path: Path) -> None:
-    packs = iter(build_dataloader(data(tmp_path, rows(), workers=3, pack_tokens=20_000), processor))
+    packs = iter(build_dataloader(data(tmp_path, rows(), workers=3, pack_tokens=2_000), processor))
     next(packs)
     (packer,) = [process for process in multiprocessing.active_children() if process.name == "run_ahead"]
     helpers = children(packer.pid)
