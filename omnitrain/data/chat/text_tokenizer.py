@@ -87,11 +87,7 @@ class TextEncoder:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Return the ids of ``text``.
-
-        Raises:
-            ValueError: the text spells a control token, and the tokenizer cannot encode it as text.
-        """
+        """Return the ids of ``text``; ValueError: it spells a control token that cannot be encoded as text."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if found := self._control.intersection(ids):
             spelled = self._tokenizer.convert_ids_to_tokens(sorted(found))
