@@ -55,7 +55,7 @@ class Hanging:
         (self.folder / "hang").write_text("\n".join(ids))
 
     def require_deadlines(self, number: int) -> None:
-        """Each row hung under the kernel's timer, which ends its process at the deadline, however busy the machine is."""
+        """Each row hung under the kernel's timer, which ends its process at the deadline, however busy the machine."""
         left = [float(line) for line in (self.folder / "left").read_text().splitlines()]
         assert len(left) >= number and all(0 < seconds <= SECONDS for seconds in left)
 
