@@ -95,10 +95,9 @@ def save_adapter_configs(model: PreTrainedModel, folder: Path) -> None:
 
 
 def stored_adapters(model: ComponentModel, path: str | Path) -> dict[str, Adapters]:
-    """Return component of ``model`` -> its adapters in a checkpoint, without reading weights.
+    """Return component of ``model`` -> its adapters in a checkpoint (folder or Hub id), without reading weights.
 
-    ``model``: a model with or without adapters; ``path``: folder or Hub id of the checkpoint. Raises UserError: the
-    checkpoint is missing, a file cannot be read, or the model lacks a layer that has adapters.
+    Raises UserError: the checkpoint is missing, a file cannot be read, or the model lacks a layer that has adapters.
     """
     return _stored(model, _folders_at(path))
 
@@ -149,10 +148,7 @@ def _read(file: Path, read: Callable[[Path], T]) -> T:
 
 @dataclass(frozen=True)
 class _Entry:
-    """How a tensor is stored in the file. ``num_experts`` is 0 for linear layers, which need no conversion.
-
-    Of an embedding only ``rows`` are stored; the file of the base has all of it.
-    """
+    """How a tensor is stored: of an embedding only ``rows``; of a linear layer (``num_experts`` is 0) as it is."""
 
     is_a: bool = True
     num_experts: int = 0

@@ -127,18 +127,12 @@ def root_of(model: ComponentModel, component: str) -> str:
 
 
 def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters:
-    """Find the layers of the component that the globs of ``lora`` match.
-
-    Raises UserError: one line per glob that matches nothing, with the nearest name that exists.
-    """
+    """Find the layers of a component that the globs of ``lora`` match; a glob that matches nothing raises UserError."""
     return find_in_all(model, [component], lora)[component]
 
 
 def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) -> dict[str, Adapters]:
-    """Find the layers of ``components`` that the globs of ``lora`` match; components without a match are omitted.
-
-    Raises UserError: one line per glob that matches nothing in any component.
-    """
+    """Find the layers that the globs match, by component; raise UserError if a glob matches in no component."""
     candidates = {component: _candidates(model, component) for component in components}
     every = [name for linears, experts in candidates.values() for name in (*linears, *experts)]
     if lora.targets == ALL_LINEAR:
@@ -168,8 +162,7 @@ def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) ->
 def _candidates(model: ComponentModel, component: str) -> tuple[list[str], list[str]]:
     """Linear layers and matrices of experts that can get adapters.
 
-    The loss reads the weights of the output head and of decoders' heads without calling the module, and media
-    tokenizers run without gradients, so these are excluded.
+    The loss reads the weights of heads without calling the module, and media tokenizers run without gradients: none.
     """
     if component in model.decoder_names:
         return [], []
@@ -232,10 +225,7 @@ def token_matrices(model: ComponentModel) -> dict[str, tuple[int, ...]]:
 
 
 def train_rows(model: ComponentModel) -> None:
-    """Let the rows of added tokens train, and no other row; call it again when parameters were replaced.
-
-    The gradients of the other rows are zero. The optimizer must have no weight decay for these matrices.
-    """
+    """Let only the rows of added tokens train, without weight decay; call it again when parameters were replaced."""
     for name, rows in token_matrices(model).items():
         parameter = model.get_parameter(name)
         parameter.requires_grad_()

@@ -67,10 +67,7 @@ class ComponentModel(ContainerModel):
         return {name: self.get_submodule(name) for name in self.decoder_names}
 
     def divide(self, encoders: Iterable[str]) -> None:
-        """Make two components of each of these encoders: ``NAME.tower``, and ``NAME.projector``, all the rest of it.
-
-        Raises UserError: an encoder has no ``lm_tower`` and ``lm_project`` to run them apart.
-        """
+        """Make ``NAME.tower`` and ``NAME.projector`` components; UserError: an encoder cannot run them apart."""
         names = tuple(sorted(encoders))
         for name in names:
             kind = type(self.get_submodule(name))
@@ -95,8 +92,8 @@ class ComponentModel(ContainerModel):
     def components(self) -> dict[str, dict[str, nn.Parameter]]:
         """Component name -> its parameters by their names in this model, the foundation first.
 
-        Towers inside the foundation are separate components (``image_encoder``, ...); ``foundation`` has its other
-        parameters. Raises UserError: an encoder or decoder has the name of a component inside the foundation.
+        Towers inside the foundation are separate components (``image_encoder``, ...). Raises UserError: an encoder or
+        decoder has the name of a component inside the foundation.
         """
         parameters = dict(self.foundation.named_parameters(prefix="foundation"))
         native = {

@@ -28,12 +28,8 @@ class ComponentAdapter:
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Return the input features of one item, and its number of tokens.
 
-        Args:
-            modality: one of :attr:`modalities`.
-            media: RGB ``PIL.Image`` (image), ``Waveform`` (audio), list of RGB images (video).
-
-        Raises:
-            ValueError: this item cannot be used; the data row is skipped.
+        ``media``: RGB ``PIL.Image`` (image), ``Waveform`` (audio), list of RGB images (video). Raises ValueError: this
+        item cannot be used; the data row is skipped.
         """
         raise NotImplementedError
 
@@ -52,18 +48,13 @@ class EncoderMixin:
         raise NotImplementedError
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
-        """Encode all items, in order.
-
-        ``features``: the adapter's features, items concatenated along dim 0; ``num_tokens``: number of features of each
-        item. Returns ``[sum(num_tokens), hidden]``.
-        """
+        """Encode items, concatenated along dim 0, with ``num_tokens`` features each: ``[sum(num_tokens), hidden]``."""
         raise NotImplementedError
 
     def lm_tower(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> TensorFeatures:
         """Return what :meth:`lm_project` needs; an encoder that has both can have its tower on ranks of its own.
 
-        ``features``: see :meth:`lm_encode`; ``num_tokens``: see :meth:`lm_encode`. Returns name -> ``[sum(num_tokens),
-        ...]``. ``main`` comes first: ``[sum(num_tokens), width]`` of the tower.
+        Returns name -> ``[sum(num_tokens), ...]``. ``main`` comes first: ``[sum(num_tokens), width]`` of the tower.
         """
         raise NotImplementedError
 
@@ -88,10 +79,9 @@ class DecoderMixin:
         raise NotImplementedError
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return embeddings of target media for the foundation's input, and their labels.
+        """Return embeddings ``[sum(num_tokens), hidden]`` of target media for the foundation's input.
 
-        ``features``: the adapter's features, items concatenated along dim 0; ``num_tokens``: number of tokens of each
-        item. Returns ``[sum(num_tokens), hidden]`` embeddings and ``[sum(num_tokens)]`` int64 labels.
+        And their labels, ``[sum(num_tokens)]`` int64. Items are concatenated along dim 0, with ``num_tokens`` each.
         """
         raise NotImplementedError
 
@@ -100,11 +90,10 @@ class DecoderMixin:
         raise NotImplementedError
 
     def lm_embed(self, hidden: torch.Tensor, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample the next token of each sequence.
+        """Sample the next token of each sequence from the states that predict it, ``[batch, hidden]``.
 
-        ``hidden``: ``[batch, hidden]``, the states that predict the next token; ``sample``: ``logits [batch, classes]
-        -> tokens [batch]``. Returns embeddings ``[batch, hidden]`` of the sampled tokens, and the tokens ``[batch]``
-        int64.
+        ``sample``: ``logits [batch, classes] -> tokens [batch]``. Returns embeddings ``[batch, hidden]`` of the sampled
+        tokens, and the tokens ``[batch]`` int64.
         """
         raise NotImplementedError
 

@@ -38,8 +38,7 @@ _MOST_SEGMENTED_CLASSES = 3
 def contract_of(model: PreTrainedModel, key: str = "model.foundation") -> Contract:
     """Return the contract of a foundation, from the cache or by checking a tiny model of its class.
 
-    ``model``: a causal language model; ``key``: key of the recipe that names it, for the message. Raises UserError:
-    omnitrain cannot train it; names every check that refused it and its measurement.
+    ``key``: of the recipe, for the message. Raises UserError: names every check that refused it, and the measurement.
     """
 
     def accepted() -> Contract:

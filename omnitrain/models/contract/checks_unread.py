@@ -76,10 +76,7 @@ def _last_hidden_states(trial: Trial) -> Tensor:
 
 
 def _reaches_only(gradient: Tensor | None, token: int) -> bool:
-    """Whether ``gradient`` ``[1, T, ...]`` is zero at all other tokens.
-
-    It may be zero at token 0, too: in a causal model that token sees only itself, whatever its query is.
-    """
+    """Whether ``gradient`` ``[1, T, ...]`` is zero at other tokens. Token 0, which sees only itself, may have none."""
     if gradient is None:
         return False
     reached = gradient[0].flatten(1).any(1).nonzero().flatten().tolist()
@@ -96,8 +93,7 @@ _SHORTEST = 2  # tokens: one to read, one to predict
 def skipped_modules_of(trial: Trial) -> tuple[SkippedModule, ...]:
     """Return the outermost modules with parameters that the forward calls for some samples and not for others.
 
-    Media are encoded before the forward, so towers are not among them. The shapes of empty arguments follow from the
-    calls: a size that differs between calls is a number of rows, which becomes zero.
+    A size of arguments that differs between calls is a number of rows, which becomes zero in empty arguments.
     """
     calls = [_calls_of(trial, case) for case in trial.cases]
     always = set.intersection(*(set(seen) for seen in calls))
@@ -117,10 +113,7 @@ def skipped_modules_of(trial: Trial) -> tuple[SkippedModule, ...]:
 
 
 def unread_by_short_samples(trial: Trial) -> tuple[SkippedModule, ...]:
-    """Return modules whose parameters a long text reads and the shortest does not, such as a compressor of many tokens.
-
-    Their parameters get a gradient only on some ranks, so the ranks' gradient reductions would not match.
-    """
+    """Return modules whose parameters only long texts read, so that ranks' gradient reductions would not match."""
     texts = [case.probe.sample for case in trial.cases if not case.probe.modalities]
     longest = max(texts, key=len, default=None)
     if longest is None:

@@ -77,10 +77,7 @@ class _ProbeMaker:
         self._items: dict[tuple[str, int], MediaItem] = {}
 
     def probe(self, index: int, mixture: tuple[str, ...]) -> Probe:
-        """Make sample ``index``: text with the media of a mixture in between.
-
-        Some models require text between the frames of a video and otherwise raise; then it is added.
-        """
+        """Make sample ``index``: text with media in between; text between the frames of a video if it must be."""
         try:
             return self._probe(index, mixture, between_frames=False)
         except UserError:

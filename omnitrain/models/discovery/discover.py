@@ -62,8 +62,7 @@ class Discovery:
 def discover(model: PreTrainedModel) -> Discovery:
     """Run every feature method of a model on tiny inputs, and record the parameters it reads and the features it gives.
 
-    The model does not change. It may be on the meta device. A process runs them once for models of one class, config
-    and tree of modules. ``model``: a causal language model of transformers, with or without other modalities.
+    The model, which may be on the meta device, does not change. A process runs them once per class, config and modules.
     """
     modules = ((name, type(module)) for name, module in model.named_modules())
     parameters = ((name, p.shape, p.dtype, p.device) for name, p in model.named_parameters())

@@ -135,10 +135,7 @@ class MediaFeatures:
 
 
 def check_rows(modality: str, expected: Sequence[int], got: Sequence[int], samples: Sequence[str]) -> None:
-    """Check that each item has as many features as placeholders; transformers silently accepts surplus features.
-
-    Raises UserError: names the samples, and their numbers of placeholders (``expected``) and features (``got``).
-    """
+    """Raise UserError unless each item has as many features as placeholders; transformers accepts surplus ones."""
     if len(expected) != len(got):
         raise UserError(f"{len(got)} {modality} items were encoded, but the samples have {len(expected)}")
     wrong = [
@@ -151,10 +148,7 @@ def check_rows(modality: str, expected: Sequence[int], got: Sequence[int], sampl
 
 
 def describe(output: Any, used: Sequence[str], rows: int, *, joined: bool = True) -> RowLayout | None:
-    """Return the layout of an output with ``rows`` features, or None if no tensor in it has as many.
-
-    ``used``: the fields that the model's forward reads. ``joined``: see :class:`RowLayout`.
-    """
+    """Return the layout of an output with ``rows`` features; None: no tensor in the fields ``used`` has as many."""
     values = _fields(output, used)
     masks = _masks(values, rows)
     names: list[str] = []

@@ -228,11 +228,7 @@ class InterfaceSearch:
         raise WrongGuessError("no argument makes the forward take features that were computed before")
 
     def _with_independence(self, interface: ModalityInterface, output: Any) -> ModalityInterface:
-        """Add whether items are independent: items of any size, only items of equal size, or none.
-
-        ``interface``: the interface without this fact and without ``minimal_rows``; ``output``: output of the feature
-        method for the first two items.
-        """
+        """Add whether items are independent: of any size, of equal size, or not. ``output``: of the first two items."""
         apart, together = self._encoded(interface, interface.probe_items(2)), [flatten(output, interface.layout)]
         if interface.probe.variable and not _same_rows(apart, together):
             interface = replace(interface, probe=replace(interface.probe, variable=False))

@@ -82,10 +82,7 @@ def _vision_sizes(nodes: list[PreTrainedConfig]) -> VisionSizes:
 
 
 def audio_sizes(config: PreTrainedConfig) -> list[AudioSizes]:
-    """Return the possible sizes of the audio tower: several if the config does not name the number of bins.
-
-    The number of bins is then a customary number, or any number in the tower's config.
-    """
+    """Return the possible sizes of the audio tower; several if the config does not name the number of bins."""
     nodes = [*_nodes_for(config, "audio"), config]
     bins = _first(nodes, _MEL)
     positions = _first(nodes, _SOURCE)

@@ -53,11 +53,9 @@ class ModalityInterface:
         return self.layout.names[1:]
 
     def encode(self, model: PreTrainedModel, features: Mapping[str, Any]) -> MediaFeatures:
-        """Compute the features of some items by the model's own method.
+        """Compute the features of some items by the model's own method; one item if its output has no pieces per item.
 
-        If its output has no pieces per item, all features count as one item. ``model``: the HF model; ``features``:
-        values of the forward's media arguments (as the HF processor returns them). Raises UserError: an argument is
-        missing.
+        ``features``: the forward's media arguments (as the HF processor returns them); a missing one raises UserError.
         """
         arguments = dict(self.constants)
         for parameter, (name, inverted) in self.bindings.items():

@@ -28,10 +28,7 @@ _FORMS = ("{}_token_id", "{}_token_index", "{}_placeholder_id", "{}_placeholder_
 
 
 def token_ids(config: PreTrainedConfig, modality: str, vocabulary: int) -> Iterator[int]:
-    """Yield ids below ``vocabulary`` that may be the modality's placeholder, the likeliest first.
-
-    Some models use the image placeholder for videos.
-    """
+    """Yield ids below ``vocabulary`` that may be the placeholder, the likeliest first; it may be that of images."""
     seen: set[int] = set()
     for stem in _STEMS[modality]:
         for form in _FORMS:
@@ -70,11 +67,7 @@ class TokenExtras:
     marks_answer: bool = False
 
     def __call__(self, ids: _Ids, answer: _Ids | None = None) -> dict[str, _Ids]:
-        """Return the per-token arguments of one sample.
-
-        ``ids``: ``[T]`` token ids; ``answer``: ``[T]`` bool, the supervised tokens; None: none. Returns argument name
-        -> ``[T]`` int64.
-        """
+        """Return argument -> ``[T]`` int64 for ids ``[T]``; ``answer``: ``[T]`` bool, the supervised tokens."""
         if not self.names:
             return {}
         types = self._answers(ids, answer) if self.marks_answer else self.modalities(ids)

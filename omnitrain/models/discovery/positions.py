@@ -32,10 +32,7 @@ _DEPTHS = ("num_hidden_layers", "depth", "encoder_layers", "num_layers")
 
 @dataclass(frozen=True)
 class PositionFunction:
-    """Computes the position ids of one unpacked sample, equal to those the model would compute.
-
-    It can be pickled. Each process builds a model instance without weights at the first call.
-    """
+    """Computes the position ids of one sample as the model would, by an instance without weights; can be pickled."""
 
     model: type[PreTrainedModel]  # class of the model
     # its config as JSON (with ``model_type``); None: positions are a plain count, with or without media

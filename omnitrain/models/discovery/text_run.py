@@ -69,10 +69,7 @@ def _towers(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the positional and keyword arguments with which the model's forward calls ``module``; stop it there.
-
-    Raises RuntimeError: the forward does not call the module; Exception: the model's code raises it before the call.
-    """
+    """Return the arguments with which the forward calls ``module``, and stop there; RuntimeError: it does not."""
     caught: list[tuple[Any, dict[str, Any]]] = []
 
     def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -87,11 +84,10 @@ def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, 
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """Return the position from which a model counts if it gets no positions.
+    """Return the position from which a model counts if it gets no positions; 0 if no guess fits.
 
     With positions from there, its first layer gets the same arguments as without. Some models start after the id of
-    their padding token, in a table or a formula. 0 for a model that takes no positions, or if no guess fits. Raises
-    Exception: the model's code raises it.
+    their padding token, in a table or a formula. Raises what the model's code raises.
     """
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return 0
@@ -109,10 +105,7 @@ def first_position(model: PreTrainedModel) -> int:
 
 
 def text_arguments(model: PreTrainedModel, modality: str = "image", token: int | None = None, rows: int = 2) -> Any:
-    """Return arguments of a forward: ids with ``rows`` placeholders between text, a mask, and per-token arguments.
-
-    ``token``: id of the placeholder; None: ordinary text.
-    """
+    """Return arguments of a forward: ids with ``rows`` placeholders (None: text), a mask, per-token arguments."""
     plain = plain_ids(model, 4)
     size = model.get_input_embeddings().weight.size(0)
     opening, closing = marks(model.config, modality) or (plain[1], plain[2])

@@ -23,11 +23,8 @@ class ProjectorSettings(NamedTuple):
 class Projector(nn.Module):
     """A ``linear``, ``mlp`` or ``pixel_shuffle`` projector (join neighbours, then MLP; Chen et al. 2024, InternVL 1.5).
 
-    The caller joins neighbours, by :func:`merge_grid` for images and :func:`merge_frames` for sound.
-
-    Attributes:
-        factor: neighbours along a dim that the caller joins.
-        width: size of its inputs.
+    The caller joins ``factor`` neighbours along a dim, by :func:`merge_grid` for images and :func:`merge_frames` for
+    sound. ``width``: size of its inputs.
     """
 
     def __init__(self, settings: ProjectorSettings, dims: int, tower_size: int, hidden_size: int) -> None:

@@ -29,10 +29,7 @@ _PACKING = {"cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max
 
 @cache
 def by_heads(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a layer's forward for a slice of the sequence; None: it does not use both kernels.
-
-    ``forward``: forward of the layer's class.
-    """
+    """Return a layer class's forward for a slice of the sequence; None: it does not use both kernels."""
     plain = inspect.unwrap(forward)
     if not isinstance(plain, FunctionType):
         return None

@@ -68,10 +68,7 @@ class FoundationRunner:
     """
 
     def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
-        """Attach to ``model``; its attention and the forwards that the contract names are replaced.
-
-        ``native``: result of :func:`discover` for the model; None: run it.
-        """
+        """Replace the attention of ``model`` and the forwards that the contract names; ``native``: None: discovered."""
         self.model = model
         self.contract = contract
         self.native: Discovery = native or discover(model)  # before we replace the model's attention
@@ -92,17 +89,13 @@ class FoundationRunner:
             self.give_zeros.append(self.in_forward)
 
     def skip_unread_rows(self) -> Counter[str]:
-        """Let modules that the contract lists as tokenwise compute only the tokens that a loss reads.
-
-        Returns class name -> number of such modules.
-        """
+        """Let tokenwise modules compute only tokens that a loss reads; return class name -> number of these modules."""
         return skip_unread_rows(self.model, self.contract.tokenwise)
 
     def encode(self, pack: Pack) -> dict[str, MediaFeatures]:
-        """Encode all media of a pack that the model reads by itself, by its own feature methods.
+        """Encode all media of a pack that the model reads by itself: modality -> features in the order of placeholders.
 
-        Returns modality -> features in the order of their placeholders. Modalities that share a placeholder are joined.
-        Raises UserError: the model has no such modality, or the numbers of features and placeholders differ.
+        Modalities that share a placeholder are joined. Errors: see :meth:`encode_call`.
         """
         batches = {name: batch for name, batch in pack.inputs.items() if name.startswith(NATIVE_PREFIX)}
         features = {
@@ -126,10 +119,9 @@ class FoundationRunner:
         }
 
     def encode_call(self, name: str, items: MediaGroup) -> MediaFeatures:
-        """Run one call of a modality (``foundation.image``, ...); see :meth:`encode`.
+        """Run one call of a modality (``foundation.image``, ...); features are in the order of the items.
 
-        Returns the features in the order of the items. Raises UserError: the model does not read the modality, or the
-        numbers of features and placeholders differ.
+        Raises UserError: the model does not read the modality, or the numbers of features and placeholders differ.
         """
         modality = name.removeprefix(NATIVE_PREFIX)
         interface = self.native.interfaces.get(modality)
@@ -146,11 +138,7 @@ class FoundationRunner:
     def joined(
         self, features: Mapping[str, MediaFeatures], positions: Mapping[str, Tensor]
     ) -> dict[str, MediaFeatures]:
-        """Join the features of calls as :meth:`encode` returns them.
-
-        ``features``: modality (``foundation.image``, ...) -> features; ``positions``: modality -> ``[n]`` int64, the
-        tokens that the features replace.
-        """
+        """Join features of calls as :meth:`encode`; ``positions``: modality -> ``[n]`` int64, the replaced tokens."""
         by_token: dict[int, list[str]] = {}
         for name in features:
             by_token.setdefault(self.native.interfaces[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(name)
@@ -162,11 +150,7 @@ class FoundationRunner:
         return native
 
     def one_batch(self, encoded: Sequence[Mapping[str, MediaFeatures]]) -> dict[str, MediaFeatures]:
-        """Join the features of several packs for a batch with one row per pack.
-
-        Features are joined by placeholder: prompts with different modalities may share one. ``encoded``: results of
-        :meth:`encode`.
-        """
+        """Join results of :meth:`encode` for a batch with one row per pack, by placeholder: modalities may share it."""
         by_token: dict[int, list[tuple[str, MediaFeatures]]] = {}
         for modality, features in (item for media in encoded for item in media.items()):
             by_token.setdefault(self.native.interfaces[modality].token_id, []).append((modality, features))
@@ -198,10 +182,7 @@ class FoundationRunner:
     def stage_output(
         self, pack: Pack, media: EncodedMedia | None, sequence_slice: SequenceSlice | None, stage: Stage
     ) -> Tensor:
-        """Run a stage that is not the last; arguments and errors are those of :meth:`text_loss`.
-
-        Returns ``[1, t, hidden]``, the hidden states for the next stage.
-        """
+        """Run a stage that is not the last, as :meth:`text_loss`; return the states ``[1, t, hidden]`` for the next."""
         with self._local(pack, sequence_slice, stage) as (local, packed):
             hidden: Tensor = self.run_pack(local, media or EncodedMedia(), _unreached, packed, stage)
         return self.in_forward.with_zero_gradients(hidden)
@@ -285,10 +266,7 @@ class FoundationRunner:
 
     @torch.no_grad()
     def _whole_masks(self, pack: Pack, offsets: tuple[int, ...]) -> list[MaskSpec]:
-        """Collect the model's masks over a whole pack by a forward that stops at the first block.
-
-        Embeddings are zeros that take no memory. The model's own hooks are skipped, so no collective runs.
-        """
+        """The masks over a whole pack, by a forward that stops at the first block, without hooks or collectives."""
         embedding: Any = self.model.get_input_embeddings()
         zero = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
         packed = PackedSequence(offsets)
@@ -325,18 +303,12 @@ class FoundationRunner:
     ) -> Any:
         """Run one forward of the HF model with ``head(hidden, lm_head)`` instead of its language-model head.
 
-        The replacement runs inside the model's forward, so it need not compute all logits, and FSDP has gathered the
-        head's weight. Returns the model's own output; of a stage that is not the last, the hidden states for the next
-        one.
-
-        Args:
-            input_ids: ``[B, T]``; arbitrary at positions of inserted features.
-            head: gets the hidden states ``[B, T, hidden]`` and the head; returns the head's output.
-            media: encoded media.
-            arguments: further arguments of the model's forward; those that it does not accept are ignored.
-            packed: the packed sequence that ``input_ids`` has, or has a slice of; None: each row of the batch is one
-                sample.
-            stage: the stage of a pipeline to run; None: the whole model.
+        ``head`` runs inside the model's forward, where FSDP has gathered the head's weight; it gets the hidden states
+        ``[B, T, hidden]``. ``input_ids``: ``[B, T]``; arbitrary at positions of inserted features. ``arguments`` that
+        the model's forward does not accept are ignored. ``packed``: the packed sequence that ``input_ids`` has, or has
+        a slice of; None: each row of the batch is one sample. ``stage``: the stage of a pipeline to run; None: the
+        whole model. Returns the model's own output; of a stage that is not the last, the hidden states for the next
+        stage.
         """
         accepted = self._accepted(arguments, packed, input_ids.device)
         lm_head: Any = self.model.get_output_embeddings()

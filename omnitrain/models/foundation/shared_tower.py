@@ -31,10 +31,7 @@ class SharedTower:
     """The blocks of a component, with hooks that do nothing until :meth:`sharing`."""
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], slice_of: MakeSlice) -> None:
-        """Attach to the blocks of ``model`` that have only these parameters.
-
-        ``slice_of``: number of rows of a call, and their device -> this rank's slice; None: all ranks run all rows.
-        """
+        """``slice_of``: rows of a call, and their device -> this rank's slice; None: all ranks run all rows."""
         self._stacks = [_Stack(blocks, siblings, slice_of) for blocks, siblings in _stacks_of(model, set(parameters))]
 
     @property

@@ -27,10 +27,9 @@ _ATTRIBUTE = "_calls_skipped_modules"
 
 
 def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> list[SkippedCalls]:
-    """Let every forward of ``model`` call the modules that it skips on empty tensors. Idempotent.
+    """Let every forward of ``model`` call the modules that it skips on empty tensors, by hooks. Idempotent.
 
-    ``model``: changed in place, by hooks; classes, parameters and names stay; ``found``: the modules, in the order in
-    which a forward that skips none calls them. Returns the calls of each parent.
+    ``found``: in the order in which a forward that skips none calls them. Returns the calls of each parent.
     """
     modules = dict(model.named_modules())
     order = {skipped.module: (index, skipped) for index, skipped in enumerate(found)}
@@ -72,13 +71,10 @@ _running: ContextVar[Mapping[SkippedCalls, _Running]] = ContextVar("skipped_modu
 
 
 class SkippedCalls:
-    """The calls of some modules within a forward of their parent, in the same order on all ranks.
+    """The calls of ``modules`` within a forward of their parent, in the same order on all ranks.
 
-    Before a module runs, the skipped modules that come before it are called.
-
-    Attributes:
-        modules: these modules.
-        read: those that were called, but not on empty tensors.
+    Before a module runs, the skipped modules that come before it are called. ``read``: those that were called, but not
+    on empty tensors.
     """
 
     def __init__(self, parent: nn.Module, children: Sequence[tuple[nn.Module, SkippedModule]]) -> None:

@@ -79,11 +79,10 @@ class Stage:
 
     @contextmanager
     def inside(self, model: PreTrainedModel, blocks: nn.ModuleList) -> Iterator[None]:
-        """Let the next forward of ``model`` run only this stage.
+        """Let the next forward of ``model`` run only this stage of its ``blocks``.
 
-        Of a stage that is not the last, the forward returns the hidden states for the next one, ``[1, t, hidden]``. It
-        ends inside ``model``, so that the hooks of ``model`` (FSDP's) see its end. ``model``: the foundation;
-        ``blocks``: its blocks.
+        Of a stage that is not the last, the forward returns the hidden states for the next stage, ``[1, t, hidden]``,
+        and ends inside ``model``, so that the hooks of ``model`` (FSDP's) see its end.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig
 def take_own_configs(models: Iterable[nn.Module]) -> None:
     """Replace the configs of all modules in ``models`` by copies; a config shared by modules stays shared.
 
-    We write the chosen attention and experts implementation into a model's configs. transformers does not copy a config
-    it is given, so without copies the next model built from the same config would get this model's choice.
+    We write choices (attention, experts) into configs; transformers would hand these to the next model of a config.
     """
     copies: dict[int, Any] = {}
     for module in dict.fromkeys(module for model in models for module in model.modules()):

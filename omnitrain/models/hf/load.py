@@ -38,10 +38,7 @@ Source: TypeAlias = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
 
 
 def as_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """Build the HF config of a plain dict with ``model_type``.
-
-    Raises UserError: ``model_type`` is missing or not registered with transformers.
-    """
+    """Build the HF config of a plain dict with ``model_type``; raise UserError if that is missing or unknown."""
     rest = dict(values)
     model_type = rest.pop("model_type", None)
     if model_type is None:
@@ -88,10 +85,7 @@ def resolve(
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class that builds ``config``: AutoModel's, else the only class of that config (VQ tokenizers).
-
-    Raises UserError: no class builds it, or several do.
-    """
+    """Return AutoModel's class for ``config``, else its only class (VQ tokenizers); UserError: there is not one."""
     classes = _mapped(config, "AutoModel") or _owners(config)
     if len(classes) != 1:
         raise UserError(f"transformers cannot build a model of model_type {config.model_type!r} from its config")
@@ -101,8 +95,8 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class with a forward over tokens and a language-model head that builds ``config``.
 
-    It is the config's ``architectures`` entry, else the class that an auto mapping names, else the only class of that
-    config that generates. Raises UserError: no class does; the message names the sub-configs that have such a class.
+    It is in the config's ``architectures``, or an auto mapping, or the only class of that config that generates. Raises
+    UserError: names the sub-configs that have such a class.
     """
     classes = _language_models(config)
     if classes and not config.is_encoder_decoder:
@@ -120,10 +114,7 @@ def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def foundation_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the foundation's config: ``config`` itself, or its only sub-config that reads media and generates text.
-
-    In a model with several stages (thinker, talker and vocoder of Qwen-Omni) the whole is no language model.
-    """
+    """Return ``config``, or its only sub-config that reads media and generates text (thinker of Qwen-Omni)."""
     if _language_models(config):
         return config
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
@@ -210,10 +201,7 @@ def _modeling_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
 
 
 def config_at(path: str) -> PreTrainedConfig:
-    """Return the HF config of a Hub id or folder, without the quantization of its files: we build plain weights.
-
-    Raises UserError: the path has no HF config.
-    """
+    """Return the HF config of a Hub id or folder, or raise UserError; without quantization: we build plain weights."""
     require_folder(path, "HF model")
     try:
         config = AutoConfig.from_pretrained(path)
@@ -224,10 +212,7 @@ def config_at(path: str) -> PreTrainedConfig:
 
 
 def require_folder(path: str, what: str) -> None:
-    """Raise if ``path`` looks local but does not exist; other names may be Hub ids (``org/name``).
-
-    Raises UserError: names the missing folder and the nearest existing one.
-    """
+    """Raise UserError if ``path`` looks local but does not exist; other names may be Hub ids (``org/name``)."""
     is_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if is_local and not Path(path).expanduser().is_dir():
         folder = Path(path).absolute()
@@ -235,11 +220,7 @@ def require_folder(path: str, what: str) -> None:
 
 
 def folder_with(path: str | Path, pattern: str, **hub: Any) -> Path:
-    """Return the folder ``path``, or download the files ``pattern`` of a Hub repository and return their folder.
-
-    ``hub``: keyword arguments of ``snapshot_download``. Raises UserError: neither a folder nor a repository has this
-    name.
-    """
+    """Return the folder ``path``, or download the files ``pattern`` of a Hub repository; UserError: there is none."""
     require_folder(str(path), "checkpoint")
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()

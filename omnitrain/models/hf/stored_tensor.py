@@ -134,10 +134,7 @@ def stored_tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
 
 @contextmanager
 def operations_recorded() -> Iterator[None]:
-    """Within this context, operations on a ``StoredTensor`` give another one, which computes when it is read.
-
-    Those that write to a tensor are computed at once.
-    """
+    """Within this context, operations on a ``StoredTensor`` that do not write to it compute only when it is read."""
     recording = _records_all.set(True)
     try:
         yield
@@ -176,10 +173,7 @@ def weights_left_in_files() -> Iterator[None]:
 
 
 def _recorded_for_each(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Record calls of a function that writes to memory of its own, which operations cannot record.
-
-    Its tensors and its result have experts in the first dim, and it treats each alone.
-    """
+    """Record calls of a function that writes to memory of its own; it treats each entry of the first dim alone."""
     name = f"{function.__module__}:{function.__name__}"
 
     @functools.wraps(function)
@@ -206,10 +200,7 @@ def replace_value(parameter: Tensor, value: Tensor) -> None:
 
 
 def read_weights(module: nn.Module) -> None:
-    """Read the parameters that are left in files, such as those of the part of a model that is used.
-
-    Inside :func:`weights_left_in_files` they stay there.
-    """
+    """Read the parameters that are left in files; inside :func:`weights_left_in_files` they stay there."""
     if _leaves_in_files.get():
         return
     for parameter in module.parameters():
@@ -243,10 +234,7 @@ def _unwritten(tensor: StoredTensor) -> Tensor:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Record any operation, whose results get their shapes from the meta device.
-
-    Raises NotImplementedError: it writes to a tensor, or has results other than tensors.
-    """
+    """Record any operation by shapes of the meta device; NotImplementedError: it writes, or gives more than tensors."""
     if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema_of(func).arguments):
         raise NotImplementedError
     if tree_any(lambda arg: isinstance(arg, Tensor) and not isinstance(arg, StoredTensor), (args, kwargs)):

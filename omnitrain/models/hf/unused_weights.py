@@ -13,7 +13,7 @@ from omnitrain.torch_private import unsaved_buffers_of
 def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
     """Count the tensors ``names``, which a model does not have, by the missing module that they belong to.
 
-    In a model with 61 layers ``mtp.fc.weight`` counts as ``mtp.*``, and ``model.layers.61.eh_proj.weight`` as
+    With 61 layers, ``mtp.fc.weight`` counts as ``mtp.*``, and ``model.layers.61.eh_proj.weight`` as
     ``model.layers.61.*``. Names of buffers that the model computes do not count: checkpoints of older versions have
     them.
     """

@@ -68,11 +68,7 @@ def train(
     routing: tuple[Recording, ...] | None = None,
     steps: int = STEPS,
 ) -> Outcome:
-    """Train on the packs of this rank; a rank of a section has none.
-
-    ``routing``: a recording per step to replay; None: this run routes tokens itself, and records it. ``steps``: one is
-    enough for the loss and the gradients.
-    """
+    """Train on this rank's packs, and replay ``routing``, a recording per step; None: route tokens, and record it."""
     planner = step_planner(model)
     batches = [planner(packs) for _ in range(steps)]
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -12,10 +12,7 @@ from omnitrain.optim.shards import gradient_shard, local_shard
 
 
 class ShardedSGD(torch.optim.Optimizer):
-    """The update of ``torch.optim.SGD``; each rank updates its shards as plain tensors.
-
-    DTensor would derive shardings for every shape of parameter: longer than the steps of a small model.
-    """
+    """``torch.optim.SGD`` on each rank's shards as plain tensors: DTensor takes longer than a small model's steps."""
 
     def __init__(self, params: Iterable[nn.Parameter] | list[dict[str, Any]], lr: float, momentum: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})

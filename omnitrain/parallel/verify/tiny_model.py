@@ -37,10 +37,7 @@ def needed_memory(parameters: int, ranks: int) -> int:
 
 
 def fits(model: PreTrainedModel, ranks: int, memory: float | None) -> bool:
-    """Return whether a model, also on ``meta``, can be verified in ``memory`` bytes; None: unlimited.
-
-    ``ranks``: number of ranks; each holds a full copy while it builds the model.
-    """
+    """Whether a model, also on ``meta``, can be verified by so many ranks in ``memory`` bytes; None: unlimited."""
     return memory is None or needed_memory(num_parameters(model), ranks) <= memory
 
 
