@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.data.packing.sample import NATIVE_PREFIX, Features, MediaItem, MediaSpan, Sample
+from omnitrain.data.packing.sample import NATIVE_PREFIX, MediaItem, MediaSpan, Sample
 from omnitrain.errors import UserError
 from omnitrain.models.contract.tiny_model import TINY_THRESHOLD
 from omnitrain.models.discovery import Discovery, config_nodes, special_ids
@@ -90,7 +90,8 @@ class _ProbeMaker:
         for position, modality in enumerate(mixture):
             interface = self.native.interfaces[modality]
             item = self._item(modality, mixture[:position].count(modality))
-            num_runs = _num_frames(item.features) if between_frames else 1
+            grids = (array for name, array in item.features.items() if "grid" in name and array.ndim == 2)
+            num_runs = next((int(grid[0, 0]) for grid in grids), 1) if between_frames else 1  # temporal patches
             start, end = (
                 [token for token in _marks(self.model.config, modality, forms) if token < self.vocabulary]
                 for forms in (_STARTS, _ENDS)
@@ -153,8 +154,3 @@ def _marks(config: PreTrainedConfig, modality: str, forms: Sequence[str]) -> lis
                 if isinstance(value := config_value(node, name), int):
                     return [value]
     return []
-
-
-def _num_frames(features: Features) -> int:
-    """The number of temporal patches of a video, from its grid ``[1, 3]``; 1 if it has no grid."""
-    return next((int(array[0, 0]) for name, array in features.items() if "grid" in name and array.ndim == 2), 1)

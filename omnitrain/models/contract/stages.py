@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -58,7 +58,9 @@ def check_stages(
     if not found.problem and not found.refused:
         return replace(found, cuts=tuple(range(1, num_blocks)))
     deep = tiny_config(config, least_layers=num_blocks)
-    if not found.problem and _num_parameters(model_class, deep) <= _MOST_PARAMETERS:
+    with torch.device("meta"):
+        num_parameters = 0 if found.problem else sum(p.numel() for p in model_class(deep).parameters())
+    if not found.problem and num_parameters <= _MOST_PARAMETERS:
         found = _checked(model_class, deep, contract)
     if len(found.cuts) + len(found.refused) < num_blocks - 1:
         fact = found.problem or "; ".join(f"cut before block {cut}, {fact}" for cut, fact in found.refused.items())
@@ -77,11 +79,6 @@ def _measured(model_class: type[PreTrainedModel], config: PreTrainedConfig, cont
         return _StageTrial(trial).measured()
 
 
-def _num_parameters(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in model_class(config).parameters())
-
-
 class _StageTrial:
     """Runs a tiny model as a whole and in stages."""
 
@@ -94,27 +91,22 @@ class _StageTrial:
         """Measure all cuts, with the fewest inputs of a stage that make most cuts exact."""
         if skipped := self.skipped_blocks():
             return StageContract(f"some samples skip whole blocks: {', '.join(skipped)}")
-        plain = StageContract(returns=self.returns())
-        levels = self.levels()
-        found = None
-        for needs_embeddings in (False, True):
-            for known in (levels, {}) if levels else ({},):
-                tried = self.tried(replace(plain, needs_embeddings=needs_embeddings, levels=known))
-                if found is None or len(tried.cuts) > len(found.cuts):
-                    found = tried
-                if not tried.refused:
-                    return self.cut_everywhere(tried)
-        assert found is not None
-        if not found.cuts:
-            return replace(found, problem=next(iter(found.refused.values())))
-        return self.cut_everywhere(found)
+        plain, levels = StageContract(returns=self.returns()), self.levels()
+        found: list[StageContract] = []
+        for needs_embeddings, known in product((False, True), (levels, {}) if levels else ({},)):
+            found.append(self.tried(replace(plain, needs_embeddings=needs_embeddings, levels=known)))
+            if not found[-1].refused:
+                break
+        best = max(found, key=lambda contract: len(contract.cuts))
+        if not best.cuts:
+            return replace(best, problem=next(iter(best.refused.values())))
+        return self.cut_everywhere(best)
 
     def skipped_blocks(self) -> list[str]:
         """Return the modules with blocks that a forward skips for some samples; ranks call them on empty tensors."""
         blocks = set(text_blocks(self.model))
         names = tuple({f"{any_layer(name)}." for name, module in self.model.named_modules() if module in blocks})
-        skipped = self.runner.contract.skipped_modules
-        called = [each for each in skipped if not each.problem]
+        called = [each for each in self.runner.contract.skipped_modules if not each.problem]
         return [s.module for s in called if f"{s.module}.".startswith(names) and not f"{s.parent}.".startswith(names)]
 
     def tried(self, contract: StageContract) -> StageContract:
@@ -125,8 +117,7 @@ class _StageTrial:
 
     def cut_everywhere(self, contract: StageContract) -> StageContract:
         """Measure all cuts together."""
-        fact = self.fact(contract.cuts, contract) if len(contract.cuts) > 1 else ""
-        if fact:
+        if fact := self.fact(contract.cuts, contract) if len(contract.cuts) > 1 else "":
             return replace(contract, problem=f"cut before blocks {contract.cuts}, {fact}")
         return replace(contract, readers=self.readers(contract))
 
@@ -146,7 +137,10 @@ class _StageTrial:
         loss, gradients = 0.0, dict[str, Tensor]()
         spans = [BlockSpan(start, stop, self.count) for start, stop in pairwise((0, *cuts, self.count))]
         for index, pack in enumerate(self.packs):
-            leaves = {name: _leaves(features) for name, features in self.runner.encode(pack).items()}
+            leaves = {
+                name: features.with_tensors([t.detach().requires_grad_() for t in features.tensors()], features.counts)
+                for name, features in self.runner.encode(pack).items()
+            }
             loss += self._forward_backward(pack, EncodedMedia(leaves), spans, contract)
             for modality, features in leaves.items():
                 for name, leaf in zip(features.layout.names, features.tensors(), strict=True):
@@ -231,7 +225,3 @@ class _StageTrial:
         with watching(blocks, before=lambda _, __, args, kwargs: found.append(hidden_among(args, kwargs))):
             self.runner.text_loss(pack, EncodedMedia(media))
         return found
-
-
-def _leaves(features: MediaFeatures) -> MediaFeatures:
-    return features.with_tensors([tensor.detach().requires_grad_() for tensor in features.tensors()], features.counts)

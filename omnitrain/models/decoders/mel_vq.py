@@ -66,7 +66,7 @@ class MelVQ(PreTrainedModel):
 
     @torch.no_grad()
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Decode codes ``[n]`` to float32 ``[n * frames_per_code * hop_length]`` within [-1, 1], or raise ValueError."""
+        """Decode codes ``[n]`` to float32 ``[n * frames_per_code * hop_length]`` in [-1, 1], or raise ValueError."""
         if codes.numel() == 0:
             return torch.zeros(0, device=codes.device)
         if codes.min() < 0 or codes.max() >= self.config.codebook_size:
