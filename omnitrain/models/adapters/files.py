@@ -67,15 +67,12 @@ def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Ten
 
     ``weights``: whole (unsharded) adapters, and embeddings with rows of added tokens, by their names in ``model``.
     """
-    for root, adapters in _by_root(model).items():
-        into = folder / ADAPTERS / root
-        into.mkdir(parents=True)
-        tensors = {
-            key: entry.to_peft(weights[name]).contiguous() for key, (name, entry) in _entries(model, root, adapters)
-        }
-        save_file(tensors, into / _WEIGHTS, metadata={"format": "pt"})
-        set_default_modes([into / _WEIGHTS])
-        _config(model, root, adapters).save_pretrained(str(into))
+    for file, entries in adapter_tensors(model).items():
+        (folder / file).parent.mkdir(parents=True)
+        tensors = {key: to_peft(weights[name]).contiguous() for key, (name, to_peft) in entries.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        set_default_modes([folder / file])
+    save_adapter_configs(model, folder)
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, dict[str, tuple[str, Conversion]]]:
@@ -214,20 +211,16 @@ def _config(model: PreTrainedModel, root: str, adapters: list[Adapters]) -> Any:
     has_experts = any(True for _ in experts_in(model.get_submodule(root)))
     modules, parameters = {}, {}
     for each in adapters:
-        for name in each.linears:
-            if has_experts and name.endswith(tuple(f".{taken}" for taken in _TAKEN_FOR_EXPERTS)):
-                parameters[_below(root, name) + _WEIGHT] = each
+        for name in (_below(root, linear) for linear in each.linears):
+            if has_experts and name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS:
+                parameters[name + _WEIGHT] = each
             else:
-                modules[_below(root, name)] = each
+                modules[name] = each
         parameters |= {_below(root, name): each for name in each.experts}
-    differing = {
-        name: each
-        for name, each in (modules | parameters).items()
-        if (each.rank, each.alpha) != (first.rank, first.alpha)
-    }
-    tokens = {
-        _below(root, name).removesuffix(_WEIGHT): list(rows) for name, rows in _token_matrices(model, root).items()
-    }
+    all_adapted = (modules | parameters).items()
+    differing = {name: each for name, each in all_adapted if (each.rank, each.alpha) != (first.rank, first.alpha)}
+    matrices = _token_matrices(model, root).items()
+    tokens = {_below(root, name).removesuffix(_WEIGHT): list(rows) for name, rows in matrices}
     config = peft().LoraConfig(
         r=first.rank,
         lora_alpha=first.alpha,

@@ -77,13 +77,13 @@ def adapters_of(model: ComponentModel) -> dict[str, Adapters]:
     found = dict[str, Adapters](getattr(model, _APPLIED, {}))
     for encoder in (name for name in model.divided if name in found):
         whole = found.pop(encoder)
-        for part, is_tower in ((f"{encoder}.tower", True), (f"{encoder}.projector", False)):
+        for part in ("tower", "projector"):
             linears, experts = (
-                tuple(name for name in names if name.startswith(f"{encoder}.tower.") == is_tower)
+                tuple(name for name in names if name.startswith(f"{encoder}.tower.") == (part == "tower"))
                 for names in (whole.linears, whole.experts)
             )
             if linears or experts:
-                found[part] = replace(whole, linears=linears, experts=experts)
+                found[f"{encoder}.{part}"] = replace(whole, linears=linears, experts=experts)
     return found
 
 

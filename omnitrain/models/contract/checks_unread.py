@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.contract import SkippedModule
 from omnitrain.models.contract.trial import Case, Trial
 from omnitrain.models.discovery import watching
-from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.ops.cpu.unread_rows import name_from_end
 from omnitrain.ops.fused.rms_norm import rms_norm_form
 from omnitrain.ops.fused.swiglu import is_swiglu
@@ -37,14 +35,13 @@ def tokenwise_modules(trial: Trial) -> tuple[str, ...]:
     calls: dict[str, list[Tensor]] = {name: [] for name in names}
     watched = [(name, model.get_submodule(name)) for name in names]
     with watching(watched, after=lambda name, *args: calls[name].append(args[-1])):
-        hidden = _last_hidden_states(trial)
-    outputs = {
-        name: seen[0] for name, seen in calls.items() if len(seen) == 1 and seen[0].shape[:2] == hidden.shape[:2]
-    }
-    if not outputs:
+        hidden = trial.runner.text_loss(Pack.from_samples(trial.samples[:1])).hidden
+    if hidden is None:
         return ()
+    once = {name: seen[0] for name, seen in calls.items() if len(seen) == 1}
+    outputs = {name: output for name, output in once.items() if output.shape[:2] == hidden.shape[:2]}
     local = set(outputs)
-    for token in (0, hidden.size(1) // 2, hidden.size(1) - 1):
+    for token in (0, hidden.size(1) // 2, hidden.size(1) - 1) if outputs else ():
         target = hidden[0, token] @ torch.randn(hidden.size(-1), generator=torch.Generator().manual_seed(token))
         gradients = torch.autograd.grad(target, list(outputs.values()), retain_graph=True, allow_unused=True)
         local &= {name for name, gradient in zip(outputs, gradients, strict=True) if _reaches_only(gradient, token)}
@@ -62,17 +59,6 @@ def _candidates(model: Any) -> Iterator[str]:
         if type(module) is nn.Linear or is_swiglu(module) or rms_norm_form(module) is not None:
             last = name
             yield name
-
-
-def _last_hidden_states(trial: Trial) -> Tensor:
-    states: list[Tensor] = []
-
-    def head(hidden: Tensor, lm_head: nn.Module) -> Tensor:
-        states.append(hidden)
-        return lm_head.forward(hidden)
-
-    trial.runner.run_pack(Pack.from_samples(trial.samples[:1]), EncodedMedia(), head)
-    return states[0]
 
 
 def _reaches_only(gradient: Tensor | None, token: int) -> bool:
@@ -115,30 +101,20 @@ def skipped_modules_of(trial: Trial) -> tuple[SkippedModule, ...]:
 def unread_by_short_samples(trial: Trial) -> tuple[SkippedModule, ...]:
     """Return modules whose parameters only long texts read, so that ranks' gradient reductions would not match."""
     texts = [case.probe.sample for case in trial.cases if not case.probe.modalities]
-    longest = max(texts, key=len, default=None)
-    if longest is None:
+    if not texts:
         return ()
-    reads = [_parameters_read(trial, sample) for sample in (_shortest_part(longest), longest)]
-    modules = dict.fromkeys(any_layer(name.rpartition(".")[0]) for name in sorted(reads[1] - reads[0]))
+    longest, first = max(texts, key=len), slice(_SHORTEST)
+    shortest = replace(
+        longest,
+        input_ids=longest.input_ids[first],
+        loss_mask=np.array([False] * (_SHORTEST - 1) + [True]),
+        position_ids=longest.position_ids[..., first],
+        token_inputs={name: values[first] for name, values in longest.token_inputs.items()},
+    )
+    short, long = (trial.step([Pack.from_samples([sample])]).gradients for sample in (shortest, longest))
+    modules = dict.fromkeys(any_layer(name.rpartition(".")[0]) for name in sorted(long.keys() - short.keys()))
     problem = f"samples of {_SHORTEST} tokens do not read its parameters"
     return tuple(SkippedModule(module, "", problem=problem) for module in modules)
-
-
-def _shortest_part(sample: Sample) -> Sample:
-    first = slice(_SHORTEST)
-    inputs = {name: values[first] for name, values in sample.token_inputs.items()}
-    trained = np.array([False] * (_SHORTEST - 1) + [True])
-    ids, positions = sample.input_ids[first], sample.position_ids[..., first]
-    return replace(sample, input_ids=ids, loss_mask=trained, position_ids=positions, token_inputs=inputs)
-
-
-def _parameters_read(trial: Trial, sample: Sample) -> set[str]:
-    """The names of parameters that get a gradient."""
-    trial.ours.zero_grad()
-    trial.runner.text_loss(Pack.from_samples([sample]))[0].sum.backward()
-    read = {name for name, parameter in trial.ours.named_parameters() if parameter.grad is not None}
-    trial.ours.zero_grad()
-    return read
 
 
 def _calls_of(trial: Trial, case: Case) -> _Calls:

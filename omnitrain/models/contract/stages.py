@@ -151,18 +151,15 @@ class _StageTrial:
     def _forward_backward(
         self, pack: Pack, media: EncodedMedia, spans: Sequence[BlockSpan], contract: StageContract
     ) -> float:
-        """Run a pack through all stages and back; return its loss."""
-        if len(spans) == 1:
-            loss = self.runner.text_loss(pack, media).text.sum
-            loss.backward()
-            return loss.item()
+        """Run a pack through all stages, or the whole model, and back; return its loss."""
         sent: list[Tensor] = []
         arrived: list[Tensor] = []
         for span in spans[:-1]:
             stage = Stage(span, contract, arrived[-1] if arrived else None)
             sent.append(self.runner.stage_output(pack, media, None, stage))
             arrived.append(sent[-1].detach().requires_grad_())
-        loss = self.runner.text_loss(pack, media, None, Stage(spans[-1], contract, arrived[-1])).text.sum
+        last = Stage(spans[-1], contract, arrived[-1]) if arrived else None
+        loss = self.runner.text_loss(pack, media, None, last).text.sum
         loss.backward()
         while sent:
             sent.pop().backward(arrived.pop().grad)

@@ -24,9 +24,10 @@ from omnitrain.models.discovery.text_run import (
     StopRunError,
     called_with,
     feature_hosts,
+    first_block,
     methods_replaced,
+    separate_decoder,
     text_arguments,
-    text_core,
     typed,
     watching,
 )
@@ -196,7 +197,8 @@ class InterfaceSearch:
     def _decoder_inputs(self, token: int, rows: int, features: Mapping[str, Tensor], output: Any) -> list[Tensor]:
         """All floating-point inputs of the text decoder when the method returns ``output``."""
         with methods_replaced(self.model, self.hosts, self.method, lambda *args, **kwargs: output):
-            return float_tensors(called_with(self.model, text_core(self.model), self._forward(token, rows, features)))
+            core = separate_decoder(self.model) or first_block(self.model)  # gets the embeddings unchanged
+            return float_tensors(called_with(self.model, core, self._forward(token, rows, features)))
 
     def _forward(self, token: int | None, rows: int, features: Mapping[str, Tensor]) -> dict[str, Any]:
         arguments = text_arguments(self.model, self.modality, token, rows)

@@ -29,14 +29,9 @@ _FORMS = ("{}_token_id", "{}_token_index", "{}_placeholder_id", "{}_placeholder_
 
 def token_ids(config: PreTrainedConfig, modality: str, vocabulary: int) -> Iterator[int]:
     """Yield ids below ``vocabulary`` that may be the placeholder, the likeliest first; it may be that of images."""
-    seen: set[int] = set()
-    for stem in _STEMS[modality]:
-        for form in _FORMS:
-            for node in config_nodes(config):
-                value = getattr(node, form.format(stem), None)
-                if isinstance(value, int) and 0 <= value < vocabulary and value not in seen:
-                    seen.add(value)
-                    yield value
+    names = [form.format(stem) for stem in _STEMS[modality] for form in _FORMS]
+    values = [getattr(node, name, None) for name in names for node in config_nodes(config)]
+    yield from dict.fromkeys(value for value in values if isinstance(value, int) and 0 <= value < vocabulary)
 
 
 def special_ids(config: PreTrainedConfig) -> set[int]:
@@ -70,7 +65,12 @@ class TokenExtras:
         """Return argument -> ``[T]`` int64 for ids ``[T]``; ``answer``: ``[T]`` bool, the supervised tokens."""
         if not self.names:
             return {}
-        types = self._answers(ids, answer) if self.marks_answer else self.modalities(ids)
+        if not self.marks_answer:
+            types = self.modalities(ids)
+        elif answer is None or not answer.any():
+            types = np.zeros(ids.shape, dtype=np.int64)
+        else:
+            types = (np.arange(ids.size) >= int(np.argmax(answer))).astype(np.int64)
         return dict.fromkeys(self.names, types)
 
     def modalities(self, ids: _Ids) -> _Ids:
@@ -83,11 +83,6 @@ class TokenExtras:
             opened = np.cumsum(ids == self.video_marks[0]) > np.cumsum(ids == self.video_marks[1])
             types[opened & (ids == self.tokens["video"])] = MODALITY_CODES["video"]
         return types
-
-    def _answers(self, ids: _Ids, answer: _Ids | None) -> _Ids:
-        if answer is None or not answer.any():
-            return np.zeros(ids.shape, dtype=np.int64)
-        return (np.arange(ids.size) >= int(np.argmax(answer))).astype(np.int64)
 
 
 def marks(config: PreTrainedConfig, modality: str) -> tuple[int, int] | None:

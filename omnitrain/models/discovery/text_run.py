@@ -38,11 +38,6 @@ def separate_decoder(model: PreTrainedModel) -> nn.Module | None:
     return None if any(feature_hosts(decoder, modality) for modality in MODALITIES) else decoder
 
 
-def text_core(model: PreTrainedModel) -> nn.Module:
-    """Return a module that gets the embeddings unchanged: the text decoder, else its first layer."""
-    return separate_decoder(model) or first_block(model)
-
-
 def first_block(model: PreTrainedModel) -> nn.Module:
     """Return the first layer of the text decoder."""
     return text_blocks(model)[0]

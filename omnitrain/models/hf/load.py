@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -101,11 +101,9 @@ def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     classes = _language_models(config)
     if classes and not config.is_encoder_decoder:
         return classes[0]
-    parts = [
-        f"{name} ({part_classes[0].__name__})"
-        for name, part in vars(config).items()
-        if isinstance(part, PreTrainedConfig) and (part_classes := _language_models(part))
-    ]
+    inner = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
+    classes_of = {name: _language_models(part) for name, part in inner.items()}
+    parts = [f"{name} ({of_part[0].__name__})" for name, of_part in classes_of.items() if of_part]
     raise UserError(
         f"model_type {config.model_type!r} is no causal language model: transformers has no decoder-only class for "
         "its config with a forward over tokens and a language-model head"
@@ -119,9 +117,8 @@ def foundation_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return config
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     methods = [f"get_{modality}_features" for modality in ("image", "video", "audio")]
-    readers = [
-        part for part in parts if any(hasattr(cls, name) for cls in _language_models(part)[:1] for name in methods)
-    ]
+    kinds = [(part, cls) for part in parts for cls in _language_models(part)[:1]]
+    readers = [part for part, cls in kinds if any(hasattr(cls, name) for name in methods)]
     return readers[0] if len(readers) == 1 else config
 
 
@@ -156,40 +153,35 @@ _FOUNDATION_MAPPINGS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM
 
 
 def _language_models(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    known = [getattr(transformers, name, None) for name in config.architectures or ()]
-    named: list[type[PreTrainedModel]] = [
-        cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)
-    ]
+    named = _models(getattr(transformers, name, None) for name in config.architectures or ())
     mapped = [cls for mapping in _FOUNDATION_MAPPINGS for cls in _mapped(config, mapping)]
     exact = [cls for cls in [*named, *mapped] if cls.config_class is type(config)]
     # Another config's class may build this config, but the class of a sub-config would ignore the other sub-configs.
     parts = {type(part) for part in vars(config).values()}
     other = [cls for cls in mapped if cls.config_class not in parts]
-    classes = [cls for cls in [*exact, *other] if _is_language_model(cls)]
-    in_file = [cls for cls in _modeling_classes(config) if cls.config_class is type(config) and _is_language_model(cls)]
-    return classes or (in_file if len(in_file) == 1 else [])
+    in_file = [cls for cls in _modeling_classes(config) if cls.config_class is type(config)]
+    classes, only = (list(filter(_is_language_model, each)) for each in ([*exact, *other], in_file))
+    return classes or (only if len(only) == 1 else [])
 
 
 def _is_language_model(cls: type[PreTrainedModel]) -> bool:
     return cls.can_generate() and "input_ids" in inspect.signature(cls.forward).parameters
 
 
+def _models(values: Iterable[Any]) -> list[type[PreTrainedModel]]:
+    return [cls for cls in values if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
+
+
 def _mapped(config: PreTrainedConfig, auto_class: str) -> list[type[PreTrainedModel]]:
     """The class that transformers' auto class names for the config, if any."""
-    mapping = auto_mapping(auto_class)
-    if type(config) not in mapping:
-        return []
-    mapped = mapping[type(config)]
-    return [mapped[0] if isinstance(mapped, tuple) else mapped]
+    mapped: Any = auto_mapping(auto_class).get(type(config), ())
+    return list(mapped[:1]) if isinstance(mapped, tuple) else [mapped]
 
 
 def _owners(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
     """Classes in the config's modeling file that are annotated with this config class."""
-    return [
-        member
-        for member in _modeling_classes(config)
-        if "config" in inspect.get_annotations(member) and member.config_class is type(config)
-    ]
+    annotated = (cls for cls in _modeling_classes(config) if "config" in inspect.get_annotations(cls))
+    return [cls for cls in annotated if cls.config_class is type(config)]
 
 
 def _modeling_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
@@ -197,7 +189,7 @@ def _modeling_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
         module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     except ImportError:
         return []
-    return [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
+    return _models(vars(module).values())
 
 
 def config_at(path: str) -> PreTrainedConfig:
@@ -286,9 +278,7 @@ def _forget_quantization(model: PreTrainedModel, dtype: torch.dtype | None) -> N
 
 def _align(model: PreTrainedModel) -> None:
     """Copy unaligned tensors of memory-mapped files: kernels round differently on them."""
-    for parameter in model.parameters():
-        if isinstance(parameter, StoredTensor):
-            continue
+    for parameter in (each for each in model.parameters() if not isinstance(each, StoredTensor)):
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
 
@@ -322,7 +312,5 @@ def _raise_on_difference(cls: type[PreTrainedModel], path: str, info: dict[str, 
 
 def _nearest_folder(path: str) -> str:
     parent = Path(path).parent
-    if not parent.is_dir():
-        return ""
-    close = nearest(Path(path).name, (entry.name for entry in parent.iterdir()))
+    close = nearest(Path(path).name, (entry.name for entry in parent.iterdir())) if parent.is_dir() else None
     return f"; did you mean {str(parent / close)!r}?" if close else ""

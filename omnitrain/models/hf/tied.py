@@ -5,7 +5,7 @@ Adapters of both, merged by other tools, leave such files. transformers loads th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -40,7 +40,9 @@ def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], pat
     if not is_tied(config) or not isinstance(pairs, Mapping) or len(pairs) != 1:
         return False
     tensors = stored_tensors(_files(path))
-    found = [_ending_like(name, tensors) for name in next(iter(pairs.items()))]
+    # In files of older classes, other modules are around the one that has the weight.
+    ends = [".".join(name.rsplit(".", 2)[-2:]) for name in next(iter(pairs.items()))]
+    found = [[name for name in tensors if f".{name}".endswith(f".{end}")] for end in ends]
     has_own = all(len(names) == 1 for names in found) and _differ(*(tensors[name] for (name,) in found))
     FILES.close()
     if has_own:
@@ -68,12 +70,6 @@ def _files(path: str) -> list[str]:
         except (OSError, ValueError):  # not downloaded yet
             return []
     return sorted(map(str, folder.glob("*.safetensors")))
-
-
-def _ending_like(name: str, tensors: Mapping[str, Tensor]) -> Sequence[str]:
-    """The names of tensors that are called so in their module; files of older classes have other modules around it."""
-    end = ".".join(name.rsplit(".", 2)[-2:])
-    return [stored for stored in tensors if f".{stored}".endswith(f".{end}")]
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
