@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -113,10 +113,11 @@ class FoundationRunner:
     @property
     def apart(self) -> dict[str, Apart]:
         """Modalities (``foundation.image``, ...) -> whether a call takes one sample or one item; often empty."""
-        samples: dict[str, Apart] = {NATIVE_PREFIX + modality: "samples" for modality in self.contract.by_sample}
-        return samples | {
-            NATIVE_PREFIX + m: "items" for m, interface in self.native.interfaces.items() if not interface.items_stack
-        }
+        apart: dict[str, Apart] = {NATIVE_PREFIX + modality: "samples" for modality in self.contract.by_sample}
+        for modality, interface in self.native.interfaces.items():
+            if not interface.items_stack:
+                apart[NATIVE_PREFIX + modality] = "items"
+        return apart
 
     def encode_call(self, name: str, items: MediaGroup) -> MediaFeatures:
         """Run one call of a modality (``foundation.image``, ...); features are in the order of the items.
@@ -139,22 +140,26 @@ class FoundationRunner:
         self, features: Mapping[str, MediaFeatures], positions: Mapping[str, Tensor]
     ) -> dict[str, MediaFeatures]:
         """Join features of calls as :meth:`encode`; ``positions``: modality -> ``[n]`` int64, the replaced tokens."""
-        by_token: dict[int, list[str]] = {}
-        for name in features:
-            by_token.setdefault(self.native.interfaces[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(name)
         native = {}
-        for names in by_token.values():
-            together = _end_to_end([features[name] for name in names])
-            order = torch.cat([positions[name] for name in names]).argsort()
-            native[names[0].removeprefix(NATIVE_PREFIX)] = together.at(order)
+        for group in self._by_placeholder(features.items()):
+            order = torch.cat([positions[name] for name, _ in group]).argsort()
+            native[group[0][0].removeprefix(NATIVE_PREFIX)] = _end_to_end(group).at(order)
         return native
 
     def one_batch(self, encoded: Sequence[Mapping[str, MediaFeatures]]) -> dict[str, MediaFeatures]:
         """Join results of :meth:`encode` for a batch with one row per pack, by placeholder: modalities may share it."""
-        by_token: dict[int, list[tuple[str, MediaFeatures]]] = {}
-        for modality, features in (item for media in encoded for item in media.items()):
-            by_token.setdefault(self.native.interfaces[modality].token_id, []).append((modality, features))
-        return {entries[0][0]: _end_to_end([features for _, features in entries]) for entries in by_token.values()}
+        groups = self._by_placeholder(item for media in encoded for item in media.items())
+        return {group[0][0]: _end_to_end(group) for group in groups}
+
+    def _by_placeholder(
+        self, features: Iterable[tuple[str, MediaFeatures]]
+    ) -> Iterable[list[tuple[str, MediaFeatures]]]:
+        groups: dict[int, list[tuple[str, MediaFeatures]]] = {}
+        for name, each in features:
+            groups.setdefault(self.native.interfaces[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(
+                (name, each)
+            )
+        return groups.values()
 
     def text_loss(
         self,
@@ -173,10 +178,9 @@ class FoundationRunner:
         foundation's own forward reads, or such a sample is given to a stage.
         """
         with self._local(pack, sequence_slice, stage) as (local, packed):
-            loss = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
             media = media or EncodedMedia()
             run = partial(self.run_pack, local, media, packed=packed, stage=stage)
-            term, hidden = loss(local, media.teachers, lambda head: run(head=head))
+            term, hidden = self._loss(local, media.teachers, lambda head: run(head=head))
         return FoundationOutput(replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden)
 
     def stage_output(
@@ -205,56 +209,32 @@ class FoundationRunner:
         with reading(None if pack.forward_inputs else ReadRows(read, local.num_tokens)):
             yield local, self.packed_sequence_of(pack, sequence_slice)
 
-    def _loss_in_head(
-        self, pack: Pack, teachers: Mapping[str, Tensor], run: Callable[[Head], Any]
-    ) -> tuple[LossTerm, Tensor]:
-        """Compute logits only for supervised tokens, chunk by chunk."""
-        results: list[tuple[LossTerm, Tensor]] = []
-
-        def head(hidden: Tensor, lm_head: Any) -> Tensor:
-            require_length(pack, hidden)
-            term = linear_cross_entropy(
-                hidden[0, to_device(pack.text_rows, hidden.device)],
-                lm_head.weight,
-                pack.text_labels,
-                getattr(lm_head, "bias", None),
-                count=pack.text_labels.numel(),
-                backend=self.loss_backend,
-                function=self.loss_function,
-                metrics=self.token_metrics,
-                teachers=teachers,
-            )
-            results.append((term, hidden))
-            return hidden  # in place of logits; its gradient is always the first to arrive, with media or without
-
-        run(head)
-        (result,) = results
-        return result
-
-    def _loss_on_logits(
+    def _loss(
         self, pack: Pack, teachers: Mapping[str, Tensor], run: Callable[[Head], Any]
     ) -> tuple[LossTerm, Tensor | None]:
-        """Let the model compute logits of the supervised tokens; of all tokens if it does not call its head."""
+        """The loss, inside the head chunk by chunk, or on logits of supervised tokens; and the hidden states."""
         states: list[Tensor] = []
-        text_rows = to_device(pack.text_rows, pack.input_ids.device)
+        terms: list[LossTerm] = []
+        text_rows, labels = to_device(pack.text_rows, pack.input_ids.device), pack.text_labels
+        how: dict[str, Any] = {"function": self.loss_function, "metrics": self.token_metrics, "teachers": teachers}
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             require_length(pack, hidden)
             states.append(hidden)
-            logits: Tensor = lm_head.forward(hidden[:, text_rows])
-            return logits
+            if self.contract.head != "inside":
+                logits: Tensor = lm_head.forward(hidden[:, text_rows])
+                return logits
+            weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+            options = how | {"count": labels.numel(), "backend": self.loss_backend}
+            terms.append(linear_cross_entropy(hidden[0, text_rows], weight, labels, bias, **options))
+            return hidden  # in place of logits; its gradient is always the first to arrive, with media or without
 
-        logits = run(head).logits[0]
-        supervised = logits if states else logits[text_rows]
-        term = cross_entropy_rows(
-            supervised,
-            pack.text_labels,
-            count=pack.text_labels.numel(),
-            function=self.loss_function,
-            metrics=self.token_metrics,
-            teachers=teachers,
-        )
-        return term, states[0] if states else None
+        output = run(head)
+        if self.contract.head == "inside":
+            (term,), (hidden,) = terms, states
+            return term, hidden
+        logits = output.logits[0] if states else output.logits[0][text_rows]  # all logits: the head was not called
+        return cross_entropy_rows(logits, labels, count=labels.numel(), **how), states[0] if states else None
 
     def packed_sequence_of(self, pack: Pack, sequence_slice: SequenceSlice | None) -> PackedSequence | None:
         """Describe a sequence that samples or ranks share; None for others. Uses only host values."""
@@ -354,9 +334,9 @@ def _unreached(hidden: Tensor, lm_head: nn.Module) -> Tensor:
     raise AssertionError("a stage that is not the last must not reach the head")
 
 
-def _end_to_end(parts: Sequence[MediaFeatures]) -> MediaFeatures:
+def _end_to_end(group: Sequence[tuple[str, MediaFeatures]]) -> MediaFeatures:
     """Concatenate the features for one placeholder, in the layout of the first."""
-    return MediaFeatures.cat([replace(features, layout=parts[0].layout) for features in parts])
+    return MediaFeatures.cat([replace(features, layout=group[0][1].layout) for _, features in group])
 
 
 def _inserting(

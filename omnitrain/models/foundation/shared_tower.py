@@ -24,7 +24,6 @@ from omnitrain.torch_private import tree_map_only
 MakeSlice = Callable[[int, torch.device], SequenceSlice | None]
 
 _OFFSETS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class SharedTower:
@@ -64,10 +63,7 @@ def _stacks_of(model: nn.Module, parameters: set[nn.Parameter]) -> Iterator[tupl
 
 def _called(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     for module in modules:
-        if isinstance(module, _CONTAINERS):
-            yield from _called(module.children())
-        else:
-            yield module
+        yield from _called(module.children()) if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else (module,)
 
 
 @dataclass
