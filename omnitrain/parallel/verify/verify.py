@@ -251,16 +251,22 @@ def _row(
         return VerifyRow(case.name, "different", str(error))
     if isinstance(outcome, str):
         return VerifyRow(case.name, "refused", outcome)
+    return _compared(case.name, outcome, expected, rounding, tolerance)
+
+
+def _compared(
+    layout: str, outcome: Outcome, expected: Outcome, rounding: Noise | Rounding, tolerance: float
+) -> VerifyRow:
     loss_error = abs(outcome.loss - expected.loss) / max(abs(expected.loss), 1e-30)
     if missing := outcome.gradients.keys() ^ expected.gradients.keys():
         reason = f"{len(missing)} parameters have a gradient on one side only, such as {min(missing)}"
-        return VerifyRow(case.name, "different", reason, loss_error)
+        return VerifyRow(layout, "different", reason, loss_error)
     if isinstance(rounding, Rounding):
         reasons, figures = _in_low_precision(outcome, rounding)
     else:
         reasons, figures = _in_fp32(outcome, expected, rounding, loss_error, tolerance)
     figures |= {"peak_memory_mb": outcome.peak_memory_mb, "collectives": outcome.collectives}
-    return VerifyRow(case.name, "different" if reasons else "equal", "; ".join(reasons), loss_error, **figures)
+    return VerifyRow(layout, "different" if reasons else "equal", "; ".join(reasons), loss_error, **figures)
 
 
 def _in_low_precision(outcome: Outcome, rounding: Rounding) -> tuple[list[str], dict[str, Any]]:
