@@ -26,7 +26,16 @@ from transformers import PreTrainedModel
 from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.checkpoint.model_files import ADAPTERS
 from omnitrain.errors import UserError, WeightsError
-from omnitrain.models.adapters.lora import ADAPTER, Adapters, adapters_of, add_lora, peft, root_of, token_matrices
+from omnitrain.models.adapters.lora import (
+    ADAPTER,
+    Adapters,
+    adapters_of,
+    add_lora,
+    names_without_adapters,
+    peft,
+    root_of,
+    token_matrices,
+)
 from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.hf.load import folder_with, foundation_class
 from omnitrain.models.hf.stored_tensor import StoredTensor, read_or_left_in_file, replace_value
@@ -56,10 +65,8 @@ def split_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> tupl
     """Split a model's ``state_dict`` into the other weights, under their original names, and the adapters."""
     if not isinstance(model, ComponentModel):
         return dict(weights), {}
-    base_of = {names[0]: base for base, names in model.renamed.items()}
-    added = model.adapter_names
-    base = {base_of.get(name, name): tensor for name, tensor in weights.items() if name not in added}
-    return base, {name: tensor for name, tensor in weights.items() if name in added}
+    base = {name: weights[renamed] for name, renamed in names_without_adapters(model, weights).items()}
+    return base, {name: tensor for name, tensor in weights.items() if name in model.adapter_names}
 
 
 def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Tensor]) -> None:

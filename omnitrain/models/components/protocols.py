@@ -34,7 +34,19 @@ class ComponentAdapter:
         raise NotImplementedError
 
 
-class EncoderMixin:
+class ComponentMixin:
+    """A component that reads media."""
+
+    def adapter(self) -> ComponentAdapter:
+        """Return the converter from media to input features, for data workers."""
+        raise NotImplementedError
+
+    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
+        """Return the smallest valid ``(features, num_tokens)``, for a rank without data; called once."""
+        raise NotImplementedError
+
+
+class EncoderMixin(ComponentMixin):
     """A component that encodes media as features in the foundation's embedding space.
 
     Attributes:
@@ -42,10 +54,6 @@ class EncoderMixin:
     """
 
     is_teacher: ClassVar[bool] = False
-
-    def adapter(self) -> ComponentAdapter:
-        """Return the converter from media to input features, for data workers."""
-        raise NotImplementedError
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode items, concatenated along dim 0, with ``num_tokens`` features each: ``[sum(num_tokens), hidden]``."""
@@ -66,17 +74,9 @@ class EncoderMixin:
         """Return the smallest ``rows`` for :meth:`lm_project`, for a rank without data."""
         raise NotImplementedError
 
-    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """Return the smallest valid ``(features, num_tokens)``, for a rank without data; called once."""
-        raise NotImplementedError
 
-
-class DecoderMixin:
+class DecoderMixin(ComponentMixin):
     """A component that generates media: it embeds targets, predicts tokens from hidden states, and decodes tokens."""
-
-    def adapter(self) -> ComponentAdapter:
-        """Return the converter from target media to input features, for data workers."""
-        raise NotImplementedError
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return embeddings ``[sum(num_tokens), hidden]`` of target media for the foundation's input.
@@ -103,10 +103,6 @@ class DecoderMixin:
 
     def lm_generate(self, tokens: list[int]) -> Any:
         """Decode ``tokens`` to a ``PIL.Image`` or a ``Waveform``."""
-        raise NotImplementedError
-
-    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """Return the smallest valid ``(features, num_tokens)``, for a rank without data; called once."""
         raise NotImplementedError
 
 

@@ -27,8 +27,12 @@ from omnitrain.models.contract.checks_packing import (
     unread_side_features,
     unused_parameters,
 )
-from omnitrain.models.contract.checks_reads import read_from_outside
-from omnitrain.models.contract.checks_unread import skipped_modules_of, tokenwise_modules, unread_by_short_samples
+from omnitrain.models.contract.checks_unread import (
+    read_from_outside,
+    skipped_modules_of,
+    tokenwise_modules,
+    unread_by_short_samples,
+)
 from omnitrain.models.contract.tiny_model import tiny_configs
 from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.foundation.in_forward import outermost_unreached

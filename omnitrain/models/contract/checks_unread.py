@@ -1,8 +1,12 @@
-"""Find modules that work on each token alone up to the last hidden states, and modules that some samples skip."""
+"""Find modules that work on each token alone up to the last hidden states, that samples skip, or that others read.
+
+The parameters of a module that does not run while they are read cannot be an FSDP unit, which gathers only for itself.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +18,7 @@ from torch import Tensor, nn
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import SkippedModule
 from omnitrain.models.contract.trial import Case, Trial
-from omnitrain.models.discovery import watching
+from omnitrain.models.discovery import ParameterReads, watching
 from omnitrain.ops.cpu.unread_rows import name_from_end
 from omnitrain.ops.fused.rms_norm import rms_norm_form
 from omnitrain.ops.fused.swiglu import is_swiglu
@@ -160,3 +164,33 @@ def _with_sizes(skipped: SkippedModule, calls: Sequence[dict[str, Any]], can_be_
 
 def _is_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+@torch.no_grad()
+def read_from_outside(trial: Trial) -> tuple[str, ...]:
+    """Return the names of these modules, with ``*`` for indices in module lists; tied parameters are ignored."""
+    reads = _Outside(trial.ours)
+    begin, end = (lambda _, m, *__: reads.running.append(m)), (lambda _, m, *__: reads.running.remove(m))
+    with watching(trial.ours.named_modules(), begin, end), reads:
+        for case in trial.telling_cases:
+            pack = Pack.from_samples([case.probe.sample])
+            trial.logits(pack, trial.media(pack))
+    called = [name for name, module in trial.ours.named_modules() if not isinstance(module, nn.ModuleList)]
+    return tuple(dict.fromkeys(any_layer(name) for name in called if name in reads.names))
+
+
+class _Outside(ParameterReads):
+    """Records, for each parameter that is read, the modules around it that are not running."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.running: list[nn.Module] = []
+        holders = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+        self._tied = {name for name, parameter in model.named_parameters() if holders[parameter] > 1}
+        self._modules = dict(model.named_modules())
+
+    def note(self, name: str) -> None:
+        """Record the modules around the parameter ``name`` that are not running."""
+        if name not in self._tied:
+            around = [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
+            self.names |= {outer for outer in around if self._modules[outer] not in self.running}

@@ -14,8 +14,7 @@ from omnitrain.data.packing.sample import Features
 from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
-from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_frames
-from omnitrain.models.encoders.towers import tower_from_config
+from omnitrain.models.encoders.towers import Projector, ProjectorSettings, merge_frames, tower_from_config
 from omnitrain.models.hf.load import as_config
 from omnitrain.recipe.component_configs import AudioEncoderConfig
 from omnitrain.torch_private import assert_async

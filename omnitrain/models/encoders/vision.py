@@ -16,8 +16,7 @@ from transformers.models.auto.image_processing_auto import get_image_processor_c
 from omnitrain.data.packing.sample import Features
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
-from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_grid
-from omnitrain.models.encoders.towers import tower_from_config
+from omnitrain.models.encoders.towers import Projector, ProjectorSettings, merge_grid, tower_from_config
 from omnitrain.models.hf.load import as_config
 from omnitrain.recipe.component_configs import VisionEncoderConfig
 from omnitrain.transformers_private import ContainerModel

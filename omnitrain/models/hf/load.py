@@ -14,6 +14,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -57,6 +58,18 @@ def as_config(values: dict[str, Any]) -> PreTrainedConfig:
 def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
     """Convert a config to plain JSON values; :func:`as_config` is the inverse."""
     return json.loads(config.to_json_string(use_diff=False))
+
+
+def take_own_configs(models: Iterable[nn.Module]) -> None:
+    """Replace the configs of all modules in ``models`` by copies; a config shared by modules stays shared.
+
+    We write choices (attention, experts) into configs; transformers would hand these to the next model of a config.
+    """
+    copies: dict[int, Any] = {}
+    for module in dict.fromkeys(module for model in models for module in model.modules()):
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[name] = copy.deepcopy(value, copies)
 
 
 def resolve(

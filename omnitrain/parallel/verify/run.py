@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,11 +22,11 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.experts import Recording, Replayed, experts_in
 from omnitrain.optim.offload import OffloadedOptimizer
+from omnitrain.optim.shards import gradient_shard, local_shard
 from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.pipeline.whole import whole_over_stages
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
-from omnitrain.parallel.verify.sgd import ShardedSGD
 from omnitrain.torch_private import COLLECTIVES, TorchDispatchMode
 
 STEPS = 3
@@ -172,3 +172,26 @@ def _whole(values: Mapping[str, Tensor | None], layout: ModelLayout | None) -> d
     for of_rank in gathered_objects(held if layout.state.rank == layout.state.first_rank else {}):
         found |= {name: value for name, value in of_rank.items() if value is not None}
     return {name: found[name] for name in values if name in found}
+
+
+class ShardedSGD(torch.optim.Optimizer):
+    """``torch.optim.SGD`` on each rank's shards as plain tensors: DTensor takes longer than a small model's steps."""
+
+    def __init__(self, params: Iterable[nn.Parameter] | list[dict[str, Any]], lr: float, momentum: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                direction = gradient_shard(parameter.grad, parameter)
+                if group["momentum"]:
+                    state = self.state[parameter]
+                    if "momentum_buffer" in state:
+                        direction = state["momentum_buffer"].mul_(group["momentum"]).add_(direction)
+                    else:
+                        direction = state["momentum_buffer"] = direction.clone()
+                local_shard(parameter).add_(direction, alpha=-group["lr"])
