@@ -13,17 +13,11 @@ TensorFeatures = dict[str, torch.Tensor]
 
 
 class ComponentAdapter:
-    """Converts media to the inputs of a component; it has no weights and runs in data workers.
+    """Converts media to the inputs of a component; it has no weights and runs in data workers."""
 
-    Attributes:
-        modalities: the modalities it handles, of ``image``, ``audio``, ``video``.
-        max_frames: the most frames to read from a video.
-        fps: frames to read from a second of a video; None: all, up to ``max_frames``.
-    """
-
-    modalities: tuple[str, ...] = ()
-    max_frames: int = 1
-    fps: float | None = None
+    modalities: tuple[str, ...] = ()  # of ``image``, ``audio``, ``video``
+    max_frames: int = 1  # the most frames to read from a video
+    fps: float | None = None  # frames to read from a second of a video; None: all, up to ``max_frames``
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Return the input features of one item, and its number of tokens.
@@ -47,13 +41,9 @@ class ComponentMixin:
 
 
 class EncoderMixin(ComponentMixin):
-    """A component that encodes media as features in the foundation's embedding space.
+    """A component that encodes media as features in the foundation's embedding space."""
 
-    Attributes:
-        is_teacher: it encodes the tokens of samples instead, as rows that losses read (``Teacher``).
-    """
-
-    is_teacher: ClassVar[bool] = False
+    is_teacher: ClassVar[bool] = False  # it encodes tokens instead, as rows that losses read (``Teacher``)
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode items, concatenated along dim 0, with ``num_tokens`` features each: ``[sum(num_tokens), hidden]``."""

@@ -185,18 +185,13 @@ _SAME = 1e-4
 
 
 class _Watch:
-    """Records the inputs and outputs of every module at the tokens ``start`` to ``stop`` of ``length`` tokens.
-
-    Attributes:
-        calls: ``(name, index of the call)`` -> inputs and outputs with a dim for tokens, in the order of the returns:
-            inner modules come before outer ones.
-        running: names of the modules that were called and have not returned.
-    """
+    """Records the inputs and outputs of every module at the tokens ``start`` to ``stop`` of ``length`` tokens."""
 
     def __init__(self, trial: Trial, length: int, start: int, stop: int) -> None:
         self._trial, self._length, self._start, self._stop = trial, length, start, stop
+        # (name, index of the call) -> inputs and outputs with a dim for tokens; inner modules return before outer ones.
         self.calls: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = {}
-        self.running: list[str] = []
+        self.running: list[str] = []  # were called and have not returned
 
     @torch.no_grad()
     def run(self, pack: Pack, packed: PackedSequence | None = None) -> None:

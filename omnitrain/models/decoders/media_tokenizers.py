@@ -25,17 +25,11 @@ from omnitrain.recipe.component_configs import MelVQConfig
 
 @runtime_checkable
 class MediaTokenizer(Protocol):
-    """A model that converts items of one modality to codes and back.
+    """A model that converts items of one modality to codes and back."""
 
-    Attributes:
-        modality: ``image`` or ``audio``.
-        num_codes: size of the vocabulary.
-        fixed_length: number of codes of every item; None: items differ in length and end with an extra class.
-    """
-
-    modality: str
-    num_codes: int
-    fixed_length: int | None
+    modality: str  # ``image`` or ``audio``
+    num_codes: int  # size of the vocabulary
+    fixed_length: int | None  # number of codes of every item; None: items differ in length and end with an extra class
 
     def adapter(self) -> ComponentAdapter:
         """Return the converter from media to input features; it has no weights, for data workers."""

@@ -53,38 +53,25 @@ class EncodedMedia:
 
 
 class FoundationRunner:
-    """Runs an HF causal language model, multimodal or not, by its contract.
-
-    Attributes:
-        model: the HF model, unmodified.
-        contract: the result of its contract check.
-        native: the modalities that it reads by itself.
-        in_forward: handles samples that only its own forward reads.
-        own_attention: classes of its models that do not use the registered attention.
-        loss_backend: backend of :func:`linear_cross_entropy`.
-        loss_function: the text's loss in place of cross entropy. None: cross entropy.
-        token_metrics: name -> metric of the predicted text tokens.
-        give_zeros: what gives gradients of zeros to parameters that some samples do not read; often nothing.
-    """
+    """Runs an HF causal language model, multimodal or not, by its contract."""
 
     def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
         """Replace the attention of ``model`` and the forwards that the contract names; ``native``: None: discovered."""
-        self.model = model
-        self.contract = contract
+        self.model, self.contract = model, contract
         self.native: Discovery = native or discover(model)  # before we replace the model's attention
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._parameters = frozenset(parameters)
-        self.loss_backend = "auto"
-        self.loss_function: TokenFunction | None = None
-        self.token_metrics: Mapping[str, TokenFunction] = {}
+        self.loss_backend = "auto"  # of linear_cross_entropy
+        self.loss_function: TokenFunction | None = None  # of the text; None: cross entropy
+        self.token_metrics: Mapping[str, TokenFunction] = {}  # of the predicted text tokens
         self.in_forward = ForwardReader(model, self.native.in_forward, contract.beyond_text)
-        self.own_attention: tuple[str, ...] = ()
+        self.own_attention: tuple[str, ...] = ()  # classes of models that do not use the registered attention
         if self.contract.attention == "omnitrain":
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
         found = [skipped for skipped in self.contract.skipped_modules if not skipped.problem]
-        self.give_zeros: list[GivesZeros] = list(call_skipped_modules(model, found))
+        self.give_zeros: list[GivesZeros] = list(call_skipped_modules(model, found))  # often nothing does
         if self.in_forward.modalities:
             self.give_zeros.append(self.in_forward)
 
