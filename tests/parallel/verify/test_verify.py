@@ -113,11 +113,11 @@ def test_ranks_without_images_keep_step_with_a_model_that_returns_its_image_rows
 
 def test_tensor_parallel_ranks_train_the_any_to_any_model_as_one_process_does(ranks: RankPool) -> None:
     samples = tiny_samples(tiny_processor(factories.any_to_any()), 5)
-    check(ranks, "any_to_any", samples, ["tp2.dp2.accum2.recompute"])
+    check(ranks, "any_to_any", samples, ["tp2.accum2.recompute"])
 
 
 def test_a_tower_under_tensor_parallelism_counts_once(ranks: RankPool) -> None:
-    check(ranks, "qwen3_vl", hf_samples("qwen3_vl"), [cut_by_globs("tp2")])
+    check(ranks, "qwen3_vl", hf_samples("qwen3_vl")[2:5], [cut_by_globs("tp2")])  # a text, an image, a video
 
 
 @pytest.mark.slow
