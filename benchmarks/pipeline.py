@@ -41,7 +41,10 @@ from omnitrain.parallel.schedule.executor import Executor
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
-from omnitrain.plan.schedule import Action, Kind, generate, lower, simulate
+from omnitrain.plan.schedule.actions import Action, Kind
+from omnitrain.plan.schedule.generators import generate
+from omnitrain.plan.schedule.lower import lower
+from omnitrain.plan.schedule.simulate import simulate
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSchedule
 
 FORMULA = (

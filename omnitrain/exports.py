@@ -12,11 +12,7 @@ from omnitrain.packages import require_fitting_torchvision
 
 
 def show_in_notebooks(shown: Mapping[str, str]) -> None:
-    """In a notebook, show values of classes as HTML by a function that is imported with the first of them.
-
-    Args:
-        shown: ``MODULE.CLASS`` -> ``MODULE.FUNCTION``, which returns HTML.
-    """
+    """In a notebook, show values of a ``MODULE.CLASS`` as HTML by a ``MODULE.FUNCTION``, imported with the first."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None:

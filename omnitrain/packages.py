@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -86,6 +87,7 @@ def torch_version() -> str:
     return importlib.metadata.version("torch")
 
 
+@functools.cache  # reading the metadata of all packages takes long
 def installed_version(distribution: str) -> str | None:
     """Return the installed version of a distribution; None: it is not installed."""
     try:

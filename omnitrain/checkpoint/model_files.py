@@ -27,12 +27,9 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model, without the values of its tensors.
+    """The files of a model, without the values of its tensors: LoRA adapters, and all other weights.
 
-    Attributes:
-        small: path in the folder -> content, of configs and the like. Empty on all ranks but the first.
-        adapters: files of LoRA adapters.
-        weights: files of all other tensors.
+    ``small``: path in the folder -> content, of configs and the like; empty on all ranks but the first.
     """
 
     small: Mapping[str, bytes]

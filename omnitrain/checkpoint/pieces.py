@@ -50,12 +50,10 @@ class Piece:
 
 
 class PieceOwners:
-    """Which ranks write which tensors of a model. Of equal copies one is written.
+    """Which ranks write which tensors of a model. Of equal copies one is written. All ``peers`` make one.
 
-    Args:
-        values: name -> parameter or buffer, sharded or not; the same names in the same order on all ranks. What only
-            other pipeline stages or sections hold is on the meta device.
-        peers: all ranks of the model, which all call this.
+    ``values`` are its parameters and buffers, with the same names in the same order on all ranks. What only other
+    pipeline stages or sections hold is on the meta device.
     """
 
     def __init__(self, values: Mapping[str, Tensor], peers: Peers) -> None:

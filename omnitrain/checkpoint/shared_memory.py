@@ -40,12 +40,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class Message:
-    """Tells the other process where a value lies in the shared memory.
-
-    Attributes:
-        begin: first byte of the value, pickled without its tensors, which lie before it.
-        end: the byte behind its last one.
-    """
+    """Where a value lies in the shared memory: from ``begin`` to ``end`` without its tensors, which lie before it."""
 
     begin: int
     end: int

@@ -124,12 +124,7 @@ class CheckpointStore:
         return free_bytes(self.folder) >= (size if is_one_removed else 2 * size)
 
     def latest(self, peers: Peers = SINGLE_PROCESS) -> Path:
-        """Return the newest checkpoint that rank 0 sees, after verifying its checksums. All ``peers`` call this.
-
-        Raises:
-            DamagedCheckpointError: one of its files is damaged.
-            UserError: no checkpoint exists, or the ranks do not share the folder.
-        """
+        """Return the newest checkpoint that rank 0 sees, after verifying its checksums. All ``peers`` call this."""
         name = peers.of_first(all_or_raise(peers, lambda: self.newest().name if peers.rank == 0 else ""))
         return self._verified(name, peers)
 

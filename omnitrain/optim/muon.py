@@ -39,13 +39,7 @@ class MuonWithAdamW(ShardedAdamW):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, momentum: float, **options: Any) -> None:
-        """Take parameter groups with ``muon`` (a boolean), and the options of AdamW.
-
-        Args:
-            groups: parameter groups.
-            momentum: decay rate of Muon's momentum; the update looks ahead (Nesterov).
-            options: of ``torch.optim.AdamW``.
-        """
+        """Take parameter groups with ``muon`` (a boolean), the decay rate of its momentum, and the options of AdamW."""
         super().__init__([group | {"momentum": momentum} for group in groups], **options)
 
     def init_group(self, group: dict[str, Any], *lists: Any) -> bool:

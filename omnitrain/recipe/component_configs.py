@@ -36,10 +36,8 @@ class OmniConfig(PreTrainedConfig):
 class VisionEncoderConfig(PreTrainedConfig):
     """Config of ``VisionEncoder``: of the HF tower, its image processor and the projector, as dicts.
 
-    Attributes:
-        hidden_size: hidden size of the foundation.
-        max_frames: maximum number of frames to read from a video.
-        fps: frames to read from a second of a video; None: all, up to ``max_frames``.
+    ``hidden_size`` is the foundation's. Of a video, ``fps`` frames of each second are read, all if None, at most
+    ``max_frames``.
     """
 
     model_type = "omnitrain_vision_encoder"
@@ -72,10 +70,9 @@ class TeacherConfig(PreTrainedConfig):
 
 
 class TokenDecoderConfig(PreTrainedConfig):
-    """Config of ``TokenDecoder``.
+    """Config of ``TokenDecoder``: of the HF media tokenizer, as a dict.
 
     Attributes:
-        tokenizer: the HF media tokenizer's config.
         hidden_size: hidden size of the foundation.
         image_size: side of target images, pixels (images only).
         num_codebooks: number of codebooks of a residual codec, flattened in time order (audio only).

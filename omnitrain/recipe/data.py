@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field
 
-from omnitrain.recipe.located_problem import located
+from omnitrain.recipe.located_problem import Problem
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.useless_keys import Idle
@@ -169,13 +169,7 @@ class DataSource(Strict):
             yield Idle("roles", "but `columns.text` is set, so no messages are read; remove it")
 
 
-CHAT_TEXTS = (
-    "system",
-    "user",
-    "assistant",
-    "end",
-    "separator",
-)  # in ChatFormat; the rest are start tokens
+CHAT_TEXTS = ("system", "user", "assistant", "end", "separator")  # in ChatFormat; the rest are start tokens
 
 
 class ChatFormat(Strict):
@@ -293,50 +287,32 @@ class Data(Strict):
             for key in CHAT_TEXTS:
                 yield Idle(f"chat.{key}", "but `processor` has its own chat template; remove it")
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> Self:
-        """Require weights of known sources, stages in order, and a source to draw from in every stage."""
-        names, problems = source_names(self.train), []
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield weights of unknown sources, stages that are not in order, stages and sources without any draw."""
+        names, weights = source_names(self.train), self.stage_weights()
         for number, stage in enumerate(self.stages):
-            at = ("stages", number, "weights")
-            problems += [
-                located(f"unknown data set; {hint(name, names)}", (*at, name), weight)
-                for name, weight in stage.weights.items()
-                if name not in names
-            ]
+            for name in stage.weights:
+                if name not in names:
+                    yield ("stages", number, "weights", name), f"unknown data set; {hint(name, names)}"
         for number, (earlier, later) in enumerate(pairwise(self.stages), 1):
             if later.from_step <= earlier.from_step:
-                why = f"found {later.from_step}, but the stage before begins at {earlier.from_step}; put them in order"
-                problems.append(located(why, ("stages", number, "from_step"), later.from_step))
-        weights = self.stage_weights()
+                before = f"found {later.from_step}, but the stage before begins at {earlier.from_step}"
+                yield ("stages", number, "from_step"), f"{before}; put them in order"
         for number, of_stage in enumerate(weights):
             if not any(of_stage):
                 at = ("stages", number - 1, "weights") if number else ("train", 0, "weight")
-                problems.append(located("all weights are 0; expected one above 0", at, of_stage))
+                yield at, "all weights are 0; expected one above 0"
         for number, of_source in enumerate(zip(*weights, strict=True)):
             if not any(of_source):
-                why = "found 0.0, and no stage has another weight for it; remove the data set, or name it in `stages`"
-                problems.append(located(why, ("train", number, "weight"), 0.0))
-        if problems:
-            raise ValidationError.from_exception_data(type(self).__name__, problems)
-        return self
-
-    @model_validator(mode="after")
-    def _check_streams(self) -> Self:
-        """Require a limit of rows where the length of a stream must be known."""
-        problems = [
-            located(f"a streamed data set has no known length, which {why} needs; set `limit`", at, value)
-            for kind, sources in (("train", self.train), ("heldout", self.heldout))
-            for number, source in enumerate(sources)
-            for at, value, why in (
-                ((kind, number, "epochs"), source.epochs, "`epochs`"),
-                ((kind, number, "streaming"), kind == "heldout" or None, "evaluation"),
-            )
-            if source.streaming and source.limit is None and value is not None
-        ]
-        if problems:
-            raise ValidationError.from_exception_data(type(self).__name__, problems)
-        return self
+                why = "no stage has another weight for it; remove the data set, or name it in `stages`"
+                yield ("train", number, "weight"), f"found 0.0, and {why}"
+        for kind, sources in (("train", self.train), ("heldout", self.heldout)):
+            for number, source in enumerate(sources):
+                is_endless, why = source.streaming and source.limit is None, "a streamed data set has no known length"
+                if is_endless and source.epochs is not None:
+                    yield (kind, number, "epochs"), f"{why}, which `epochs` needs; set `limit`"
+                if is_endless and kind == "heldout":
+                    yield (kind, number, "streaming"), f"{why}, which evaluation needs; set `limit`"
 
     def overlong_of_sources(self) -> list[Overlong]:
         """Return what to do with samples that are too long, for each training data set."""

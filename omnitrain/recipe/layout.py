@@ -30,6 +30,11 @@ _SECTIONS = {
     "audio_projector": ["audio_encoder.projector"],
     "projectors": ["image_encoder.projector", "audio_encoder.projector"],
 }
+_FLAGS_OF_SECTION: dict[str, tuple[str, Any]] = {
+    "twice": ("encode_twice", True),
+    "ahead": ("ahead", 1),
+    "nixl": ("carrier", "nixl"),
+}
 _OF_SECTION = {"window": "micro_batch", "slots": "slots", "flight": "in_flight"}
 _EXAMPLES = {word: f"{word}2" for word in _NUMBERED} | {"hsdp": "hsdp2x2"} | {flag: flag for flag in _FLAGS}
 
@@ -165,12 +170,8 @@ def _parse_section(text: str) -> tuple[str, Section] | None:
     fields: dict[str, Any] = {}
     for word in words:
         setting = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
-        if word == "twice":
-            fields["encode_twice"] = True
-        elif word == "ahead":
-            fields["ahead"] = 1
-        elif word == "nixl":
-            fields["carrier"] = "nixl"
+        if word in _FLAGS_OF_SECTION:
+            fields |= [_FLAGS_OF_SECTION[word]]
         elif setting is not None and setting[1] in _OF_SECTION:
             fields[_OF_SECTION[setting[1]]] = int(setting[2])
         else:
@@ -185,8 +186,7 @@ def _section_words(name: str, section: Section) -> str:
         for word, field in _OF_SECTION.items()
         if (value := getattr(section, field)) != Section.model_fields[field].default
     ]
-    flags = [*(["twice"] if section.encode_twice else []), *(["ahead"] if section.ahead else [])]
-    flags += ["nixl"] if section.carrier == "nixl" else []
+    flags = [word for word, (field, value) in _FLAGS_OF_SECTION.items() if getattr(section, field) == value]
     return ".".join([f"{name}{section.ranks}", *flags, *numbers])
 
 

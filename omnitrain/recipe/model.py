@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from omnitrain.recipe.hf_config import check_hf_config_keys
 from omnitrain.recipe.hf_processor import check_hf_processor_keys
+from omnitrain.recipe.located_problem import Problem
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.useless_keys import Idle
 
@@ -21,14 +22,11 @@ class HFSource(Strict):
     config: Annotated[dict[str, Any], BeforeValidator(check_hf_config_keys)] | None = None
     """Keys of a HF config with `model_type`. The model starts from random weights."""
 
-    @model_validator(mode="after")
-    def _exactly_one_source(self) -> HFSource:
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the node, unless it has exactly one source."""
         if (self.path is None) == (self.config is None):
             given = "both" if self.path is not None else "neither"
-            raise ValueError(
-                f"give exactly one of `path` (pretrained weights) and `config` (random weights), found {given}"
-            )
-        return self
+            yield (), f"give exactly one of `path` (pretrained weights) and `config` (random weights), found {given}"
 
 
 def _path_shorthand(value: Any) -> Any:
@@ -132,13 +130,12 @@ class Model(Strict):
     ops: Ops = Field(default_factory=Ops)
     """Implementations of operations during training."""
 
-    @model_validator(mode="after")
-    def _checkpoint_or_parts(self) -> Model:
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the node, unless it has either a checkpoint or parts, each with a name of its own."""
         parts = [name for name in ("foundation", "tokenizer", "encoders", "decoders") if getattr(self, name)]
         if self.checkpoint is not None and parts:
-            raise ValueError(f"`checkpoint` already contains the whole model; remove {parts}")
+            yield (), f"`checkpoint` already contains the whole model; remove {parts}"
         if self.checkpoint is None and self.foundation is None:
-            raise ValueError("give `checkpoint` (a saved omni model) or `foundation` (a language model)")
+            yield (), "give `checkpoint` (a saved omni model) or `foundation` (a language model)"
         if taken := sorted(self.teachers.keys() & {"foundation", *self.encoders, *self.decoders}):
-            raise ValueError(f"`teachers`: {taken[0]!r} is the name of another component; choose another one")
-        return self
+            yield (), f"`teachers`: {taken[0]!r} is the name of another component; choose another one"

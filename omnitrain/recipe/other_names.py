@@ -13,11 +13,9 @@ from omnitrain.recipe.suggest import nearest
 
 
 class Here(NamedTuple):
-    """What a recipe has in the place of another trainer's key.
+    """What a recipe has in the place of another trainer's key; without a key, it needs none.
 
-    Attributes:
-        key: of a recipe, or a key with a value; empty: a recipe needs no such key.
-        remark: what to know if the two do not mean the same; without a key, what to do.
+    The ``remark`` says what to know if the two do not mean the same; without a key, what to do.
     """
 
     key: str

@@ -16,22 +16,18 @@ def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
     problems = []
     for override in overrides:
         try:
-            path, value = _parse(override)
-            _assign(tree, path, value)
+            _apply(tree, override)
         except RecipeError as error:
             problems.append(str(error))
     return problems
 
 
-def _parse(override: str) -> tuple[list[str], Any]:
+def _apply(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     path = dotted.strip().split(".")
     if not equals or not all(path):
         raise RecipeError(f"override `{override}`: expected key.sub=value, such as train.steps=20")
-    return path, parse_yaml(text, f"override `{override}`")
-
-
-def _assign(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    value = parse_yaml(text, f"override `{override}`")
     node: Any = tree
     for depth, part in enumerate(path[:-1]):
         node = _child(node, _key(node, part, path[:depth]), path[depth + 1])

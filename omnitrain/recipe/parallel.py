@@ -7,11 +7,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError
 
 from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.globs import matches, matches_weight, unmatched
-from omnitrain.recipe.located_problem import located
+from omnitrain.recipe.located_problem import Problem
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
@@ -78,24 +78,18 @@ class PipelineSchedule(Strict):
     turn, each while the other waits for an all-to-all of experts. Keeps the weights of all the rank's blocks gathered
     through a step, and one micro-batch more."""
 
-    @model_validator(mode="after")
-    def _fields_agree(self) -> PipelineSchedule:
-        problems = [located(message, (field,), getattr(self, field)) for field, message in self._contradictions()]
-        if problems:
-            raise ValidationError.from_exception_data("PipelineSchedule", problems)
-        return self
-
-    def _contradictions(self) -> Iterator[tuple[str, str]]:
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the fields that the kind does not have."""
         if self.kind in ("gpipe", "1f1b") and (self.chunks or 1) > 1:
-            yield "chunks", f"found {self.chunks} with `kind: {self.kind}`, which has one stage per rank"
+            yield ("chunks",), f"found {self.chunks} with `kind: {self.kind}`, which has one stage per rank"
         if self.kind == "zbv" and self.chunks not in (None, 2):
-            yield "chunks", f"found {self.chunks} with `kind: zbv`, which has two stages per rank"
+            yield ("chunks",), f"found {self.chunks} with `kind: zbv`, which has two stages per rank"
         if self.group_size is not None and self.resolved_kind != "interleaved":
-            yield "group_size", f"found {self.group_size} with `kind: {self.resolved_kind}`; it is for `interleaved`"
+            yield ("group_size",), f"found {self.group_size} with `kind: {self.resolved_kind}`; it is for `interleaved`"
         if self.overlap and self.kind in ("gpipe", "zbv"):
-            yield "overlap", f"found true with `kind: {self.kind}`; it is for `1f1b` and `interleaved`"
+            yield ("overlap",), f"found true with `kind: {self.kind}`; it is for `1f1b` and `interleaved`"
         if self.split is not None and min(self.split, default=0) < 1:
-            yield "split", f"found {self.split}; every stage needs at least one block"
+            yield ("split",), f"found {self.split}; every stage needs at least one block"
 
     @property
     def resolved_kind(self) -> str:
@@ -228,21 +222,15 @@ class ComponentPlan(Strict):
     delay_wgrad: bool | None = None
     """Under `ep`, compute the gradients of the experts' weights while gradients of the tokens are in transit."""
 
-    @model_validator(mode="after")
-    def _fields_agree(self) -> ComponentPlan:
-        problems = [located(message, (field,), getattr(self, field)) for field, message in self._contradictions()]
-        if problems:
-            raise ValidationError.from_exception_data("ComponentPlan", problems)
-        return self
-
-    def _contradictions(self) -> Iterator[tuple[str, str]]:
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the fields that make no sense together, and unknown ops."""
         for field, other, values, why in _CONTRADICTIONS:
             value, with_value = getattr(self, field), getattr(self, other)
             if value not in (None, _NOTHING.get(field, False)) and with_value in values:
-                yield field, f"{_said(value)} with `{other}: {_literal(with_value)}`{why}"
+                yield (field,), f"{_said(value)} with `{other}: {_literal(with_value)}`{why}"
         for op in self.saved_ops or ():
             if not re.fullmatch(r"\w+\.\w+(\.\w+)?", op):
-                yield "saved_ops", f"found {op!r}; expected NAMESPACE.OP, such as aten.mm"
+                yield ("saved_ops",), f"found {op!r}; expected NAMESPACE.OP, such as aten.mm"
 
     @property
     def num_ranks(self) -> int | None:
@@ -341,20 +329,13 @@ class ParallelPlan(Strict):
     ep_plan: dict[str, ShardDim] | None = None
     """Glob of parameter names -> dimension that counts the experts. Unset: the model's own plan, or all experts."""
 
-    @model_validator(mode="after")
-    def _components_agree_with_the_default(self) -> ParallelPlan:
-        problems = []
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what the plans of components contradict in the default plan."""
         for name in self.components:
             try:
                 self.of(name)
             except ValidationError as error:
-                problems += [
-                    located(problem["msg"], ("components", name, *problem["loc"]), problem["input"])
-                    for problem in error.errors()
-                ]
-        if problems:
-            raise ValidationError.from_exception_data("ParallelPlan", problems)
-        return self
+                yield from ((("components", name, *problem["loc"]), problem["msg"]) for problem in error.errors())
 
     def of(self, component: str) -> ComponentPlan:
         """Return the component's plan, completed by the default plan; a section inherits nothing about ranks."""

@@ -11,12 +11,9 @@ from omnitrain.errors import UserError
 
 
 def import_plugin(name: str) -> str:
-    """Import ``package.module`` or ``folder/file.py``, unless it is imported, and return its name.
+    """Import ``package.module`` or ``folder/file.py``, unless it is imported, and return its name. Or a UserError.
 
     The folder is added to the module search path, because new processes such as data workers must find the module.
-
-    Raises:
-        UserError: the module cannot be imported; the message says why.
     """
     try:
         _load_file(Path(name).resolve()) if name.endswith(".py") else importlib.import_module(name)

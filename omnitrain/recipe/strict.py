@@ -11,9 +11,9 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
-from omnitrain.recipe.located_problem import located
+from omnitrain.recipe.located_problem import Problem, raise_located
 from omnitrain.recipe.useless_keys import Idle, idle_values
 
 
@@ -55,9 +55,11 @@ class Strict(BaseModel):
         """Yield the keys of this node that can have no effect with its other keys."""
         yield from ()
 
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the keys of this node whose values exclude each other, and why; ``()`` is the node itself."""
+        yield from ()
+
     @model_validator(mode="after")
-    def _refuse_idle_keys(self) -> Self:
-        problems = [located(found.problem, found.path, found.value) for found in idle_values(self, self.idle())]
-        if problems:
-            raise ValidationError.from_exception_data(type(self).__name__, problems)
+    def _check(self) -> Self:
+        raise_located(type(self).__name__, [*self.contradictions(), *idle_values(self, self.idle())])
         return self

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from omnitrain.recipe.functions import FunctionName
+from omnitrain.recipe.located_problem import Problem
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.useless_keys import Idle
 
@@ -84,11 +85,10 @@ class Optimizer(Strict):
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip the global gradient norm to this; null: never."""
 
-    @model_validator(mode="after")
-    def _state_is_adamws(self) -> Optimizer:
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the node, if Muon should have AdamW's state."""
         if self.kind == "muon" and self.state == "int8":
-            raise ValueError("`state: int8` with `kind: muon`, whose momentum is fp32; use one of the two")
-        return self
+            yield (), "`state: int8` with `kind: muon`, whose momentum is fp32; use one of the two"
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that the schedule and the optimizer do not use."""
@@ -140,13 +140,11 @@ class ExpertsBalance(Strict):
         if self.loss == "none":
             yield Idle("weight", "but `loss: none` adds no loss; remove it, or set `loss`")
 
-    @model_validator(mode="after")
-    def _record_or_replay(self) -> ExpertsBalance:
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the node, if a replayed routing is recorded again."""
         if self.record is not None and self.replay is not None:
-            raise ValueError(
-                "`record` and `replay` exclude each other: a replayed routing is already recorded; remove one"
-            )
-        return self
+            why = "a replayed routing is already recorded; remove one"
+            yield (), f"`record` and `replay` exclude each other: {why}"
 
 
 class Trace(Strict):
@@ -256,12 +254,8 @@ class Train(Strict):
         if self.samples_per_step is not None:
             yield Idle("micro_batches", "but `samples_per_step` decides how large a step is; remove one of the two")
 
-    @model_validator(mode="after")
-    def _traced_steps_exist(self) -> Train:
-        beyond = [step for step in self.trace.steps if step > self.steps] if self.epochs is None else []
-        if beyond:
-            raise ValueError(
-                f"`trace.steps`: found {', '.join(map(str, beyond))}, but the last step is {self.steps}; name earlier "
-                "steps, or raise `steps`"
-            )
-        return self
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the node, if steps are traced that do not exist."""
+        if beyond := [str(step) for step in self.trace.steps if step > self.steps and self.epochs is None]:
+            last = f"the last step is {self.steps}; name earlier steps, or raise `steps`"
+            yield (), f"`trace.steps`: found {', '.join(beyond)}, but {last}"

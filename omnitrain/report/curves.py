@@ -43,11 +43,11 @@ def styles(curves: Sequence[Curve]) -> list[tuple[int, int]]:
     return [(places[curve.name] % 10, curve.run + places[curve.name] // 10) for curve in curves]
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def numbers_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a line of metrics with their paths, such as ``heads/text/loss``."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}/")
+            yield from numbers_in(value, f"{prefix}{key}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield f"{prefix}{key}", value
 
@@ -60,7 +60,7 @@ class Metrics:
     """
 
     def __init__(self, lines: Sequence[Sequence[Line]]) -> None:
-        self._rows = [[(line["step"], dict(_flat(line))) for line in of_run] for of_run in lines]
+        self._rows = [[(line["step"], dict(numbers_in(line))) for line in of_run] for of_run in lines]
         self._left = dict.fromkeys(path for rows in self._rows for _, row in rows for path in row if path != "step")
 
     def take(self, *patterns: str) -> dict[str, list[Curve]]:

@@ -42,10 +42,8 @@ from omnitrain.train.run_state.state import OPTIMIZER
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
     """Build the model of a recipe, with frozen components and LoRA adapters as it says, and its processor.
 
-    On the device ``meta``, weights have only shapes; fresh weights follow from the recipe's seed.
-
-    Raises:
-        UserError: parts of the recipe do not fit together.
+    On the device ``meta``, weights have only shapes; fresh weights follow from the recipe's seed. A UserError: parts of
+    the recipe do not fit together.
     """
     parts = recipe.model
     if parts.checkpoint is not None:
@@ -175,12 +173,9 @@ def _refused_part(parts: Model) -> str:
 
 
 def require_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise for backends of ``model.ops`` that cannot train the model on ``device``, before anything is written.
+    """Raise a UserError with a line for each backend of ``model.ops`` that cannot train the model on ``device``.
 
     ``dtype`` is the one in which the foundation computes; the model may be on ``meta``.
-
-    Raises:
-        UserError: with a line for each backend, its reason and alternatives.
     """
     problems, other_backends = [], {"cross_entropy": CROSS_ENTROPY, "unread_rows": UNREAD_ROWS, "experts": EXPERTS}
     for name, wanted in ops.model_dump(exclude={"attention"}).items():

@@ -88,20 +88,20 @@ class EncoderCosts:
     def add(self, step: int, plan: StepPlan, recorded: Recorded) -> None:
         """Add a measured step; after the last one all ranks agree on what was measured. All ranks call this."""
         for name in self._names if step > self._done_before + WARM_UP else ():
-            row = self._of_first_stage(plan, recorded) if name == FOUNDATION else self._of_encoder(name, plan, recorded)
+            if name == FOUNDATION:
+                row = self._of_first_stage(plan, recorded)
+            else:
+                seconds = seconds_of_forwards(recorded, name, has_actions=name in self._apart)
+                row = encoded_in(plan, self._rank, name, seconds)
             self._encoded[name].append(row)
         if step == self._done_before + MEASURED_STEPS:
             of_ranks = self._ranks.peers.gather(dict(self._encoded))
             rows = {name: [row for of_rank in of_ranks for row in of_rank.get(name, [])] for name in self._names}
             quadratic = {name: fitted_quadratic(rows[name]) for name in self._components}
             self.settled = Measured(
-                quadratic,
-                {n: _seconds_per_unit(rows[n], quadratic.get(n, 0.0)) for n in self._timed},
+                quadratic, {n: _seconds_per_unit(rows[n], quadratic.get(n, 0.0)) for n in self._timed}
             )
             publish(self._ranks.rendezvous, self.settled)
-
-    def _of_encoder(self, name: str, plan: StepPlan, recorded: Recorded) -> Encoded:
-        return encoded_in(plan, self._rank, name, seconds_of_forwards(recorded, name, has_actions=name in self._apart))
 
     def _of_first_stage(self, plan: StepPlan, recorded: Recorded) -> Encoded:
         """Samples and seconds of this rank's first stage; if ranks wait for each other, the longest samples count."""

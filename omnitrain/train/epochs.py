@@ -23,9 +23,6 @@ def in_steps(recipe: Recipe) -> Recipe:
     """Return the recipe with ``steps`` in place of ``epochs``, and ``micro_batches`` in place of ``samples_per_step``.
 
     It packs the first rows of the run's order, in this process. The result depends on the recipe and its data only.
-
-    Raises:
-        UserError: the model cannot be built, or cannot use the data.
     """
     if not counts_samples(recipe):
         return recipe

@@ -15,12 +15,7 @@ from omnitrain.train.run_state.state import TrainingState
 
 
 class ExpertsOfRun:
-    """Everything that a run does with its experts; it does nothing if the model has none.
-
-    Attributes:
-        routers: losses, biases and load of the routers.
-        routing: recorded or replayed routing decisions.
-        chunks: number of chunks of the dispatch.
+    """Everything that a run does with its experts: balance, recorded or replayed routing, the number of chunks.
 
     Raises:
         UserError: the recipe has settings for experts, but the model has none.

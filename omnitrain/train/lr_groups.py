@@ -22,22 +22,14 @@ _NODE = "train.optimizer"
 
 
 def optimizer_of(model: OmniModel, settings: Optimizer, layout: ModelLayout | None) -> torch.optim.Optimizer:
-    """Build the optimizer of a recipe's model, sharded as it will train, or in one process without a ``layout``.
-
-    Raises:
-        UserError: the settings do not fit the parameters that train.
-    """
+    """Build the optimizer of a model as it will train; without a ``layout``, in one process."""
     offloaded = layout.offloaded(model) if layout is not None else ()
     own = peaks_of(model, settings), decays_of(model, settings), matrices_of(model, settings)
     return build_optimizer(model, settings, offloaded, *own)
 
 
 def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
-    """Return the peak learning rate of each trained parameter that ``learning_rates`` names; ``model`` is sharded.
-
-    Raises:
-        UserError: a name matches no trained parameter, or no parameter trains with `learning_rate`.
-    """
+    """Return the peak learning rate of each trained parameter that ``learning_rates`` names; ``model`` is sharded."""
     peaks = _of_parameters(model, settings.learning_rates, "learning_rates")
     if all(parameter in peaks for parameter in model.parameters() if parameter.requires_grad):
         idle = Idle("learning_rate", "but `learning_rates` covers all trained parameters; remove one of the two")
@@ -50,20 +42,13 @@ def decays_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float
     """Return the weight decay of each trained parameter that ``weight_decays`` names.
 
     Embeddings of which only the rows of added tokens train have none, since it would change the other rows.
-
-    Raises:
-        UserError: a name matches no trained parameter, or only norms and biases, which have no weight decay.
     """
     decays = _of_parameters(model, settings.weight_decays, "weight_decays", decayed_parameters(model))
     return decays | dict.fromkeys((model.get_parameter(name) for name in token_matrices(model)), 0.0)
 
 
 def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:
-    """Return the parameters that Muon updates, none if the recipe does not use it.
-
-    Raises:
-        UserError: it is used, and no such parameter trains.
-    """
+    """Return the parameters that Muon updates, at least one if the recipe uses it."""
     if settings.kind != "muon":
         return set()
     matrices = {parameter for parameter in hidden_matrices(model) if parameter.requires_grad}

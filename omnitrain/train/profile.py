@@ -156,7 +156,7 @@ def _label(module: nn.Module, words: str) -> Callable[[], None]:
     def leave(*_: Any) -> None:
         running.pop().__exit__(None, None, None)
 
-    # A forward that computes again ends with an exception as soon as it has what the backward needs.
+    # Recomputation stops early: torch raises inside it once every saved tensor exists.
     handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
     def remove() -> None:

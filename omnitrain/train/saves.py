@@ -19,9 +19,8 @@ from omnitrain.train.run_state.save_times import SaveTimes
 class Saves:
     """Saves a run after the steps where it is due. Every rank calls all methods.
 
-    Args:
-        tell: called with ``"on_save"`` and the folder of each checkpoint once it is complete.
-        paused: makes the context in which no progress is expected.
+    ``tell`` is called with ``"on_save"`` and the folder of each checkpoint once it is complete; ``paused`` makes the
+    context in which no progress is expected.
     """
 
     def __init__(

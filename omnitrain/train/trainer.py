@@ -37,17 +37,9 @@ from omnitrain.train.evaluations import Evaluations
 from omnitrain.train.interrupt import Interrupt
 from omnitrain.train.lr_groups import optimizer_of
 from omnitrain.train.measures import RunMeasures
+from omnitrain.train.metrics import display
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.costs import WAIT_FOR_DATA
-from omnitrain.train.metrics.display import (
-    quiet_libraries,
-    show_added_tokens,
-    show_components,
-    show_contract,
-    show_kept_memory,
-    show_own_head,
-    show_unused,
-)
 from omnitrain.train.metrics.early_stopping import StopWatcher
 from omnitrain.train.metrics.encoders import encoder_metrics
 from omnitrain.train.metrics.memory_estimate import kept_by_source
@@ -62,6 +54,7 @@ from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import Ranks, join_ranks
 from omnitrain.train.run_state.resume import require_same_rows
 from omnitrain.train.run_state.run_folder import Resume, RunFolder
+from omnitrain.train.run_state.run_lock import require_free
 from omnitrain.train.run_state.save import Saver, checkpoint_bytes
 from omnitrain.train.run_state.state import TrainingState, read_state
 from omnitrain.train.saves import Saves
@@ -159,7 +152,7 @@ class Trainer:
 
     def _join(self, recipe: Recipe, callbacks: Sequence[Callback]) -> Recipe:
         """Join the ranks, and check what needs no model. Return the recipe in steps and packs."""
-        quiet_libraries()
+        display.quiet_libraries()
         self.recipe, self.device = recipe, use_device(recipe.train)
         is_mixed = mixed_precision(recipe.train, self.device.type) is True
         self.ranks = join_ranks(recipe.parallel, self.device, lays_out=is_mixed)
@@ -167,7 +160,7 @@ class Trainer:
             recipe = self.ranks.of_first(self.ranks.first(lambda: in_steps(recipe)) or recipe)
         self.folder = RunFolder(recipe)
         self._advice = check_micro_batches(recipe, self.ranks.state_of_main)
-        self.ranks.first(self.folder.require_free)
+        self.ranks.first(lambda: require_free(self.folder.path))  # opening it checks again, perhaps minutes later
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)
         require_trackers(recipe)
         self.callbacks = Callbacks([*callbacks, *load_callbacks(recipe.train.callbacks)], self.ranks.peers)
@@ -349,11 +342,11 @@ class Trainer:
             yield step
 
     def _show(self) -> None:
-        show_components(component_rows(self.model, self.ops))
-        show_unused(self.model.config.unused_tensors)
-        show_added_tokens(self.model)
-        show_own_head(self.model.config)
-        show_contract(self.model.runner.contract, in_full=False)
+        display.show_components(component_rows(self.model, self.ops))
+        display.show_unused(self.model.config.unused_tensors)
+        display.show_added_tokens(self.model)
+        display.show_own_head(self.model.config)
+        display.show_contract(self.model.runner.contract, in_full=False)
         if self.layout is not None:
             console.print(self.layout.table(self.model))
             for line in self._advice:
@@ -373,7 +366,7 @@ class Trainer:
         if self.ranks.state is None and self.compiled is None and self.model.runner.contract.packs:
             pack_tokens = self.recipe.data.pack_tokens
             if kept := kept_by_source(self.model, self.processor, self.loader.sources, pack_tokens):
-                show_kept_memory(kept, pack_tokens)
+                display.show_kept_memory(kept, pack_tokens)
 
     def _next_batch(self, steps: Iterator[StepBatch]) -> StepBatch:
         """Return the packs of a step. If the data fail on any rank, save the finished steps first."""

@@ -72,6 +72,6 @@ def test_the_bar_of_a_notebook_has_few_points_and_none_that_is_not_finite(monkey
     monkeypatch.setattr(bar, "_drawn_at", math.inf, raising=False)
     for step in range(50_000):
         state.step = step
-        bar.on_step({7: math.nan, 31_234: 77.0}.get(step, 2 + step / 50_000))
+        bar.show({7: math.nan, 31_234: 77.0}.get(step, 2 + step / 50_000), is_line=False)
     svg = bar._drawn()["text/html"]
     assert 100 < len(places(svg)) <= 400 and "nan" not in svg and min(top for _, top in places(svg)) < 20

@@ -24,10 +24,10 @@ from omnitrain.ops.compile.blocks import compile_blocks
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
+from omnitrain.report.curves import numbers_in
 from omnitrain.train.evaluate import evaluate
 from omnitrain.train.evaluate.evaluate import Answered
 from omnitrain.train.metrics.console import console
-from omnitrain.train.metrics.trackers import numbers_in
 from omnitrain.train.run_state import save_times, snapshot
 from omnitrain.train.run_state.save import checkpoint_bytes
 from omnitrain.train.trainer import NonFiniteError, Trainer

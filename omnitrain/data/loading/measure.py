@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -16,6 +16,7 @@ from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.shuffle import shuffled
 from omnitrain.data.loading.slots import SlotState
 from omnitrain.data.packing.budget import PackBudget
+from omnitrain.data.packing.sample import Measure as Measure
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.item_parts import modality_of, parts_of_items
 from omnitrain.data.render.lengths import sample_within
@@ -25,46 +26,6 @@ from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
 
 TEXT, PREDICTED = "text", " predicted"
-
-
-@dataclass(frozen=True)
-class Measure:
-    """The size of a sample.
-
-    Attributes:
-        source: name of the source by which metrics are split.
-        length: tokens that the model gets.
-        num_predicted: tokens that the loss has, text and media.
-        tokens: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
-            `` predicted`` after them. They add up to ``length``.
-        items: modality -> images, sounds or videos.
-        lowered: number of videos that a limit of frames reads at a lower rate.
-        elements: name of media in a pack -> number of input elements.
-        is_alone: whether it must be alone in its pack.
-        index: position in the global data order.
-        piece, num_pieces, more: as those of a :class:`Sample`.
-    """
-
-    source: str
-    length: int
-    num_predicted: int
-    tokens: Mapping[str, int]
-    items: Mapping[str, int]
-    lowered: int = 0
-    elements: Mapping[str, int] = field(default_factory=dict)
-    is_alone: bool = False
-    index: int = 0
-    piece: int = 0
-    num_pieces: int = 1
-    more: tuple[Measure, ...] = ()
-
-    @property
-    def pieces(self) -> tuple[Measure, ...]:
-        """The samples of its row, if this is the first of them."""
-        return (replace(self, more=()), *self.more)
-
-    def __len__(self) -> int:
-        return self.length
 
 
 Measured = Measure | Rejected

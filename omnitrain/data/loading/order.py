@@ -26,23 +26,14 @@ _DRAWS_AT_A_TIME = 1024
 
 @dataclass(frozen=True)
 class SourceShare:
-    """The rows of a source, and how often they are drawn.
+    """The rows of a source, and how often they are drawn."""
 
-    Attributes:
-        name: a name that no other source of the run has. With the seed, it decides the order of the rows.
-        length: number of rows.
-        weights: relative share of the draws in each stage; 0: no draws.
-        epochs: how often the rows are drawn; None: without end.
-        blocks: number of rows of each part of the source that is read at once; empty: rows are read one by one.
-        in_order: whether its rows are drawn as they come, because it can only be iterated.
-    """
-
-    name: str
+    name: str  # that no other source of the run has; with the seed, it decides the order of the rows
     length: int
-    weights: tuple[float, ...] = (1.0,)
-    epochs: float | None = None
-    blocks: tuple[int, ...] = ()
-    in_order: bool = False
+    weights: tuple[float, ...] = (1.0,)  # relative share of the draws in each stage; 0: no draws
+    epochs: float | None = None  # how often the rows are drawn; None: without end
+    blocks: tuple[int, ...] = ()  # rows of each part that is read at once; empty: they are read one by one
+    in_order: bool = False  # rows are drawn as they come, because the source can only be iterated
 
     def rows(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the rows at ``[n]`` int64 positions of the source's endless order, which is shuffled every epoch."""

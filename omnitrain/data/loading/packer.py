@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Generic, Protocol, TypeVar, cast
 
 from omnitrain.data.loading.order import Draw, SampleOrder
 from omnitrain.data.loading.slots import SlotState
@@ -45,7 +45,8 @@ class SlotPacker(Generic[Held]):
         budget: PackBudget,
     ) -> None:
         """Continue at the ``state`` of a slot. ``rows`` of the slot begin with those that it holds."""
-        self._data, self._order, self._rows, self._slot = data, order, rows, slot
+        self._data, self._order, self._slot = data, order, slot
+        self._rows: PreparedStreams[Held] = rows
         self._alone, self._budget = alone, budget
         self._next_index, self._num_packs, self._begun = state.next_index, state.num_packs, state.begun
         self._num_unread, self._unread_pieces = len(state.held), state.held_pieces
@@ -69,7 +70,7 @@ class SlotPacker(Generic[Held]):
                 pieces[sample.index] = (*pieces.get(sample.index, ()), sample.piece)
         return SlotState(
             next_index=self._next_index,
-            held=tuple(dict.fromkeys(sample.index for sample in self._held)),
+            held=tuple(dict.fromkeys(one.index for one in self._held)),
             rejected=dict(sorted(self._num_rejected.items())),
             held_pieces=pieces,
             num_packs=self._num_packs,
@@ -136,7 +137,7 @@ class SlotPacker(Generic[Held]):
             return
         self._next_index = max(self._next_index, drawn.index + self._order.slots)
         if not isinstance(drawn, Rejected):
-            pieces = drawn.pieces
+            pieces = cast(Sequence[Held], drawn.pieces)  # of its own kind
             wanted = self._unread_pieces.get(drawn.index, range(len(pieces)))
             self._held += [pieces[piece] for piece in wanted]
             self._epoch_of[drawn.index] = next((s, e) for index, s, e in self._epochs if index == drawn.index)

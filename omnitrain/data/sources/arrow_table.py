@@ -177,7 +177,7 @@ def _kinds_of_contents(contents: pa.Array, every: pa.Table, marked: Collection[s
         of_parts = every.take(pc.list_parent_indices(contents))
         types = of_parts.set_column(1, "type", pc.cast(parts["type"], pa.string()))
         return [types, *_where(of_parts, _filled("part.", parts, PART))]
-    if _is_text(contents.type):
+    if pa.types.is_string(contents.type) or pa.types.is_large_string(contents.type):
         return _where(every, ((m, pc.fill_null(pc.match_substring(contents, MARKERS[m]), False)) for m in marked))
     return []
 
@@ -200,10 +200,6 @@ def _filled(prefix: str, fields: Mapping[str, pa.Array], known: Collection[str])
 def _fields(structs: pa.Array) -> dict[str, pa.Array]:
     names = [structs.type.field(index).name for index in range(structs.type.num_fields)]
     return {name: pc.struct_field(structs, [index]) for index, name in enumerate(names)}
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _is_list_of_structs(kind: pa.DataType) -> bool:

@@ -16,16 +16,10 @@ _SEARCHED = 1 << 12  # bytes in which the end of a line or word is searched
 
 @dataclass(frozen=True)
 class Document:
-    """A text to train on, whole or a part of a longer one.
-
-    Attributes:
-        text: the text.
-        begins: whether the document begins here.
-        ends: whether the document ends here.
-    """
+    """A text to train on, whole or a part of a longer one."""
 
     text: str
-    begins: bool = True
+    begins: bool = True  # the document begins here
     ends: bool = True
 
 

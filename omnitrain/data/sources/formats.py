@@ -76,10 +76,9 @@ def _require_one_format(path: str, files: Sequence[str]) -> None:
     if len(by_format) > 1:
         folder = Path(path)
         inside = folder / "**" if folder.is_dir() else folder.parent
-        counts = [
-            f"{len(of_kind)} file(s) of {kind} ({Path(of_kind[0]).name!r}, ...)" for kind, of_kind in by_format.items()
-        ]
-        paths = [repr(str(inside / f"*{Path(of_kind[0]).suffix}")) for of_kind in by_format.values()]
+        firsts = {kind: Path(of_kind[0]) for kind, of_kind in by_format.items()}
+        counts = [f"{len(by_format[kind])} file(s) of {kind} ({one.name!r}, ...)" for kind, one in firsts.items()]
+        paths = [repr(str(inside / f"*{one.suffix}")) for one in firsts.values()]
         raise DataError(
             f"data: {path!r} has {' and '.join(counts)}; set `path` to {' or '.join(paths)}; to use several, "
             "list several data sets"
@@ -87,12 +86,7 @@ def _require_one_format(path: str, files: Sequence[str]) -> None:
 
 
 def open_table(source: DataSource, files: Sequence[str], reader: FileReader) -> Table:
-    """Open the files of a data set, or the Hub's data set if there are none.
-
-    Args:
-        source: the recipe's node.
-        files: the files, all of one format.
-        reader: reads the files.
+    """Open the files of a data set, which have one format, or the Hub's data set if there are none.
 
     Raises:
         DataError: they cannot be read.

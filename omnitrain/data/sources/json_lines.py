@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
-from omnitrain.data.sources.line_index import row_spans
+from omnitrain.data.sources.index_file import index_of
 from omnitrain.data.sources.schema import Schema
 from omnitrain.data.sources.table import EXAMPLES, URL_READS, Choose, Table, evenly_spaced
 from omnitrain.data.sources.turns import FIELDS, MARKERS, PART, SAID, TURN
@@ -25,6 +27,7 @@ _CHECKED_ROWS = 2000  # rows of larger ones, evenly spaced
 _READ_BYTES = 1 << 18  # of rows that one read gets from a URL
 _COUNTED_BYTES = 1 << 24  # at a time, for the number of a line
 _MAX_SHOWN = 3  # lines that an error lists
+_BLANK = re.compile(r"[\s,]*")
 
 
 class JsonLines(Table):
@@ -207,3 +210,57 @@ def _kinds(turn: dict[str, Any], content: Any, marked: Collection[str]) -> Itera
 
 def _kind_of(value: Any) -> str:
     return {dict: "an object", list: "a list", str: "a text", type(None): "null"}.get(type(value), repr(value))
+
+
+def row_spans(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``[rows]`` int64 first byte and end of each row of a file (a path or URL), memory-mapped.
+
+    Rows are the lines of the file, each with the blank lines before it; of a ``.json`` file, the entries of its list.
+
+    Raises:
+        DataError: a ``.json`` file is not a list of objects.
+    """
+    kind, build = ("json", _spans_of_entries) if file.endswith(".json") else ("lines", _borders_of_lines)
+    index = index_of(file, kind, reader.version(file), lambda: pa.table(build(file, reader)))
+    columns = [column.combine_chunks().to_numpy() for column in index.columns]
+    starts, stops = columns if kind == "json" else (columns[0][:-1], columns[0][1:])
+    return starts, stops
+
+
+def _borders_of_lines(file: str, reader: FileReader) -> dict[str, np.ndarray]:
+    """Return the first byte of the file and the end of each line that is not blank."""
+    with reader.open(file) as stream:
+        return {"border": np.fromiter(chain([0], _ends_of_lines(stream)), dtype=np.int64)}
+
+
+def _ends_of_lines(lines: Iterable[bytes]) -> Iterator[int]:
+    end = 0
+    for line in lines:
+        end += len(line)
+        if not line.isspace():
+            yield end
+
+
+def _spans_of_entries(file: str, reader: FileReader) -> dict[str, np.ndarray]:
+    # Each byte becomes a character, so that positions are bytes; the structure of JSON has only ASCII characters.
+    text = reader.read(file).decode("latin-1")
+    decoder = json.JSONDecoder()
+    spans: list[tuple[int, int]] = []
+    start = len(text) - len(text.lstrip())
+    if text[start : start + 1] != "[":
+        raise DataError(
+            f"data: {file}: found {text[start : start + 20]!r}, expected a list of rows; a file with one row per line "
+            "ends in .jsonl"
+        )
+    at = start + 1
+    while text[(at := _BLANK.match(text, at).end()) : at + 1] != "]":  # type: ignore[union-attr]
+        if at == len(text):
+            raise DataError(f"data: {file}: the list has no end; the file is cut")
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"data: {file}: entry {len(spans) + 1}: invalid JSON: {error}") from None
+        spans.append((at, end))
+        at = end
+    flat = np.fromiter(chain.from_iterable(spans), dtype=np.int64, count=2 * len(spans))
+    return {"start": flat[0::2], "stop": flat[1::2]}

@@ -154,7 +154,11 @@ class ParquetRows(Table):
         for file, number, _ in self._groups:
             group = self._footers[file].row_group(number)
             columns = (group.column(column) for column in range(group.num_columns))
-            total += sum(one.total_uncompressed_size for one in columns if _is_in(one.path_in_schema, leaves))
+            total += sum(
+                one.total_uncompressed_size
+                for one in columns
+                if not {one.path_in_schema, one.path_in_schema.split(".")[0]}.isdisjoint(leaves)
+            )
         return evenly_spaced(
             len(self._groups), max(1, int(len(self._groups) * min(1.0, _SEARCHED_BYTES / max(total, 1))))
         )
@@ -179,11 +183,6 @@ class ParquetRows(Table):
     def problems(self) -> list[str]:
         """See :class:`Table`."""
         return column_problems(self._features, self._columns)
-
-
-def _is_in(leaf: str, columns: Collection[str]) -> bool:
-    """Whether a leaf of the schema is one of ``columns``, or of a column among them."""
-    return leaf in columns or leaf.split(".")[0] in columns
 
 
 def _with_bytes(record: dict[str, Any], media: Collection[str]) -> dict[str, Any]:

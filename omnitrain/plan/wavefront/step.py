@@ -131,7 +131,7 @@ def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -
     owner, slot = owners[runner], place * num_media + medium
     order = stable_order(owner, slot)
     return StepTables(
-        num_micro_batches=tables.num_micro_batches,
+        num_drawn=tables.num_drawn,
         counts=counts,
         **sums,
         owner=owner[order],

@@ -15,7 +15,7 @@ from PIL import Image
 from omnitrain.data.chat.parts import content_parts
 from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.train.evaluate.evaluate import Answered, reference_text
-from omnitrain.train.metrics.shown_sample import ShownSample
+from omnitrain.train.metrics.trackers import ShownSample
 
 _SUFFIXES = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"GIF8", ".gif"), (b"fLaC", ".flac"), (b"OggS", ".ogg"))
 _LIST = "samples.json"
@@ -46,7 +46,7 @@ def save_samples(
             prompt, reference = _write_messages(row, folder, stem)
             answer = write_parts(answered.answer.parts, folder, stem)
             name = f"{row.source} {counts[row.source]}"
-            samples.append(ShownSample(name, prompt, answer, reference))
+            samples.append(ShownSample(name, {"prompt": prompt, "answer": answer, "reference": reference}))
             asked, said, expected = (" ".join(map(_markdown, parts)) for parts in (prompt, answer, reference))
             lines += [f"## {name}", "", f"Asked (`{row.id}`): {asked}", "", f"Answered: {said}", ""]
             lines += [f"Reference: {expected}", ""] if expected else []

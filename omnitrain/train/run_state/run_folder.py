@@ -22,7 +22,7 @@ from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.early_stopping import StopWatcher, read_lines
 from omnitrain.train.run_state.resume import require_same_run
-from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock, require_free
+from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock
 
 _UNFINISHED_RECIPE = "recipe.yaml.tmp"  # what save_recipe leaves if it is killed
 
@@ -30,12 +30,7 @@ Resume = bool | Literal["auto"]
 
 
 class RunFolder:
-    """The folder that a run writes to. Nothing is written before :meth:`open`.
-
-    Attributes:
-        path: the folder.
-        store: its checkpoints.
-    """
+    """The folder that a run writes to, and the ``store`` of its checkpoints. Nothing is written before :meth:`open`."""
 
     def __init__(self, recipe: Recipe) -> None:
         """Check ``recipe.output_dir``: a UserError if it cannot be created, or has other files than those of a run."""
@@ -45,16 +40,10 @@ class RunFolder:
         self._lock = FolderLock()
         _require_writable(self.path)
 
-    def require_free(self) -> None:
-        """Raise a UserError if another run writes there. :meth:`open` checks again, perhaps minutes later."""
-        require_free(self.path)
-
     def checkpoint_to_resume(self, peers: Peers, resume: Resume) -> Path | None:
         """Return the checkpoint that the run continues from. None: it starts. All ``peers`` call this.
 
-        Args:
-            peers: the ranks of the run.
-            resume: True: from the newest checkpoint; "auto": from the newest intact one, if there is one; False: start.
+        ``resume``: True: from the newest checkpoint; "auto": from the newest intact one, if there is one; False: start.
 
         Raises:
             UserError: no checkpoint exists, it is damaged (with "auto": all are), or the run was started with another
@@ -83,11 +72,7 @@ class RunFolder:
     def finished(self) -> str | None:
         """Return that the run in this folder has nothing left to do, or None.
 
-        It has all steps of the recipe, or stopped early, and has a checkpoint that is intact, and the evaluation that
-        the recipe asks for.
-
-        Raises:
-            UserError: the run was started with another recipe.
+        It has all steps of the recipe, or stopped early, an intact checkpoint, and the evaluation of the recipe.
         """
         self._require_same_run()
         steps, (done, evaluated) = self.recipe.train.steps, (self._steps_saved(), self._steps_evaluated())
@@ -131,9 +116,7 @@ class RunFolder:
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
         """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
 
-        Args:
-            resumed: whether the run in the folder goes on, from a checkpoint or from its start.
-            checkpoint_bytes: size of a checkpoint.
+        ``resumed``: the run in the folder goes on, from a checkpoint or from its start.
 
         Raises:
             UserError: another run writes or has meanwhile written there, the folder cannot be written, or has no space

@@ -279,9 +279,9 @@ def by_tokens(node: Node, other: Node) -> Node:
 def staged(node: Node, other: Node) -> Node:
     """The second stage begins when the run stops, and the third later."""
     stages = [
-        {"from_step": 3, "weights": {"first": 3}},
-        {"from_step": 7, "weights": {"first": 0, "other": 1}},
-        {"from_step": 12, "weights": {"first": 2}},
+        {"from_step": 2, "weights": {"first": 3}},
+        {"from_step": 4, "weights": {"first": 0, "other": 1}},
+        {"from_step": 7, "weights": {"first": 2}},
     ]
     return weighted(node, other) | {"stages": stages}
 
@@ -293,7 +293,7 @@ def split(node: Node, other: Node) -> Node:
 
 def in_epochs(node: Node, other: Node) -> Node:
     """The first source ends after two and a half epochs of its first rows."""
-    return {"train": [node | {"limit": 16, "epochs": 2.5}, other]}
+    return {"train": [node | {"limit": 8, "epochs": 2.5}, other]}
 
 
 MIXTURES: dict[str, Callable[[Node, Node], Node]] = {

@@ -1,4 +1,4 @@
-"""A run that stops at step 7 of 20 goes on with the same samples, whatever its source, ranks and workers."""
+"""A run that stops at step 4 of 11 goes on with the same samples, whatever its source, ranks and workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.data.http_server import serving
 from tests.data.loading.interrupted import HUB_ID, KINDS, Case, data_of, each_value, hub_data_set, possible, table
 from tests.tiny import CHAT, tiny_model, tiny_processor, tiny_row
 
-STOP, STEPS = 7, 20
+STOP, STEPS = 4, 11
 DEFAULT = [*each_value()]
 
 
