@@ -70,13 +70,8 @@ def check_stages(
 
 def _checked(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> StageContract:
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        found = attempt(_measured, model_class, config, contract)
+        found = attempt(_StageTrial.measured_on, model_class, config, contract)
     return StageContract(str(found)) if isinstance(found, Failure) else found
-
-
-def _measured(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> StageContract:
-    with Trial.of(model_class, config, contract) as trial:
-        return _StageTrial(trial).measured()
 
 
 class _StageTrial:
@@ -86,6 +81,11 @@ class _StageTrial:
         self.runner, self.model, self.packs = trial.runner, trial.ours, trial.packs
         self.count = len(text_blocks(self.model))
         self.whole = self.step((), StageContract())
+
+    @classmethod
+    def measured_on(cls, *of_trial: Any) -> StageContract:
+        with Trial.of(*of_trial) as trial:
+            return cls(trial).measured()
 
     def measured(self) -> StageContract:
         """Measure all cuts, with the fewest inputs of a stage that make most cuts exact."""

@@ -106,18 +106,14 @@ def _interface_or_reason(model: PreTrainedModel, modality: str) -> ModalityInter
 
 
 def _extras(model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface]) -> TokenExtras:
+    """Types tell prompt from answer if, with all of them zero, the first token sees the second."""
     names = extra_arguments(type(model))
     tokens = {modality: interface.token_id for modality, interface in interfaces.items()}
-    extras = TokenExtras(names, tokens, video_marks(model.config, tokens))
-    return replace(extras, marks_answer=bool(names) and _zeros_open_the_prompt(model))
-
-
-def _zeros_open_the_prompt(model: PreTrainedModel) -> bool:
-    """Whether, with all types zero, the first token sees the second: then the types tell prompt from answer."""
     with eager_attention(model):
-        arguments = _text_call(model)
+        arguments = _text_call(model) if names else {}
     masks = [value for value in tree_iter(arguments) if isinstance(value, Tensor) and value.ndim == 4]
-    return any(bool(m[0, 0, 0, 1]) if m.dtype == torch.bool else float(m[0, 0, 0, 1]) == 0.0 for m in masks)
+    sees = [bool(m[0, 0, 0, 1]) if m.dtype == torch.bool else float(m[0, 0, 0, 1]) == 0.0 for m in masks]
+    return TokenExtras(names, tokens, video_marks(model.config, tokens), any(sees))
 
 
 def _text_call(model: PreTrainedModel) -> dict[str, Any]:

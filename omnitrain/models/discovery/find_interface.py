@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout, describe, flatten, row_numbers, watched
-from omnitrain.models.discovery.interface import ModalityInterface, method_name
+from omnitrain.models.discovery.interface import ModalityInterface, method_name, methods_replaced
 from omnitrain.models.discovery.model_errors import failure_of_model
 from omnitrain.models.discovery.parameter_reads import ParameterReads, float_tensors
 from omnitrain.models.discovery.placeholders import token_ids
@@ -25,7 +25,6 @@ from omnitrain.models.discovery.text_run import (
     called_with,
     feature_hosts,
     first_block,
-    methods_replaced,
     separate_decoder,
     text_arguments,
     typed,

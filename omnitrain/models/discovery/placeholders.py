@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -88,11 +89,11 @@ class TokenExtras:
 def marks(config: PreTrainedConfig, modality: str) -> tuple[int, int] | None:
     """Return the ids before and after an item's placeholders, if the config names them."""
     stems = (modality,) if modality == "audio" else (modality, "vision")
-    for stem in stems:
-        for opening, closing in _MARKS:
-            first, last = (_first_id(config, f"{stem}_{name}") for name in (opening, closing))
-            if first is not None and last is not None:
-                return first, last
+    for stem, pair in product(stems, _MARKS):
+        named = [[getattr(node, f"{stem}_{name}", None) for node in config_nodes(config)] for name in pair]
+        first, last = (next((value for value in values if isinstance(value, int)), None) for values in named)
+        if first is not None and last is not None:
+            return first, last
     return None
 
 
@@ -101,8 +102,3 @@ def video_marks(config: PreTrainedConfig, tokens: Mapping[str, int]) -> tuple[in
     if "video" not in tokens or tokens["video"] != tokens.get("image"):
         return None
     return marks(config, "video")
-
-
-def _first_id(config: PreTrainedConfig, name: str) -> int | None:
-    values = (getattr(node, name, None) for node in config_nodes(config))
-    return next((value for value in values if isinstance(value, int)), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -48,19 +48,15 @@ def text_blocks(model: PreTrainedModel) -> nn.ModuleList:
     decoder = separate_decoder(model)
     if decoder is not None:
         return max(_stacks(decoder), key=len)
-    towers = {id(inner) for tower in _towers(model) for inner in tower.modules()}
-    return max((stack for stack in _stacks(model) if id(stack) not in towers), key=len)
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
+    towers = [part for part in parts if part.config is not part.config.get_text_config()]
+    alone = [tower for tower in towers if not any(feature_hosts(tower, modality) for modality in MODALITIES)]
+    in_towers = {id(inner) for tower in alone for inner in tower.modules()}
+    return max((stack for stack in _stacks(model) if id(stack) not in in_towers), key=len)
 
 
 def _stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
     return (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module))
-
-
-def _towers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    for module in model.modules():
-        is_tower = isinstance(module, PreTrainedModel) and module.config is not module.config.get_text_config()
-        if is_tower and module is not model and not any(feature_hosts(module, m) for m in MODALITIES):
-            yield module
 
 
 def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -133,21 +129,6 @@ def typed(model: PreTrainedModel, features: dict[str, Tensor]) -> dict[str, Tens
 def input_device(model: PreTrainedModel) -> torch.device:
     """Return the device of tiny runs: the model's device; the CPU for a model without weights."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
-
-
-@contextmanager
-def methods_replaced(
-    model: nn.Module, names: Sequence[str], method: str, function: Callable[..., Any]
-) -> Iterator[None]:
-    """Replace a method of the named modules by ``function``."""
-    modules = [model.get_submodule(name) for name in names]
-    for module in modules:
-        object.__setattr__(module, method, function)
-    try:
-        yield
-    finally:
-        for module in modules:
-            object.__delattr__(module, method)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import WeightsError
@@ -43,7 +42,11 @@ def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], pat
     # In files of older classes, other modules are around the one that has the weight.
     ends = [".".join(name.rsplit(".", 2)[-2:]) for name in next(iter(pairs.items()))]
     found = [[name for name in tensors if f".{name}".endswith(f".{end}")] for end in ends]
-    has_own = all(len(names) == 1 for names in found) and _differ(*(tensors[name] for (name,) in found))
+    has_own = False
+    if all(len(names) == 1 for names in found):
+        one, other = (tensors[name] for (name,) in found)
+        parts = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
+        has_own = one.shape != other.shape or any(not torch.equal(a, b.to(a.dtype)) for a, b in parts)
     FILES.close()
     if has_own:
         for part in (config, config.get_text_config(decoder=True)):  # some classes copy the text model's to the whole
@@ -70,8 +73,3 @@ def _files(path: str) -> list[str]:
         except (OSError, ValueError):  # not downloaded yet
             return []
     return sorted(map(str, folder.glob("*.safetensors")))
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    parts = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
-    return one.shape != other.shape or any(not torch.equal(a, b.to(a.dtype)) for a, b in parts)
