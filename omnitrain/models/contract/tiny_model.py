@@ -72,11 +72,11 @@ def tiny_config(
     for tower in towers:
         _cut_tower(tower)
     for node in (text, *towers) if cut_mlps else ():
-        for name, value in list(vars(node).items()):
-            if name.endswith(_INNER_WIDTHS) and isinstance(value, int) and value > TINY_INNER_WIDTH:
-                setattr(node, name, TINY_INNER_WIDTH)
-    _cut_experts(text)
-    _cut_thresholds(text)
+        _cap(node, [name for name in vars(node) if name.endswith(_INNER_WIDTHS)], TINY_INNER_WIDTH)
+    _cap(text, _EXPERTS, _TINY_EXPERTS * int(config_value(text, "n_group") or 1))
+    _cap(text, CHOSEN_EXPERTS, _TINY_CHOSEN_EXPERTS)
+    _cap(text, _THRESHOLDS, TINY_THRESHOLD)
+    _cut_positions(text)
     for node in config_nodes(small):
         for name in _random_keys(node):
             setattr(node, name, 0.0)
@@ -237,10 +237,14 @@ def _cut_tower(node: PreTrainedConfig) -> None:
     setattr(node, name, kept)
 
 
-def _cut_thresholds(text: PreTrainedConfig) -> None:
-    for name in _THRESHOLDS:
-        if isinstance(value := config_value(text, name), int) and value > TINY_THRESHOLD:
-            setattr(text, name, TINY_THRESHOLD)
+def _cap(node: PreTrainedConfig, names: Sequence[str], most: int) -> None:
+    for name in names:
+        if isinstance(value := config_value(node, name), int) and value > most:
+            setattr(node, name, most)
+
+
+def _cut_positions(text: PreTrainedConfig) -> None:
+    """Cut the lengths above which the frequencies of positions change."""
     rope = config_value(text, "rope_parameters") or {}
     for values in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
         if values.get("rope_type") == "longrope":
@@ -250,14 +254,6 @@ def _cut_thresholds(text: PreTrainedConfig) -> None:
             text.max_position_embeddings = TINY_THRESHOLD
 
 
-def _cut_experts(text: PreTrainedConfig) -> None:
-    groups = int(config_value(text, "n_group") or 1)
-    for names, most in ((_EXPERTS, _TINY_EXPERTS * groups), (CHOSEN_EXPERTS, _TINY_CHOSEN_EXPERTS)):
-        for name in names:
-            if isinstance(value := config_value(text, name), int) and value > most:
-                setattr(text, name, most)
-
-
 def _cut_vocabulary(config: PreTrainedConfig) -> None:
     nodes = config_nodes(config)
     special = sorted({token for node in nodes for values in _tokens(node).values() for token in values})
@@ -265,15 +261,13 @@ def _cut_vocabulary(config: PreTrainedConfig) -> None:
     if text.vocab_size <= TINY_VOCABULARY and all(token < text.vocab_size for token in special):
         return
     moved = {token: TINY_VOCABULARY - 1 - index for index, token in enumerate(special)}
+    full = text.vocab_size
     for node in nodes:
         for name, values in _tokens(node).items():
             new = [moved[token] for token in values]
             setattr(node, name, new if isinstance(getattr(node, name), (list, tuple)) else new[0])
-    full = text.vocab_size
-    for node in nodes:
-        for name, value in list(vars(node).items()):
-            if name.startswith("vocab_size") and value == full:
-                setattr(node, name, TINY_VOCABULARY)
+        for name in [name for name, value in vars(node).items() if name.startswith("vocab_size") and value == full]:
+            setattr(node, name, TINY_VOCABULARY)
 
 
 def _tokens(node: PreTrainedConfig) -> dict[str, list[int]]:
