@@ -88,7 +88,7 @@ def adapters_of(model: ComponentModel) -> dict[str, Adapters]:
 
 
 def adapters_within(model: ComponentModel, adapters: Mapping[str, Adapters]) -> dict[str, Adapters]:
-    """Return ``adapters`` without those of matrices that ``model`` does not have, such as with fewer layers."""
+    """Return ``adapters`` without matrices that ``model``, with fewer layers or experts, does not have."""
     names = {name for name, _ in model.named_parameters()}
     return {
         component: replace(
@@ -198,7 +198,7 @@ def add_lora(model: ComponentModel, adapters: Mapping[str, Adapters]) -> None:
             f"({new[taken[0]].summary}); build a new model"
         )
     peft()
-    # Read the components first: the model finds those of its foundation by runs without adapters.
+    # Read the components first: the model finds the foundation's components by runs without adapters.
     frozen = {name: model.components[name] for name in new}
     for parameters in frozen.values():
         for parameter in parameters.values():

@@ -1,4 +1,4 @@
-"""The component protocols: methods of an encoder and a decoder besides those of ``PreTrainedModel``."""
+"""The component protocols: methods that an encoder and a decoder add to ``PreTrainedModel``."""
 
 from __future__ import annotations
 

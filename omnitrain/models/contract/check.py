@@ -222,7 +222,7 @@ def _own_loss(trial: Trial) -> None:
 
 
 def _gradients(trial: Trial) -> None:
-    """Check that the loss and all gradients equal those of plain transformers; list parameters that never get one."""
+    """Compare the loss and all gradients with plain transformers'; list parameters that never get a gradient."""
     fact = attempt(gradient_fact, trial)
     skipping = {"unread tokens": trial.contract.tokenwise, "tails": trial.contract.without_tails}
     if fact is not None and any(skipping.values()):

@@ -162,7 +162,7 @@ def own_loss_fact(trial: Trial) -> str | None:
 
 
 def gradient_fact(trial: Trial) -> str | None:
-    """Check that the loss and gradients of all samples equal those of plain transformers."""
+    """Compare the loss and gradients of all samples with plain transformers'."""
     samples = [case.probe.sample for case in trial.telling_cases]
     if trial.contract.without_tails:
         samples = [sample.without_tail() for sample in samples]

@@ -1,4 +1,4 @@
-"""Check where a foundation may be cut into pipeline stages: the loss and all gradients must equal those of the whole.
+"""Check where a foundation may be cut into pipeline stages: the whole model's loss and gradients must stay.
 
 A tiny model runs a pack as a whole, then in two stages for each cut, then in as many stages as it can be cut into. What
 each stage needs is measured, too: whether it needs the input embeddings, and which side features it reads.
@@ -122,7 +122,7 @@ class _StageTrial:
         return replace(contract, readers=self.readers(contract))
 
     def fact(self, cuts: Sequence[int], contract: StageContract) -> str:
-        """Return how the loss or a gradient differs from that of the whole model; empty if they are equal."""
+        """Return how the loss or a gradient differs from the whole model's; empty if all are equal."""
         step = attempt(self.step, cuts, contract)
         if isinstance(step, Failure):
             return f"it fails: {step}"

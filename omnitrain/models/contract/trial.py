@@ -134,7 +134,7 @@ class Trial:
         return [*texts[:2], *several, *(case for case in single if case.probe.modalities[0] not in covered)]
 
     def reworded(self, indices: Sequence[int]) -> list[Sample]:
-        """Return all samples, with other words in those of the given indices."""
+        """Return all samples; the samples with these indices have other words."""
         words = ordinary_words(self.plain)
         return [
             reworded(case.probe, words) if case.probe.sample.index in indices else case.probe.sample

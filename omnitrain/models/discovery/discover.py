@@ -160,7 +160,7 @@ def _axes_with(
 def _components(
     model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface], text: set[str]
 ) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """Modality -> its component: that of the first modality with shared parameters; component -> its parameters."""
+    """Modality -> its component, shared with the first modality that reads its parameters; component -> parameters."""
     reads = {modality: set(interface.parameters) - text for modality, interface in interfaces.items()}
     component: dict[str, str] = {}
     for modality, names in reads.items():
@@ -175,7 +175,7 @@ def _components(
 
 
 def _taken_by(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the arguments of the forward, and those of feature methods, which it may pass on by ``**kwargs``."""
+    """Yield the arguments of the forward, and of feature methods, to which it may pass ``**kwargs``."""
     functions = [type(model).forward]
     for modality in MODALITIES:
         hosts = [type(model.get_submodule(host)) for host in feature_hosts(model, modality)]

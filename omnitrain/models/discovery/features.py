@@ -86,7 +86,7 @@ class MediaFeatures:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors with one row per placeholder: ``main``, then those of ``side``."""
+        """Return all tensors with one row per placeholder: ``main``, then the values of ``side``."""
         return [self.main, *self.side.values()]
 
     def with_tensors(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> MediaFeatures:

@@ -1,4 +1,4 @@
-"""Tell exceptions of a model's code, which are facts about the model, from those of omnitrain and the machine."""
+"""Tell exceptions of a model's code, which are facts about the model, from exceptions of omnitrain and the machine."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _FORMS = ("{}_token_id", "{}_token_index", "{}_placeholder_id", "{}_placeholder_
 
 
 def token_ids(config: PreTrainedConfig, modality: str, vocabulary: int) -> Iterator[int]:
-    """Yield ids below ``vocabulary`` that may be the placeholder, the likeliest first; it may be that of images."""
+    """Yield ids below ``vocabulary`` that may be the placeholder, the likeliest first; also the images' placeholder."""
     names = [form.format(stem) for stem in _STEMS[modality] for form in _FORMS]
     values = [getattr(node, name, None) for name in names for node in config_nodes(config)]
     yield from dict.fromkeys(value for value in values if isinstance(value, int) and 0 <= value < vocabulary)

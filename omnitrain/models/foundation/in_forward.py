@@ -90,7 +90,7 @@ class ForwardReader:
         return bool(self.modalities) and any(prefix in self._unreached for prefix in _prefixes(any_layer(name)))
 
     def with_zero_gradients(self, output: Tensor) -> Tensor:
-        """Return a loss or hidden states, with a gradient of zeros for what only some samples reach if sharded."""
+        """Return a loss or hidden states, with gradients of zeros for parameters that only some samples reach, if sharded."""
         if output.grad_fn is None or not self._gives_zeros:
             return output
         live = {n: p for n, p in self._named_parameters().items() if p.requires_grad and not p.is_meta}
@@ -113,7 +113,7 @@ class ForwardReader:
         return list(self._named_parameters().values())
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """Not cached, because a gathered module has other tensors; those of other stages are on the meta device."""
+        """Not cached, because a gathered module has other tensors; other stages' parameters are on the meta device."""
         parameters = dict(self._model.named_parameters()) if self.modalities else {}
         names = beyond_text(tuple(parameters), self._unreached)
         return {name: parameter for name, parameter in parameters.items() if name in names}

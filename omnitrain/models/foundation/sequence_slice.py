@@ -31,7 +31,7 @@ def local_positions(sequence_slice: SequenceSlice | None, positions: Tensor) -> 
 
 
 def cut_pack(pack: Pack, sequence_slice: SequenceSlice) -> Pack:
-    """Return the tokens of a slice, without media; ``cu_seqlens`` and ``info`` stay those of the whole sequence."""
+    """Return the tokens of a slice, without media; ``cu_seqlens`` and ``info`` still describe the whole sequence."""
     index, rows = local_positions(sequence_slice, pack.text_rows)
     return replace(
         pack,

@@ -74,7 +74,7 @@ def _with_dtypes(
 
 
 def _buffers_in_the_dtype_of_weights(model: PreTrainedModel) -> set[str]:
-    """Names of buffers; without those of no dim, which give no other tensor their dtype."""
+    """Names of buffers that have a dim: others give no other tensor their dtype."""
     config = copy.deepcopy(model.config)
     for node in config_nodes(config):
         set_attention(node, "eager")  # ours has a name that makes transformers look for kernels

@@ -238,7 +238,7 @@ def folder_with(path: str | Path, pattern: str, **hub: Any) -> Path:
 def load_strictly(
     cls: type[PreTrainedModel], path: str, dtype: torch.dtype | None = None, *, allow_extra: bool = False, **kwargs: Any
 ) -> PreTrainedModel:
-    """Call ``cls.from_pretrained(path)`` and check that the tensors of the files are exactly those of the model.
+    """Call ``cls.from_pretrained(path)`` and check that the files have exactly the model's tensors.
 
     Quantized weights (fp8, mxfp4) are dequantized for training, on any device. ``dtype``: of the weights; None: the
     checkpoint's. ``allow_extra``: accept tensors in the files that the model does not have (a tower from a whole

@@ -97,7 +97,7 @@ def _is_read_in_forward(native: Discovery, arguments: Mapping[str, Any], index: 
 
 
 def _positions(arguments: Mapping[str, Any], computed: np.ndarray, index: int) -> np.ndarray:
-    """Return the given position ids, or those of the model's own function."""
+    """Return the given position ids, or the positions that the model's own function computes."""
     given = arguments.get("position_ids")
     if given is None:
         return computed

@@ -33,7 +33,7 @@ class SourceCheckpoint:
 
     folder: Path  # its folder
     file_of: Mapping[str, str]  # name of a tensor -> its file
-    # name of a tensor -> what the files have of it, and where it stays: itself, or its parts if quantized
+    # name of a tensor -> its tensors in the files: itself, or its parts if quantized
     parts: Mapping[str, Mapping[str, Tensor]]
     dequantizer: Dequantizer | None  # dequantizes tensors; None: none is quantized
 

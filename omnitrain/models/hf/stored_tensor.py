@@ -98,7 +98,7 @@ class StoredTensor(Tensor):
                 return _set_data(*args)
             return func(*args, **(kwargs or {}))
 
-    # torch's stub is that of an instance's method.
+    # torch's stub describes an instance's method.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
@@ -109,7 +109,7 @@ class StoredTensor(Tensor):
         if func in _WITHOUT_VALUES:
             return func(*tree_map_only(StoredTensor, _unwritten, args), **kwargs)
         if _records_all.get():
-            # What cannot be recorded, or has no shape on the meta device, is computed below, and raises what is wrong.
+            # An operation that cannot be recorded, or has no shape on the meta device, is computed below.
             with contextlib.suppress(NotImplementedError, RuntimeError):
                 return _computed(func, args, kwargs)
         return _compute(func, args, kwargs)
@@ -259,7 +259,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on inputs that are read whole; what it writes to keeps the result."""
+    """Run an operation on inputs that are read whole; a tensor that it writes to keeps the result."""
     arguments = schema_of(func).arguments
     given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     into = [given.get(argument.name) for argument in arguments if _is_written(argument)]

@@ -1,4 +1,4 @@
-"""Values that lie in safetensors files, and what is done to them: slices, concatenations, casts.
+"""Values that lie in safetensors files, and the operations on them: slices, concatenations, casts.
 
 A value is a tree. Its leaves are tensors in files; the inner nodes are the operations that a loader recorded. Nothing
 is read until :func:`read` or ``write_to`` asks for a region, and then only what the region needs:

@@ -101,7 +101,7 @@ def train(
 
 
 class _Routing:
-    """Record the routing of experts, or replay that of another run."""
+    """Record the routing of experts, or replay another run's routing."""
 
     def __init__(self, model: OmniModel, replayed: tuple[Recording, ...] | None) -> None:
         self._model, self._replayed = model, replayed

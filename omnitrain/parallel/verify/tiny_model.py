@@ -108,7 +108,7 @@ def tiny_model_of(model: PreTrainedModel, ranks: int, memory: float | None = Non
 
 
 def described(model: PreTrainedModel, full: PreTrainedModel) -> str:
-    """Describe the size of ``model``, compared to that of the full model."""
+    """Describe the size of ``model``, compared to the full model."""
     if num_parameters(model) == num_parameters(full):
         drawn = ", with random weights" if full.device.type == "meta" else ""
         return f"{num_parameters(model):,} parameters{drawn}"
