@@ -90,7 +90,7 @@ class ForwardReader:
         return bool(self.modalities) and any(prefix in self._unreached for prefix in _prefixes(any_layer(name)))
 
     def with_zero_gradients(self, output: Tensor) -> Tensor:
-        """Return a loss or hidden states, with gradients of zeros for parameters that only some samples reach, if sharded."""
+        """Return a loss or hidden states; if sharded, with gradients of zeros for what only some samples reach."""
         if output.grad_fn is None or not self._gives_zeros:
             return output
         live = {n: p for n, p in self._named_parameters().items() if p.requires_grad and not p.is_meta}
