@@ -135,8 +135,7 @@ def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) ->
     """Find the layers that the globs match, by component; raise UserError if a glob matches in no component."""
     candidates = {component: _candidates(model, component) for component in components}
     every = [name for linears, experts in candidates.values() for name in (*linears, *experts)]
-    if lora.targets == ALL_LINEAR:
-        candidates = {name: (linears, []) for name, (linears, _) in candidates.items()}
+    all_linear = lora.targets == ALL_LINEAR
     globs = ["*"] if lora.targets == ALL_LINEAR else lora.targets
     if problems := [unmatched(g, every) for g in globs if not any(matches(g, name) for name in every)]:
         raise UserError(*problems)
@@ -144,19 +143,13 @@ def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) ->
     def matching(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted(name for name in names if any(matches(glob, name) for glob in globs)))
 
-    adapters = {
-        name: Adapters(
-            lora.rank,
-            lora.alpha,
-            matching(linears),
-            matching(experts),
-            lora.rslora,
-            lora.dropout,
-            model.added_tokens if name == FOUNDATION else (),
-        )
-        for name, (linears, experts) in candidates.items()
-    }
-    return {name: each for name, each in adapters.items() if each.linears or each.experts}
+    found = {}
+    for name, (linears, experts) in candidates.items():
+        tokens = model.added_tokens if name == FOUNDATION else ()
+        names = matching(linears), () if all_linear else matching(experts)
+        if any(names):
+            found[name] = Adapters(lora.rank, lora.alpha, *names, lora.rslora, lora.dropout, tokens)
+    return found
 
 
 def _candidates(model: ComponentModel, component: str) -> tuple[list[str], list[str]]:

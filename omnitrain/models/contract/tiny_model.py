@@ -65,9 +65,7 @@ def tiny_config(
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
     # Each level of side features enters after a different layer.
-    entries = [entry for node in config_nodes(small) for entry in vars(node).items()]
-    levels = [len(value) for name, value in entries if "deepstack" in name and isinstance(value, list)]
-    _cut_depth(text, least=max(least_layers, 1 + max(levels, default=1)))
+    _cut_depth(text, least=max(least_layers, 1 + _num_levels(small)))
     towers = [node for node in config_nodes(small) if node is not text and node is not small] if cut_towers else []
     for tower in towers:
         _cut_tower(tower)
@@ -78,8 +76,7 @@ def tiny_config(
     _cap(text, _THRESHOLDS, TINY_THRESHOLD)
     _cut_positions(text)
     for node in config_nodes(small):
-        for name in _random_keys(node):
-            setattr(node, name, 0.0)
+        _cap(node, _random_keys(node), 0.0)
     _cut_vocabulary(small)
     return small
 
@@ -177,6 +174,11 @@ class _SkipInit(TorchFunctionMode):
 _DRAWS = {f"{prefix}{kind}_" for prefix in ("", "kaiming_", "xavier_", "trunc_") for kind in ("normal", "uniform")}
 
 
+def _num_levels(config: PreTrainedConfig) -> int:
+    entries = [entry for node in config_nodes(config) for entry in vars(node).items()]
+    return max((len(value) for name, value in entries if "deepstack" in name and isinstance(value, list)), default=1)
+
+
 def _cut_depth(text: PreTrainedConfig, least: int) -> None:
     name = _first(text, _DEPTHS)
     if name is None:
@@ -237,9 +239,9 @@ def _cut_tower(node: PreTrainedConfig) -> None:
     setattr(node, name, kept)
 
 
-def _cap(node: PreTrainedConfig, names: Sequence[str], most: int) -> None:
+def _cap(node: PreTrainedConfig, names: Sequence[str], most: float) -> None:
     for name in names:
-        if isinstance(value := config_value(node, name), int) and value > most:
+        if isinstance(value := config_value(node, name), int | float) and value > most:
             setattr(node, name, most)
 
 

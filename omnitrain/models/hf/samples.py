@@ -41,9 +41,7 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         )
     if (mask := arguments.get("attention_mask")) is not None and not np.all(mask):
         raise UserError(f"sample {index}: attention_mask has zeros; remove the padding")
-    there = {name: np.asarray(value) for name, value in arguments.items() if value is not None}
-    media = {m: {n: there[n] for n in each.arguments if n in there} for m, each in native.interfaces.items()}
-    given = {modality: arrays for modality, arrays in media.items() if arrays}
+    given = _media(native, arguments)
     where = _placeholder_positions(native, list(given), ids, index)
     token_inputs = {name: np.asarray(arguments.get(name, values)).reshape(-1) for name, values in extras.items()}
     computed = native.positions(ids, dict(chain.from_iterable(map(dict.items, given.values()))), token_inputs)
@@ -52,6 +50,13 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         spans=tuple(_span(name, native.interfaces[name].token_id, given[name], at) for name, at in where.items()),
         token_inputs=token_inputs,
     )
+
+
+def _media(native: Discovery, arguments: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+    """Modality -> its arguments, of those modalities that the sample has."""
+    there = {name: np.asarray(value) for name, value in arguments.items() if value is not None}
+    media = {m: {n: there[n] for n in each.arguments if n in there} for m, each in native.interfaces.items()}
+    return {modality: arrays for modality, arrays in media.items() if arrays}
 
 
 def _tokens(arguments: Mapping[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:

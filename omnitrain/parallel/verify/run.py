@@ -164,14 +164,12 @@ def _summed(value: float) -> float:
 def _whole(values: Mapping[str, Tensor | None], layout: ModelLayout | None) -> dict[str, Tensor]:
     """Return the whole tensors, on all ranks; without those that are None."""
     if layout is None or not layout.sections:
-        whole = whole_over_stages(values, None if layout is None else layout.pipeline)
-        return {name: value for name, value in whole.items() if value is not None}
-    own = {n for component in layout.components.values() if layout.holds(component.name) for n in component.parameters}
-    held = whole_over_stages({name: value for name, value in values.items() if name in own}, layout.pipeline)
-    found: dict[str, Tensor] = {}
-    for of_rank in gathered_objects(held if layout.state.rank == layout.state.first_rank else {}):
-        found |= {name: value for name, value in of_rank.items() if value is not None}
-    return {name: found[name] for name in values if name in found}
+        parts = [whole_over_stages(values, None if layout is None else layout.pipeline)]
+    else:
+        own = {name for each in layout.components.values() if layout.holds(each.name) for name in each.parameters}
+        whole = whole_over_stages({name: value for name, value in values.items() if name in own}, layout.pipeline)
+        parts = gathered_objects(whole if layout.state.rank == layout.state.first_rank else {})
+    return {name: value for part in parts for name, value in part.items() if value is not None}
 
 
 class ShardedSGD(torch.optim.Optimizer):
