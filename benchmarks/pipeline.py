@@ -34,7 +34,7 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delayed_to, delaying
-from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.schedule.executor import Executor

@@ -39,7 +39,8 @@ from omnitrain.models.adapters.lora import (
 from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.hf.load import folder_with, foundation_class
 from omnitrain.models.hf.stored_tensor import StoredTensor, read_or_left_in_file, replace_value
-from omnitrain.ops.experts import experts_in, matrix_names, parameter_names
+from omnitrain.ops.experts.lora import parameter_names
+from omnitrain.ops.experts.weights import experts_in, matrix_names
 from omnitrain.recipe.parallel import FOUNDATION
 
 T = TypeVar("T")

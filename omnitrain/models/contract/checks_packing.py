@@ -16,7 +16,7 @@ from omnitrain.models.contract.trial import Trial, compare, largest, relative, w
 from omnitrain.models.discovery import config_nodes, float_tensors, raise_if_ours, watching
 from omnitrain.models.foundation.recurrent_segments import cut_tokens
 from omnitrain.models.foundation.runner import EncodedMedia
-from omnitrain.ops.attention import PackedSequence
+from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.torch_private import BatchNorm
 
 # Relative to the largest value compared. Rounding is a hundred times smaller, a wrong mask or position far larger.

@@ -27,7 +27,7 @@ from omnitrain.models.contract.samples import Probe
 from omnitrain.models.contract.tiny_model import tiny_configs, without_dropout
 from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.hf.compute_dtype import compute_in, stays_fp32
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import LOSS, Rounding, Step
 
 _COMPARED = 2**14  # about so many elements of each gradient are compared

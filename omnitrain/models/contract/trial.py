@@ -24,7 +24,7 @@ from omnitrain.models.contract.tiny_model import build_tiny_model
 from omnitrain.models.discovery import discover, failure_of_model
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.hub_kernels import torch_kernels
-from omnitrain.ops.attention import PackedSequence
+from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.ops.attention.spec import Call
 
 _P = ParamSpec("_P")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnitrain.ops.attention import PackedSequence, packed_sequence
+from omnitrain.ops.attention.packed_context import PackedSequence, packed_sequence
 
 Kernel = Callable[..., Any]
 

@@ -16,8 +16,14 @@ from torch import Tensor, nn
 
 from omnitrain.errors import UserError
 from omnitrain.models.foundation.linear_attention_heads import by_heads
-from omnitrain.ops.attention import MaskSpec, SequenceSlice, packed, packed_sequence
-from omnitrain.ops.attention.packed_context import check_recomputation, relies_on_context
+from omnitrain.ops.attention.packed_context import (
+    SequenceSlice,
+    check_recomputation,
+    packed,
+    packed_sequence,
+    relies_on_context,
+)
+from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.patch_forward import Forward, set_forward
 from omnitrain.torch_private import tree_map, tree_map_only
 

@@ -29,7 +29,9 @@ from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.foundation.skipped_modules import call_skipped_modules
 from omnitrain.models.foundation.stage import Stage
 from omnitrain.models.foundation.zeros_in_step import GivesZeros
-from omnitrain.ops.attention import MaskSpec, PackedSequence, SequenceSlice, inside, use_omnitrain_attention
+from omnitrain.ops.attention.install import use_omnitrain_attention
+from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside
+from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
 from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import Pack, PackInfo
-from omnitrain.ops.attention import SequenceSlice
+from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
 
 

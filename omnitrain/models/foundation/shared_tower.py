@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from omnitrain.ops.attention import SequenceSlice, offsets_on
+from omnitrain.ops.attention.packed_context import SequenceSlice
+from omnitrain.ops.attention.spec import offsets_on
 from omnitrain.torch_private import tree_map_only
 
 MakeSlice = Callable[[int, torch.device], SequenceSlice | None]

@@ -44,7 +44,8 @@ from omnitrain.models.omni.relay import ONE_STAGE, EncoderRelay, StageRelay
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.models.omni.teacher import Teacher
-from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
+from omnitrain.ops.attention.install import use_omnitrain_attention
+from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import seed_blocks, seed_foundation
 from omnitrain.ops.recompute import recompute_contexts

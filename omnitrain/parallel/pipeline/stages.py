@@ -16,8 +16,7 @@ from omnitrain.models.contract.tiny_model import CHOSEN_EXPERTS
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.config_value import config_value
-from omnitrain.ops.experts import experts_in
-from omnitrain.ops.experts.weights import num_experts_of
+from omnitrain.ops.experts.weights import experts_in, num_experts_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.generators import stage_ranks
 from omnitrain.plan.schedule.split import split_by_cost, split_by_numbers

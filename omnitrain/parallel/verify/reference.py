@@ -18,7 +18,7 @@ from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import Rounding, Step, nudge
 from omnitrain.optim.shards import local_shard
 from omnitrain.parallel.parallelize import build_parallelize_model

@@ -20,7 +20,8 @@ from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
-from omnitrain.ops.experts import Recording, Replayed, experts_in
+from omnitrain.ops.experts.routing_replay import Recording, Replayed
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.optim.shards import gradient_shard, local_shard
 from omnitrain.parallel.layout import ModelLayout, layout_of

@@ -20,7 +20,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.contract.trial import errors_of, largest
 from omnitrain.models.hf.samples import to_samples
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import LOSS, Rounding
 from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.parallel.parallelize import build_parallelize_model
