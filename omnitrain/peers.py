@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.groups import PATIENCE, shared_group
@@ -23,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 class Peers:
     """Ranks that each work on different data. All of them must call every method, in the same order.
 
-    This class is a single process; a :class:`GlooGroup` has several.
+    This class is a single process; :class:`GlooGroup` is several ones.
 
     Attributes:
         rank: index of this rank.
@@ -41,15 +40,22 @@ class Peers:
 
     def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each of ``flags`` whether it is set on any rank, in one exchange."""
-        return list(flags)
+        return list(map(bool, self._reduced(list(flags), torch.uint8, dist.ReduceOp.MAX)))
 
     def sum(self, value: float) -> float:
         """Return the sum of the values of all ranks, in fp64."""
-        return value
+        return self._reduced(value, torch.float64, dist.ReduceOp.SUM)
 
     def max(self, value: float) -> float:
         """Return the largest value of any rank."""
-        return value
+        return self._reduced(value, torch.float64, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: T, dtype: torch.dtype, op: dist.ReduceOp.RedOpType) -> T:
+        if self.group is None:
+            return values
+        result = torch.tensor(values, dtype=dtype, device="cpu")
+        dist.all_reduce(result, op=op, group=self.group)
+        return cast(T, result.tolist())
 
     def most(self, counts: Mapping[Key, int]) -> dict[Key, int]:
         """Return the largest count of every key over all ranks; ranks may lack keys."""
@@ -61,7 +67,10 @@ class Peers:
 
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank (pickled), in rank order. Each rank holds all of them: keep them small."""
-        return [value]
+        values: list[Any] = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def gather_on_first(self, value: T) -> list[T]:
         """Return the value of every rank (pickled) on rank 0, in rank order; an empty list on the others.
@@ -69,22 +78,33 @@ class Peers:
         Values may have very different sizes: unlike :meth:`gather`, no rank fills up to the longest one. That of rank 0
         stays where it is.
         """
-        return [value]
+        if self.group is None:
+            return [value]
+        parcels = [b""] * self.size
+        if self.rank > 0:
+            parcels[0] = pickle.dumps(value)
+        received = swap_bytes(self.group, parcels)
+        return [] if self.rank > 0 else [value, *map(pickle.loads, received[1:])]
 
     def swap(self, values: Sequence[T]) -> list[T]:
-        """Send ``values[r]`` to rank r, and return what each rank sent to this one (pickled), in rank order."""
-        return list(values)
+        """Send ``values[r]`` (pickled) to rank r, and return what each rank sent to this one, in rank order."""
+        if self.group is None:
+            return list(values)
+        return [pickle.loads(parcel) for parcel in swap_bytes(self.group, [pickle.dumps(value) for value in values])]
 
     def of_first(self, value: T) -> T:
         """Return the value of rank 0 (pickled); that of the others does not matter."""
-        return value
+        values = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
 
 
 SINGLE_PROCESS = Peers()
 
 
 class GlooGroup(Peers):
-    """Ranks over a gloo group: calls do not wait for the device, and do not time out.
+    """:class:`Peers` over a gloo group: calls do not wait for the device, and do not time out.
 
     Every rank must create it, in the same order relative to other process groups. The same ranks share one process
     group, since a rank needs a socket for each other rank of each of them: use it in the main thread alone.
@@ -105,49 +125,6 @@ class GlooGroup(Peers):
         peers = cls.__new__(cls)
         peers.group, peers.rank, peers.size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
         return peers
-
-    @override
-    def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
-        everywhere = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in everywhere.tolist()]
-
-    @override
-    def sum(self, value: float) -> float:
-        return self._reduced(value, dist.ReduceOp.SUM)
-
-    @override
-    def max(self, value: float) -> float:
-        return self._reduced(value, dist.ReduceOp.MAX)
-
-    def _reduced(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
-        result = torch.tensor(value, dtype=torch.float64, device="cpu")
-        dist.all_reduce(result, op=op, group=self.group)
-        return result.item()
-
-    @override
-    def gather(self, value: T) -> list[T]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    @override
-    def gather_on_first(self, value: T) -> list[T]:
-        parcels = [b""] * self.size
-        if self.rank > 0:
-            parcels[0] = pickle.dumps(value)
-        received = swap_bytes(self.group, parcels)
-        return [] if self.rank > 0 else [value, *map(pickle.loads, received[1:])]
-
-    @override
-    def swap(self, values: Sequence[T]) -> list[T]:
-        return [pickle.loads(parcel) for parcel in swap_bytes(self.group, [pickle.dumps(value) for value in values])]
-
-    @override
-    def of_first(self, value: T) -> T:
-        values = [value]
-        dist.broadcast_object_list(values, group=self.group, group_src=0)
-        return values[0]
 
 
 def swap_bytes(group: Any, parcels: Sequence[bytes]) -> list[bytes]:
@@ -197,8 +174,14 @@ def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
         results.append(make())
     except Exception as error:  # raised again below, after the other ranks know
         failure = error
+    raise_on_all(peers, failure)
+    return results[0]
+
+
+def raise_on_all(peers: Peers, failure: Exception | None) -> None:
+    """Raise the ``failure`` of any rank on all ranks, as :func:`all_or_raise` does. All ``peers`` call this."""
     if not peers.any(failure is not None):
-        return results[0]
+        return
     is_users, is_complete = isinstance(failure, UserError), isinstance(failure, UserError | TrainingError)
     message = failure and (str(failure) if is_complete else f"{type(failure).__name__}: {failure}")
     outcomes = peers.gather((is_users, is_complete, message))
@@ -211,22 +194,12 @@ def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
     )
 
 
-def raise_on_all(peers: Peers, failure: Exception | None) -> None:
-    """Raise the ``failure`` of any rank on all ranks, as :func:`all_or_raise` does. All ``peers`` call this."""
-
-    def raise_own() -> None:
-        if failure is not None:
-            raise failure
-
-    all_or_raise(peers, raise_own)
-
-
 def told_error(error: BaseException, rank: int) -> UserError | TrainingError:
-    """Return the error to raise on the other ranks when rank ``rank``, this one, failed with ``error``."""
+    """Return the error to raise on the other ranks when this rank failed with ``error``."""
     if isinstance(error, UserError):
         return UserError(*error.problems)
-    named = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return TrainingError(str(error) if isinstance(error, TrainingError) else f"rank {rank} failed: {named}")
+    name = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return TrainingError(str(error) if isinstance(error, TrainingError) else f"rank {rank} failed: {name}")
 
 
 def parameters_at_rest(model: nn.Module) -> dict[str, nn.Parameter]:

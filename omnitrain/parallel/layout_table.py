@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rich.table import Table
 
 from omnitrain.terminal import as_text
 
-LAYOUT_COLUMNS = (
-    "component",
-    "section",
-    "mode",
-    "mesh",
-    "units",
-    "parameters",
-    "trainable",
-    "dtypes",
-    "recompute",
-    "offload",
-    "sequence",
-)
 LAYOUT_TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / sums)"
 
 
@@ -55,6 +42,9 @@ class LayoutRow:
     sequence: str
 
 
+LAYOUT_COLUMNS = ("component", *(field.name for field in fields(LayoutRow)[1:]))
+
+
 class LayoutTable(tuple[LayoutRow, ...]):
     """Rows that ``print`` and rich's console show as a table; without sections, it has no such column."""
 
@@ -65,11 +55,9 @@ class LayoutTable(tuple[LayoutRow, ...]):
         columns = [name for name in LAYOUT_COLUMNS if name != "section" or has_sections]
         shown = Table(*columns, title=LAYOUT_TITLE, title_justify="left")
         for row in self:
-            section = (row.section,) if has_sections else ()
-            trainable = f"{row.trainable:,}" if row.trainable else "frozen"
-            sizes = (str(row.units), f"{row.parameters:,}", trainable)
-            others = (row.dtypes, row.recompute, row.offload, row.sequence)
-            shown.add_row(row.name, *section, row.mode, row.mesh, *sizes, *others)
+            values = {**vars(row), "trainable": row.trainable or "frozen"}
+            cells = (value for name, value in values.items() if has_sections or name != "section")
+            shown.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in cells))
         return shown
 
     def __repr__(self) -> str:

@@ -22,9 +22,12 @@ from omnitrain.models.hf.load import as_dict, require_folder
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.attention import AUTO, require_trainable, use_omnitrain_attention
+from omnitrain.ops.attention.choose import AUTO, require_trainable
+from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import UNREAD_ROWS
-from omnitrain.ops.experts import EXPERTS, experts_in, use_omnitrain_experts
+from omnitrain.ops.experts.choose import EXPERTS
+from omnitrain.ops.experts.install import use_omnitrain_experts
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.fused.install import FUSED, FusedOp, backends_of, fuse_ops, has_operation
 from omnitrain.ops.loss.cross_entropy import CROSS_ENTROPY
 from omnitrain.ops.loss.token_functions import TokenFunction, further_parameters
@@ -33,9 +36,9 @@ from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Recipe
 from omnitrain.recipe.functions import load_function
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.strict import Idle, idle_problems
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.train import Train
-from omnitrain.recipe.useless_keys import Idle, idle_problems
 from omnitrain.train.run_state.state import OPTIMIZER
 
 

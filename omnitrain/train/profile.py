@@ -17,8 +17,9 @@ from torch.profiler import profile as torch_profile
 from omnitrain.errors import UserError
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.attention import Attend, Call, attending_through
-from omnitrain.ops.experts import experts_in
+from omnitrain.ops.attention.entry import Attend, attending_through
+from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.timing import SpanRecorder, What
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.train import Trace, Track

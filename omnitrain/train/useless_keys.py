@@ -11,10 +11,10 @@ from omnitrain.errors import UserError
 from omnitrain.models.decoders.media_tokenizers import settings_of
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import experts_in
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.data import CHAT_TEXTS, VISUAL_KEYS
-from omnitrain.recipe.useless_keys import Idle, idle_problems
+from omnitrain.recipe.strict import Idle, idle_problems
 
 _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
 

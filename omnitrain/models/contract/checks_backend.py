@@ -9,7 +9,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.contract.tiny_model import tiny_config
 from omnitrain.models.contract.trial import Trial
 from omnitrain.models.foundation.runner import FoundationRunner
-from omnitrain.ops.attention import use_omnitrain_attention
+from omnitrain.ops.attention.install import use_omnitrain_attention
 
 
 def require_attention_backend(runner: FoundationRunner, backend: str, device: torch.device, dtype: torch.dtype) -> None:

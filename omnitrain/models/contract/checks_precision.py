@@ -27,7 +27,7 @@ from omnitrain.models.contract.samples import Probe
 from omnitrain.models.contract.tiny_model import tiny_configs, without_dropout
 from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.hf.compute_dtype import compute_in, stays_fp32
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import LOSS, Rounding, Step
 
 _COMPARED = 2**14  # about so many elements of each gradient are compared
@@ -36,10 +36,7 @@ _Context = Callable[..., AbstractContextManager[object]]
 
 
 def precision_problem_of(model: PreTrainedModel, contract: Contract) -> str:
-    """Return why a foundation may not compute in bf16, or nothing; from the cache or by checking a tiny model.
-
-    ``contract``: the foundation's contract, by which the tiny model runs.
-    """
+    """Return why a foundation may not compute in bf16, or nothing; cached, or by a tiny model under ``contract``."""
     check = partial(check_precision, type(model), model.config, contract)
     return cached(model, ".precision.json", SequenceContract, lambda: SequenceContract(check())).problem
 

@@ -22,7 +22,7 @@ from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config, 
 from omnitrain.models.contract.trial import Recorded, Replayed, Trial, relative, worst
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.hf.load import as_config, as_dict
-from omnitrain.ops.attention import use_omnitrain_attention
+from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.plan.sequence import split_sequence
 
 _NUM_SLICES = 3

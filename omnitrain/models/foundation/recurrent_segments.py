@@ -16,18 +16,20 @@ from torch import Tensor, nn
 
 from omnitrain.errors import UserError
 from omnitrain.models.foundation.linear_attention_heads import by_heads
-from omnitrain.ops.attention import MaskSpec, SequenceSlice, packed, packed_sequence
-from omnitrain.ops.attention.packed_context import check_recomputation, relies_on_context
+from omnitrain.ops.attention.packed_context import (
+    SequenceSlice,
+    check_recomputation,
+    packed,
+    packed_sequence,
+    relies_on_context,
+)
+from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.patch_forward import Forward, set_forward
 from omnitrain.torch_private import tree_map, tree_map_only
 
 
 def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
-    """Make every module of these classes run the samples of a packed sequence one by one.
-
-    Only the ``forward`` of the modules changes: classes, parameters and names stay. Unpacked input runs as before.
-    Idempotent. ``model``: the model, changed in place; ``class_names``: names of module classes.
-    """
+    """Make every module of these classes run the samples of a packed sequence one by one; only its forward changes."""
     for module in model.modules():
         if type(module).__name__ in class_names:
             set_forward(module, _segmented_forward(type(module)))

@@ -25,7 +25,7 @@ from omnitrain.models.discovery.features import MediaFeatures, RowLayout
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.models.omni.teacher import with_teacher_inputs
-from omnitrain.ops.attention import SequenceSlice
+from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
 from omnitrain.ops.timing import What
 

@@ -6,23 +6,19 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import (
-    WeightConverter,
-    apply_converters,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import WeightConverter, apply_converters, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
-from omnitrain.checkpoint.model_files import ModelFiles, on_host, write_model
+from omnitrain.checkpoint.model_files import ModelFiles, write_model
 from omnitrain.checkpoint.pieces import Piece, PieceOwners
 from omnitrain.checkpoint.safetensors_file import Entry
 from omnitrain.checkpoint.weight_files import Group, WeightFile, stored_as
@@ -46,22 +42,19 @@ def save_whole(
     """Write the config, the weights and LoRA adapters (in PEFT's files) exactly as a single process would.
 
     Files are distributed over the ranks. A rank holds one tensor whole at a time, or those that transformers converts
-    together.
+    together. All ``peers`` call this; if writing failed on one rank, all raise its exception.
 
     Args:
         model: sharded or not.
         folder: the same on all ranks; weights saved there before are removed.
-        peers: all ranks of the model; all must call this function.
+        peers: all ranks of the model.
         file_bytes: largest size of a file's weights; a single block may exceed it.
         previous: a folder to which this process has saved the same model. Its files of weights that do not train are
             linked, if the file system can do that, and not written again.
-
-    Raises:
-        Exception: writing failed on one rank; all ranks raise its exception.
     """
     files = files_of(model, peers, file_bytes)
     pieces = model_pieces(model, PieceOwners(model.state_dict(keep_vars=True), peers))
-    write_model(files, [on_host(piece) for piece in pieces], folder, peers, previous)
+    write_model(files, [piece.on_host() for piece in pieces], folder, peers, previous)
 
 
 def files_of(model: PreTrainedModel, peers: Peers, file_bytes: int = FILE_BYTES) -> ModelFiles:
@@ -70,7 +63,11 @@ def files_of(model: PreTrainedModel, peers: Peers, file_bytes: int = FILE_BYTES)
     values = model.state_dict(keep_vars=True)
     adapters = [
         WeightFile(
-            file, tuple(_adapter_group(key, values[name], name, store) for key, (name, store) in tensors.items())
+            file,
+            tuple(
+                stored_as([_entry(name, values[name])], partial(_stored_alone, key, store))
+                for key, (name, store) in tensors.items()
+            ),
         )
         for file, tensors in adapter_tensors(model).items()
     ]
@@ -143,31 +140,20 @@ def _names_by_file(values: Mapping[str, Tensor], file_bytes: int) -> list[list[s
     return files
 
 
-@dataclass(frozen=True)
-class _AsPeft:
-    """Stores the one tensor of an adapter's group."""
-
-    key: str
-    store: Conversion
-
-    def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {self.key: self.store(tensors[0])}
+def _stored_alone(key: str, store: Conversion, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Store the one tensor of an adapter's group."""
+    return {key: store(tensors[0])}
 
 
-def _adapter_group(key: str, value: Tensor, name: str, store: Conversion) -> Group:
-    return stored_as([Entry(name, value.dtype, tuple(value.shape))], _AsPeft(key, store))
+def _as_in_checkpoint(
+    conversions: ConversionsAlone, names: Sequence[str], tensors: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Store tensors under the names and in the shapes of the original checkpoint."""
+    return revert_weight_conversion(cast(PreTrainedModel, conversions), dict(zip(names, tensors, strict=True)))
 
 
-@dataclass(frozen=True)
-class _AsInCheckpoint:
-    """Stores tensors under the names and in the shapes of the original checkpoint."""
-
-    conversions: ConversionsAlone
-    names: tuple[str, ...]
-
-    def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        model = cast(PreTrainedModel, self.conversions)
-        return revert_weight_conversion(model, dict(zip(self.names, tensors, strict=True)))
+def _entry(name: str, value: Tensor) -> Entry:
+    return Entry(name, value.dtype, tuple(value.shape))
 
 
 def _groups(model: PreTrainedModel, values: Mapping[str, Tensor]) -> list[Group]:
@@ -188,18 +174,15 @@ def _groups(model: PreTrainedModel, values: Mapping[str, Tensor]) -> list[Group]
 
     def source(base_name: str) -> Entry:
         value = values[kept[base_name]]
-        return Entry(first[id(value)], value.dtype, tuple(value.shape))
+        return _entry(first[id(value)], value)
 
     entries = {base_name: source(base_name) for base_name in alone}
     blank = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in entries.items()}
-    stored = _AsInCheckpoint(conversions, tuple(blank))(list(blank.values()))
+    stored = _as_in_checkpoint(conversions, tuple(blank), list(blank.values()))
     renamed = {id(tensor): name for name, tensor in stored.items()}
-    groups = [
-        Group((entries[name],), (Entry(renamed[id(tensor)], tensor.dtype, tuple(tensor.shape)),))
-        for name, tensor in blank.items()
-    ]
+    groups = [Group((entries[name],), (_entry(renamed[id(tensor)], tensor),)) for name, tensor in blank.items()]
     groups += [
-        stored_as([source(name) for name in base_names], _AsInCheckpoint(conversions, tuple(base_names)))
+        stored_as([source(name) for name in base_names], partial(_as_in_checkpoint, conversions, tuple(base_names)))
         for base_names in together.values()
     ]
     return groups

@@ -9,7 +9,7 @@ from torch import nn
 
 from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.hf.hub_kernels import kernels_of
-from omnitrain.ops.attention import plain_implementation
+from omnitrain.ops.attention.install import plain_implementation
 from omnitrain.ops.fused.install import FusedOp
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.encoders.projector import ProjectorSettings
+from omnitrain.models.encoders.towers import ProjectorSettings
 from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.hf.load import as_dict, foundation_class
 from omnitrain.models.omni.model import OmniModel
@@ -25,16 +25,12 @@ _TOLERANCE = {torch.float32: 1e-6}  # of logits, relative to the largest; other 
 
 @torch.no_grad()
 def as_transformers_class(model: OmniModel) -> PreTrainedModel:
-    """Return ``model`` as a class of transformers, with the same weights (not copies) and the same logits.
+    """Return ``model`` as a class of transformers, with the same weights (not copies) and, checked, the same logits.
 
-    An image and text run through both, and the logits are compared.
+    The caller must set ``image_token_id`` of the result; each image has ``image_seq_length`` of these tokens.
 
     Args:
         model: on the CPU, without LoRA adapters; put into eval mode.
-
-    Returns:
-        The model of transformers. The caller must set its ``image_token_id``; each image has ``image_seq_length`` of
-        these tokens.
 
     Raises:
         UserError: transformers has no class for this model; the message names the part that does not fit.
@@ -112,12 +108,7 @@ def _set_projector(projector: Any, layers: nn.Sequential) -> None:
 def _require_same_logits(
     model: OmniModel, encoder: VisionEncoder, whole: Any, features: dict[str, torch.Tensor], num_tokens: int
 ) -> None:
-    """Run text, an image and text through both models.
-
-    Raises:
-        UserError: the class fails, or gives other logits: its language model does something around the layers, or its
-            tower gives other hidden states.
-    """
+    """Refuse a class that gives other logits for text, an image and text: it does something around its parts."""
     model.eval()
     embedding = model.foundation.get_input_embeddings()
     text = torch.arange(1, min(9, embedding.weight.size(0)))

@@ -33,14 +33,7 @@ from omnitrain.torch_private import (
 
 
 class HeldUnits:
-    """The FSDP units of a model while a schedule controls them.
-
-    Args:
-        model: the root unit.
-
-    Attributes:
-        names: names of all units, the root (``""``) included, in the order of modules.
-    """
+    """The FSDP units of a model, the root unit, while a schedule controls them; ``names`` in the order of modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
@@ -55,9 +48,10 @@ class HeldUnits:
             for unit in self._units.values():
                 unit.set_reshard_after_backward(False, recurse=False)
                 unit.set_requires_gradient_sync(False, recurse=False)
-                replace_hook_before_backward(unit, _nothing_before_backward)
+                replace_hook_before_backward(unit, lambda output: output)
                 for group in parameter_groups(unit):
-                    group.pre_forward, group.post_forward = partial(_pre_forward, group), _post_forward
+                    group.pre_forward = partial(_pre_forward, group)
+                    group.post_forward = lambda module, args, output: output
             self._root.set_is_last_backward(False)
             yield
         except BaseException:
@@ -110,11 +104,3 @@ class HeldUnits:
 def _pre_forward(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Add up the gradients of a unit when its backward has ended; a recomputation runs inside of that backward."""
     return (args, kwargs) if is_backward() else call_after_backward(group, args, kwargs)
-
-
-def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    return output
-
-
-def _nothing_before_backward(output: Any) -> Any:
-    return output

@@ -10,8 +10,8 @@ import torch
 
 from omnitrain.models.omni.flops import ModelFlops, PackFlops
 from omnitrain.models.omni.freeze import freeze
-from omnitrain.ops.experts import experts_in
 from omnitrain.ops.experts.routers import find_router
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.flops import Recomputed
 from omnitrain.parallel.fsdp.units import find_units
 from omnitrain.parallel.layout import ModelLayout

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delaying
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.patch_forward import wrapped_forward
 from omnitrain.parallel.memory.offload import around_calls
 from omnitrain.parallel.memory.recompute import recompute_blocks
@@ -35,7 +35,7 @@ CASES = {
 ORDERS = ("F0 F1 B1 B0", "F0 F1 B0 B1", "B0 in F1")
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def model_and_packs(family: str) -> tuple[OmniModel, list[Pack]]:
     torch.manual_seed(0)
     both = pair_of(FAMILIES[family]())

@@ -22,8 +22,8 @@ from omnitrain.models.contract.tiny_model import tiny_config
 from omnitrain.models.contract.trial import Failure, Trial, attempt, errors_of
 from omnitrain.models.discovery import watching
 from omnitrain.models.foundation.runner import EncodedMedia
-from omnitrain.ops.attention import MaskSpec, PackedSequence
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.packed_context import PackedSequence
+from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.ops.collectives import with_backward
 from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, Input, run_async
 from omnitrain.parallel.sequence.async_ulysses.projections import TokenExchange, TokenSpans
