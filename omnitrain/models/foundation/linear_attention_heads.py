@@ -29,17 +29,14 @@ _PACKING = {"cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max
 
 @cache
 def by_heads(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a layer's forward for a slice of the sequence; None: it does not use both kernels.
-
-    ``forward``: forward of the layer's class.
-    """
+    """Return a layer class's forward for a slice of the sequence; None: it does not use both kernels."""
     plain = inspect.unwrap(forward)
     if not isinstance(plain, FunctionType):
         return None
     wrappers = {name: _wrapper_of(plain.__globals__.get(name)) for name in plain.__code__.co_names}
     # Look a kernel up at each call: another implementation may replace it.
     kernels = {
-        name: partial(wrapper, partial(_call_by_name, plain.__globals__, name))
+        name: partial(wrapper, lambda *args, name=name, **kwargs: plain.__globals__[name](*args, **kwargs))
         for name, wrapper in wrappers.items()
         if wrapper
     }
@@ -60,10 +57,6 @@ def _wrapper_of(function: Any) -> Callable[..., Any] | None:
     if arguments[:4] == _CONVOLUTION:
         return _convolved
     return _delta_rule if arguments[:5] == _DELTA_RULE and "chunk_size" in arguments else None
-
-
-def _call_by_name(functions: dict[str, Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    return functions[name](*args, **kwargs)
 
 
 def _convolved(
