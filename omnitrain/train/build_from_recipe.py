@@ -17,7 +17,7 @@ from omnitrain.data.render.renderer import Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.errors import ModelError, UserError
 from omnitrain.models.adapters.lora import add_lora
-from omnitrain.models.contract.checks_backend import require_attention_backend
+from omnitrain.models.contract.check import require_attention_backend
 from omnitrain.models.hf.load import as_dict, require_folder
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
