@@ -111,11 +111,21 @@ TOWER_ON_TWO_OF_FOUR = Case("internvl", "group", "", "", "tp4", "all", "", "").l
     ("make", "layout"),
     [
         *(
-            pytest.param(getattr(factories, name), parse_layout(word), id=f"{name} {word}")
+            pytest.param(
+                getattr(factories, name),
+                parse_layout(word),
+                id=f"{name} {word}",
+                marks=[pytest.mark.slow] * ((name, word) in (("gemma3", "hsdp2x2"), ("qwen3_moe", "dp4"))),
+            )
             for name, word in LAYOUTS
             if "offload" not in word
         ),
-        pytest.param(partial(internvl, 4), TOWER_ON_TWO_OF_FOUR, id="internvl tower on two of four"),
+        pytest.param(
+            partial(internvl, 4),
+            TOWER_ON_TWO_OF_FOUR,
+            id="internvl tower on two of four",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_layout_writes_the_files_that_it_was_loaded_from(
