@@ -1,12 +1,8 @@
 """Save and load adapters in peft's files: one folder per HF model, which ``PeftModel.from_pretrained`` reads.
 
-``E`` experts of rank ``r`` in peft's layout:
-
-    ours        A [E, r, in]              B [E, out, r]
-    peft's      lora_A.weight [E*r, in]   lora_B.weight [out, r*E]; column ``j*E + e`` is column j of expert e
-
-peft wraps a module once for each of its parameters with adapters: the adapters of the last parameter are at the module,
-those of the parameter before it at its ``base_layer``.
+Of ``E`` experts, our A ``[E, r, in]`` is peft's ``[E*r, in]``; our B ``[E, out, r]`` is peft's ``[out, r*E]``, where
+column ``j*E + e`` is column j of expert e. peft wraps a module once for each of its parameters with adapters: the
+adapters of the last parameter are at the module, those of the parameter before it at its ``base_layer``.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.cache import cached
@@ -33,10 +34,12 @@ from omnitrain.models.contract.checks_unread import (
     tokenwise_modules,
     unread_by_short_samples,
 )
-from omnitrain.models.contract.tiny_model import tiny_configs
+from omnitrain.models.contract.tiny_model import tiny_config, tiny_configs
 from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.foundation.in_forward import outermost_unreached
+from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.hf.hub_kernels import kernels_of
+from omnitrain.ops.attention.install import use_omnitrain_attention
 
 _MOST_SEGMENTED_CLASSES = 3
 
@@ -55,6 +58,25 @@ def contract_of(model: PreTrainedModel, key: str = "model.foundation") -> Contra
         return contract
 
     return cached(model, ".json", Contract, accepted)
+
+
+def require_attention_backend(runner: FoundationRunner, backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Run two packed texts through a tiny model of the foundation with ``backend``, as training on ``device`` would.
+
+    ``runner``: on any device including ``meta``. Raises UserError: the backend, which is not ``auto``, cannot compute a
+    layer (the message names the layer, the reason and the backends that can), or the model keeps its own attention.
+    """
+    model, contract = runner.model, runner.contract
+    if contract.attention != "omnitrain":
+        raise UserError(
+            f"attention backend {backend!r}: {type(model).__name__} keeps its own attention; set the backend to auto"
+        )
+    tiny = Trial.of(type(model), tiny_config(model.config), contract)
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), tiny as trial:
+        use_omnitrain_attention(trial.ours, backend)
+        trial.ours.to(device, dtype)
+        texts = [probe.sample for probe in trial.probes if not probe.modalities]
+        trial.runner.text_loss(Pack.from_samples(texts[: 2 if contract.packs else 1]).to(device))
 
 
 def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:

@@ -2,12 +2,7 @@
 
 There is no network: the codebook comes from k-means, and Griffin-Lim finds a phase for the decoded magnitudes. This is
 enough for short, clean speech, trains in seconds, and lets a language model generate sound with one code per 40 ms.
-
-With ``frames_per_code = 2``::
-
-    samples    |..........................|      ceil to whole codes, zeros at the end
-    frames     | f0 | f1 | f2 | f3 | f4 | f5 |   [num_frames, num_mels], frame i centred on sample i * hop_length
-    codes      |    c0   |    c1   |    c2   |   [num_codes]
+The waveform is padded with zeros to whole codes; frame ``i`` is centred on sample ``i * hop_length``.
 """
 
 from __future__ import annotations

@@ -84,20 +84,9 @@ class ModalityInterface:
 def override(
     model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface], rows: Mapping[str, MediaFeatures]
 ) -> Iterator[dict[str, Any]]:
-    """Let the model's feature methods return the given features instead of running its towers.
+    """Let the model's feature methods return ``rows`` instead of running its towers, or raise UserError.
 
-    Yields further arguments for the model's forward::
-
-        with override(model, interfaces, {"image": rows}) as arguments:
-            model(input_ids=ids, position_ids=positions, **arguments)
-
-    Args:
-        model: the HF model.
-        interfaces: modality -> interface of the model.
-        rows: modality -> features, in the order of their placeholders; the caller has checked their number.
-
-    Raises:
-        UserError: the model does not read one of the modalities.
+    Yields further arguments for the model's forward. ``rows``: modality -> features, as many as placeholders.
     """
     unknown = [modality for modality in rows if modality not in interfaces]
     if unknown:

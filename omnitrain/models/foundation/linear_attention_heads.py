@@ -1,9 +1,8 @@
 """Linear attention when ranks share a sequence: each rank runs the kernels over all tokens, for some of the heads.
 
 Only two kernels of such a layer mix tokens: a short convolution, channel by channel, and the delta rule, head by head.
-transformers' files look them up by name; we recognize them by their arguments. A layer gets a copy of its forward in
-which these names refer to functions that exchange tokens for heads around the kernel. The rest of the layer works token
-by token, on this rank's tokens.
+We recognize them by their arguments. A layer gets a copy of its forward in which their names refer to functions that
+exchange tokens for heads around the kernel. The rest of the layer works on this rank's tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Call modules that a forward skips for some samples, such as experts for image tokens, on empty tensors.
 
-Their parameters belong to FSDP units that all ranks gather and reduce together, and their rows may move between ranks,
-so each rank must call them, whatever its samples are. A call on empty tensors computes nothing and gives gradients of
-zeros; :class:`~omnitrain.models.foundation.zeros_in_step.ZerosInStep` removes them where no sample of a step reads the
-parameters.
+All ranks gather and reduce the FSDP units of their parameters together, and their rows may move between ranks, so each
+rank must call them, whatever its samples are. A call on empty tensors gives gradients of zeros; ``ZerosInStep`` removes
+them where no sample of a step reads the parameters.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A pipeline stage of a foundation: its own forward, in which the blocks of other stages pass their input through.
 
-The forward computes masks, positions and the arguments of each block as always. A cut is the *input* of a block, so
-what the model does between two blocks (deepstack) belongs to the stage before the cut. In the module list, shallow
-copies stand for the blocks of other stages: they have the block's attributes, but not its forward and its hooks.
-Everything that a stage remembers belongs to one call: several micro-batches may be in flight, and a recomputation calls
-its block directly.
+A cut is the *input* of a block, so what the model does between two blocks (deepstack) belongs to the stage before the
+cut. In the module list, shallow copies stand for the blocks of other stages: they have the block's attributes, but not
+its forward and its hooks. Everything that a stage remembers belongs to one call: several micro-batches may be in
+flight, and a recomputation calls its block directly.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """``StoredTensor``: a tensor whose elements still lie in files, in the place of a model's parameter.
 
 transformers loads a model with such tensors as with others: it renames them, stacks experts, splits, transposes and
-casts. These operations are recorded (:mod:`.stored_values`). FSDP and tensor parallelism slice them; what they copy to
-memory is read then, and nothing else.
-
-    operation                                    result
-    slices, stack, cat, transposes, casts, ...   a ``StoredTensor``; nothing is read
-    others while transformers loads, or within   a ``StoredTensor`` that computes whole tensors when it is read
-    ``operations_recorded``
-    others                                       a plain tensor, of inputs that are read whole
-    writing to a ``StoredTensor``                it keeps the result in memory
+casts. These operations are recorded (:mod:`.stored_values`), and all others while transformers loads, or within
+``operations_recorded``. FSDP and tensor parallelism slice the tensors; what they copy to memory is read then, and
+nothing else. Any other operation reads its inputs whole; a ``StoredTensor`` that is written to keeps it in memory.
 """
 
 from __future__ import annotations
