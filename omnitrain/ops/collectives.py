@@ -16,13 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from omnitrain.torch_private import (
-    all_gather_single,
-    copy_each,
-    flatten_dense_tensors,
-    reduce_scatter_single,
-    unflatten_dense_tensors,
-)
+from omnitrain import torch_private
 
 T = TypeVar("T")
 
@@ -80,7 +74,7 @@ def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather ``[...]`` of each rank to ``[ranks, ...]``, without autograd."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
-    all_gather_single(parts.view(-1), tensor.reshape(-1), group=group)
+    torch_private.all_gather_single(parts.view(-1), tensor.reshape(-1), group=group)
     return parts
 
 
@@ -96,9 +90,9 @@ def all_reduce_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup) -
         by_kind.setdefault((local.dtype, local.device), []).append(local)
     for of_kind in by_kind.values():
         for bucket in _buckets(of_kind):
-            flat = flatten_dense_tensors(bucket)
+            flat = torch_private.flatten_dense_tensors(bucket)
             dist.all_reduce(flat, group=group)
-            copy_each(bucket, list(unflatten_dense_tensors(flat, bucket)))
+            torch_private.copy_each(bucket, list(torch_private.unflatten_dense_tensors(flat, bucket)))
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -143,7 +137,7 @@ def _gathered_columns(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _summed_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = whole.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
     own = torch.empty_like(parts[0])
-    reduce_scatter_single(own.view(-1), parts.view(-1), group=group)
+    torch_private.reduce_scatter_single(own.view(-1), parts.view(-1), group=group)
     return own
 
 

@@ -16,13 +16,7 @@ from omnitrain.errors import UserError
 from omnitrain.ops.collectives import add_up_gradients
 from omnitrain.ops.compile.blocks import compiler_missing
 from omnitrain.ops.compile.cache_limit import keep_compilations
-from omnitrain.ops.loss.token_functions import (
-    TeacherRows,
-    TokenFunction,
-    token_losses,
-    token_metrics,
-    with_gradient_of_logits,
-)
+from omnitrain.ops.loss import token_functions
 from omnitrain.ops.loss.vocab_parallel import require_labels, sharded_softmax
 from omnitrain.ops.registry import Backend, choose, liger_missing
 
@@ -65,9 +59,9 @@ def cross_entropy_rows(
     labels: Tensor,
     *,
     count: int | None = None,
-    function: TokenFunction | None = None,
-    metrics: Mapping[str, TokenFunction] | None = None,
-    teachers: TeacherRows | None = None,
+    function: token_functions.TokenFunction | None = None,
+    metrics: Mapping[str, token_functions.TokenFunction] | None = None,
+    teachers: token_functions.TeacherRows | None = None,
 ) -> LossTerm:
     """Compute the plain loss of logits ``[N, classes]``, for models that transform their logits after the head.
 
@@ -79,10 +73,10 @@ def cross_entropy_rows(
     if function is None or not len(labels):  # without tokens, a teacher has no rows for functions
         rows = F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=IGNORED)
     else:
-        rows = token_losses(function, logits.float(), labels, teachers)
+        rows = token_functions.token_losses(function, logits.float(), labels, teachers)
     values = dict.fromkeys(metrics or {}, rows.detach())
     if len(labels):
-        values = token_metrics(metrics or {}, logits, labels, teachers or {})
+        values = token_functions.token_metrics(metrics or {}, logits, labels, teachers or {})
     return LossTerm(rows.sum(), count, rows.detach(), values)
 
 
@@ -94,9 +88,9 @@ def linear_cross_entropy(
     *,
     count: int | None = None,
     backend: str = "auto",
-    function: TokenFunction | None = None,
-    metrics: Mapping[str, TokenFunction] | None = None,
-    teachers: TeacherRows | None = None,
+    function: token_functions.TokenFunction | None = None,
+    metrics: Mapping[str, token_functions.TokenFunction] | None = None,
+    teachers: token_functions.TeacherRows | None = None,
     chunk_elements: int | None = None,
 ) -> LossTerm:
     """Compute ``-log softmax(hidden @ weight.T + bias)[labels]``, chunk by chunk.
@@ -152,9 +146,9 @@ def linear_cross_entropy(
         """Measure the chunk before the softmax, which may write over its logits."""
         of_chunk = {name: rows[at] for name, rows in (teachers or {}).items()}
         if metrics:
-            chunks.append(token_metrics(metrics, logits, labels[at], of_chunk))
+            chunks.append(token_functions.token_metrics(metrics, logits, labels[at], of_chunk))
         if function is not None:
-            return with_gradient_of_logits(function, logits, labels[at], of_chunk, with_gradient)
+            return token_functions.with_gradient_of_logits(function, logits, labels[at], of_chunk, with_gradient)
         return chosen.run(logits, labels[at], wide, with_gradient)
 
     total, rows = _LinearCrossEntropy.apply(

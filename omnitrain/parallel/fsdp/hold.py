@@ -21,15 +21,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from omnitrain.torch_private import (
-    add_up_gradients,
-    call_after_backward,
-    end_backward,
-    is_backward,
-    parameter_groups,
-    replace_hook_before_backward,
-    reset_after_error,
-)
+from omnitrain import torch_private
 
 
 class HeldUnits:
@@ -48,19 +40,19 @@ class HeldUnits:
             for unit in self._units.values():
                 unit.set_reshard_after_backward(False, recurse=False)
                 unit.set_requires_gradient_sync(False, recurse=False)
-                replace_hook_before_backward(unit, lambda output: output)
-                for group in parameter_groups(unit):
+                torch_private.replace_hook_before_backward(unit, lambda output: output)
+                for group in torch_private.parameter_groups(unit):
                     group.pre_forward = partial(_pre_forward, group)
                     group.post_forward = lambda module, args, output: output
             self._root.set_is_last_backward(False)
             yield
         except BaseException:
-            reset_after_error(self._root)
+            torch_private.reset_after_error(self._root)
             raise
         finally:
             for unit in self._units.values():
-                replace_hook_before_backward(unit, None)
-                for group in parameter_groups(unit):
+                torch_private.replace_hook_before_backward(unit, None)
+                for group in torch_private.parameter_groups(unit):
                     del group.pre_forward, group.post_forward
                 unit.set_reshard_after_backward(True, recurse=False)
                 unit.set_requires_gradient_sync(True, recurse=False)
@@ -86,21 +78,21 @@ class HeldUnits:
             unit = self._units[name]
             unit.set_reshard_after_backward(True, recurse=False)
             unit.set_requires_gradient_sync(True, recurse=False)
-            for group in parameter_groups(unit):
+            for group in torch_private.parameter_groups(unit):
                 group.post_backward()
 
     def add_up(self) -> None:
         """Add the gradients of a backward to those that units hold, in the dtype in which they are reduced."""
         for unit in self._units.values():
-            for group in parameter_groups(unit):
-                add_up_gradients(group)
+            for group in torch_private.parameter_groups(unit):
+                torch_private.add_up_gradients(group)
 
     def finish(self) -> None:
         """Wait for all reductions, at the end of a step."""
         self._root.set_is_last_backward(True)
-        end_backward(self._root)
+        torch_private.end_backward(self._root)
 
 
 def _pre_forward(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Add up the gradients of a unit when its backward has ended; a recomputation runs inside of that backward."""
-    return (args, kwargs) if is_backward() else call_after_backward(group, args, kwargs)
+    return (args, kwargs) if torch_private.is_backward() else torch_private.call_after_backward(group, args, kwargs)

@@ -17,14 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention.online_softmax import (
-    RunningSoftmax,
-    Scoring,
-    attend_block,
-    attend_block_backward,
-    blocks_between,
-    row_products,
-)
+from omnitrain.ops.attention import online_softmax
 from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.plan.ring import Block, Run, Section, sections_of
 from omnitrain.plan.sequence import SequenceSplit
@@ -63,7 +56,7 @@ def ring_attention(
         query, key, value = (
             _all_tokens([of_sections[index] for index in pieces], of_sections[0]) for of_sections in states
         )
-        ring = _Ring(call.mask, of_ranks, group, Scoring(call.mask, call.scaling, call.softcap))
+        ring = _Ring(call.mask, of_ranks, group, online_softmax.Scoring(call.mask, call.scaling, call.softcap))
         out = _RingAttention.apply(ring, query, key, value, call.sinks).transpose(0, 1)[None]
         for index, part in zip(pieces, out.split([lengths[index] for index in pieces], dim=1), strict=True):
             outputs[index] = part
@@ -95,7 +88,7 @@ class _Ring:
     mask: MaskSpec
     sections: tuple[tuple[Section, ...], ...]
     group: dist.ProcessGroup
-    scoring: Scoring
+    scoring: online_softmax.Scoring
 
     @property
     def rank(self) -> int:
@@ -128,7 +121,7 @@ class _Ring:
                 if queries.segment != keys.segment:
                     continue
                 runs: tuple[Run, Run] = (queries.start, queries.stop), (keys.start, keys.stop)
-                for block in blocks_between(self.mask, *runs, device):
+                for block in online_softmax.blocks_between(self.mask, *runs, device):
                     rows, columns = first - queries.start, first_key - keys.start
                     yield (
                         slice(block.queries[0] + rows, block.queries[1] + rows),
@@ -173,11 +166,11 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        state = RunningSoftmax(query, value.size(-1))
+        state = online_softmax.RunningSoftmax(query, value.size(-1))
         for owner, (keys, values) in _around(ring, (key, value)):
             for rows, columns, block in ring.blocks(owner, query.device):
                 states = query[:, rows], keys[:, columns], values[:, columns]
-                state.add(rows, *attend_block(states, block, ring.scoring))
+                state.add(rows, *online_softmax.attend_block(states, block, ring.scoring))
         if sinks is not None:
             state.add_sinks(sinks)
         output = state.out.to(value.dtype)
@@ -197,7 +190,7 @@ class _RingAttention(torch.autograd.Function):
             of_keys, of_values = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
             for rows, columns, block in ring.blocks(owner, query.device):
                 states = query[:, rows], keys[:, columns], values[:, columns]
-                dq, dk, dv = attend_block_backward(
+                dq, dk, dv = online_softmax.attend_block_backward(
                     grad[:, rows], states, output[:, rows], lse[:, rows], block, ring.scoring
                 )
                 of_query[:, rows] += dq
@@ -212,5 +205,5 @@ class _RingAttention(torch.autograd.Function):
         of_sinks = None
         if sinks is not None:
             share = (sinks.to(lse)[:, None] - lse).exp()
-            of_sinks = -(share * row_products(output, grad)).sum(-1).to(sinks.dtype)
+            of_sinks = -(share * online_softmax.row_products(output, grad)).sum(-1).to(sinks.dtype)
         return None, of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks
