@@ -29,14 +29,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.ops.collectives import gather_rows, with_backward
+from omnitrain.ops.experts import permute
 from omnitrain.ops.experts.entry import Dispatcher, DispatchHandle
-from omnitrain.ops.experts.permute import (
-    TokenPermutation,
-    sort_by_expert,
-    token_gradients,
-    weighted_sum_gradients,
-    weighted_sums,
-)
 from omnitrain.ops.experts.routing_tape import is_replaying
 from omnitrain.ops.experts.timing import LayerSpans
 from omnitrain.ops.experts.weights import ExpertRange, chunk_offsets
@@ -100,7 +94,7 @@ class DispatchPlan:
     ``routes`` sorts this rank's tokens into rows by the chunk of their experts, then by rank, then by expert.
     """
 
-    routes: TokenPermutation
+    routes: permute.TokenPermutation
     chunks: tuple[ChunkSplits, ...]
 
     def rows_to_others(self, rank: int) -> int:
@@ -123,7 +117,7 @@ class RankDispatcher:
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> DispatchPlan:
         """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
         order = _Order.of(num_experts, self.link.size, self.chunks, top_k_index.device)
-        routes = sort_by_expert(order.position[top_k_index], num_experts)
+        routes = permute.sort_by_expert(order.position[top_k_index], num_experts)
         to_send = routes.counts[order.position].view(self.link.size, -1)
         with spans.waiting("counts"):
             to_receive = self.link.exchange_counts(to_send)
@@ -215,7 +209,7 @@ class ChunkedDispatch:
             return tuple(_placeholder(sum(splits.received), tokens) for splits in plan.chunks)
 
         def sum_gradients(*_: Tensor) -> Tensor:
-            return token_gradients(in_flight.wait_all(), plan.routes)
+            return permute.token_gradients(in_flight.wait_all(), plan.routes)
 
         self._rows: tuple[Tensor, ...] = with_backward(start, sum_gradients, tokens)
         self._results: list[Tensor] = []
@@ -317,14 +311,14 @@ class _Combine(torch.autograd.Function):
         rows = in_flight.wait_all()
         ctx.in_flight = in_flight
         ctx.save_for_backward(rows, weights)
-        return weighted_sums(rows, weights, in_flight.plan.routes)
+        return permute.weighted_sums(rows, weights, in_flight.plan.routes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         in_flight: _InFlight = ctx.in_flight
         rows, weights = ctx.saved_tensors
-        of_rows, of_weights = weighted_sum_gradients(gradient, rows, weights, in_flight.plan.routes)
+        of_rows, of_weights = permute.weighted_sum_gradients(gradient, rows, weights, in_flight.plan.routes)
         chunks = in_flight.plan.chunks
         if any(ctx.needs_input_grad[2:]):
             for chunk in reversed(range(len(chunks))):  # autograd waits for the last chunk first
