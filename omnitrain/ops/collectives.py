@@ -40,7 +40,17 @@ def add_up_gradients(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gather_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather along the last dim: ``[..., n]`` of each rank -> ``[..., ranks * n]``."""
-    return with_backward(partial(_gathered_columns, group=group), partial(_summed_columns, group=group), tensor)
+
+    def gather(own: Tensor) -> Tensor:
+        return gathered(own, group).movedim(0, -2).flatten(-2)
+
+    def sum_columns(whole: Tensor) -> Tensor:
+        parts = whole.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
+        own = torch.empty_like(parts[0])
+        torch_private.reduce_scatter_single(own.view(-1), parts.view(-1), group=group)
+        return own
+
+    return with_backward(gather, sum_columns, tensor)
 
 
 def own_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -128,17 +138,6 @@ class _BothWays(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         results = ctx.back(*gradients)
         return None, None, *(results if isinstance(results, tuple) else (results,))
-
-
-def _gathered_columns(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return gathered(own, group).movedim(0, -2).flatten(-2)
-
-
-def _summed_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = whole.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
-    own = torch.empty_like(parts[0])
-    torch_private.reduce_scatter_single(own.view(-1), parts.view(-1), group=group)
-    return own
 
 
 def _gathered_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:

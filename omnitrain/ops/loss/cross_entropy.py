@@ -135,7 +135,8 @@ def linear_cross_entropy(
                 "vocabulary; remove them, or set tp to 1"
             )
         chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
-        weight, bias = _own(weight), _own(bias)
+        shards: list[Any] = [weight, bias]
+        weight, bias = (shard if shard is None else shard.to_local() for shard in shards)  # with a graph
     if chunk_elements is None:
         buffer_bytes = chosen.buffer_bytes if function is None else _BYTES_OF_OWN
         chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + buffer_bytes)
@@ -154,19 +155,10 @@ def linear_cross_entropy(
     total, rows = _LinearCrossEntropy.apply(
         hidden, weight, bias, labels, kept, chunk_rows, run, torch.is_grad_enabled()
     )
-    values = {name: _in_rows([chunk[name] for chunk in chunks], rows, kept) for name in metrics or {}}
+    values = {name: torch.cat([rows[:0], *(chunk[name] for chunk in chunks)]) for name in metrics or {}}
+    if kept is not None:  # 0 where the label is ignored
+        values = {name: torch.zeros_like(rows).index_copy_(0, kept, found) for name, found in values.items()}
     return LossTerm(total if group is None else add_up_gradients(total, group), count, rows, values)
-
-
-def _in_rows(chunks: list[Tensor], rows: Tensor, kept: Tensor | None) -> Tensor:
-    """Return the values of the chunks as ``[n]`` like ``rows``; 0 where the label is ignored."""
-    values = torch.cat([rows[:0], *chunks])
-    return values if kept is None else torch.zeros_like(rows).index_copy_(0, kept, values)
-
-
-def _own(tensor: Any) -> Any:
-    """This rank's part of a DTensor, with a graph."""
-    return None if tensor is None else tensor.to_local()
 
 
 def _torch_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bool) -> tuple[Tensor, Tensor | None]:

@@ -75,14 +75,14 @@ def recompute_blocks(
 
 def recompute_modules(modules: Iterable[nn.Module]) -> None:
     """Save only the inputs of each call of these modules in training, and recompute the rest in the backward."""
+
+    def call(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return _checkpoint(partial(forward, **kwargs), args, partial(_contexts, None, True))
+
     for module in modules:
-        module.forward = partial(_recomputed_call, module, module.forward)
-
-
-def _recomputed_call(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    if not (module.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-    return _checkpoint(partial(forward, **kwargs), args, partial(_contexts, None, True))
+        module.forward = partial(call, module, module.forward)
 
 
 def find_op(name: str) -> Any:
@@ -160,17 +160,14 @@ def offload_tensors(
     model: nn.Module, blocks: Sequence[str], tensors: Sequence[OffloadedTensor], offload: ActivationOffload
 ) -> None:
     """Offload ``tensors`` of the MoE layers in the named blocks to host memory."""
+
+    def saving_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        return offload.saving_only(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
+
     for name in blocks:
         block = model.get_submodule(name)
         for path, experts in experts_in(block):
             if "dispatched_rows" in tensors:
                 set_experts(experts, saving=offload.saving_only)
             if "mlp_input" in tensors:
-                around_calls(block.get_submodule(path.rpartition(".")[0]), partial(_saving_input, offload))
-
-
-def _saving_input(
-    offload: ActivationOffload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> AbstractContextManager[None]:
-    """Offload the first tensor argument of a call wherever autograd saves it."""
-    return offload.saving_only(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
+                around_calls(block.get_submodule(path.rpartition(".")[0]), saving_input)

@@ -54,7 +54,8 @@ def ring_attention(
         pieces = [index for index, section in enumerate(sections) if section.segment is not None]
         # A rank without pieces takes part, too, to pass on the keys and values of others.
         query, key, value = (
-            _all_tokens([of_sections[index] for index in pieces], of_sections[0]) for of_sections in states
+            (torch.cat([of_sections[index] for index in pieces], dim=2) if pieces else of_sections[0][:, :, :0])[0]
+            for of_sections in states
         )
         ring = _Ring(call.mask, of_ranks, group, online_softmax.Scoring(call.mask, call.scaling, call.softcap))
         out = _RingAttention.apply(ring, query, key, value, call.sinks).transpose(0, 1)[None]
@@ -76,11 +77,6 @@ def _require_supported(call: Call) -> None:
         raise UserError(f"ring attention does not support {', '.join(unsupported)}; set cp to 1")
 
 
-def _all_tokens(pieces: list[Tensor], like: Tensor) -> Tensor:
-    """``[heads, tokens of all pieces, width]``."""
-    return (torch.cat(pieces, dim=2) if pieces else like[:, :, :0])[0]
-
-
 @dataclass(frozen=True, eq=False)
 class _Ring:
     """The pieces of samples on each rank, and the scoring of their blocks."""
@@ -93,10 +89,6 @@ class _Ring:
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        return len(self.sections)
 
     def pieces(self, rank: int) -> list[tuple[int, Section]]:
         """The pieces of a rank, each with its start in the concatenated pieces."""
@@ -112,7 +104,7 @@ class _Ring:
 
     def held(self, step: int) -> int:
         """The rank whose keys and values this rank holds in a step."""
-        return (self.rank - step) % self.size
+        return (self.rank - step) % len(self.sections)
 
     def blocks(self, owner: int, device: torch.device) -> Iterator[tuple[slice, slice, Block]]:
         """Yield the unmasked blocks between this rank's queries and the keys of ``owner``: rows, columns, block."""
@@ -136,7 +128,7 @@ class _Hop:
     def __init__(self, ring: _Ring, sent: Sequence[Tensor], arriving_from: int) -> None:
         """``arriving_from``: the rank whose keys arrive."""
         peers = dist.get_process_group_ranks(ring.group)
-        after, before = peers[(ring.rank + 1) % ring.size], peers[(ring.rank - 1) % ring.size]
+        after, before = peers[(ring.rank + 1) % len(ring.sections)], peers[(ring.rank - 1) % len(ring.sections)]
         tokens = ring.num_tokens(arriving_from)
         self._sent = [tensor.contiguous() for tensor in sent]
         self._arriving = [tensor.new_empty(tensor.size(0), tokens, tensor.size(2)) for tensor in sent]
@@ -154,8 +146,8 @@ class _Hop:
 def _around(ring: _Ring, own: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield the owner, keys and values of each rank in turn, while the next ones are in flight."""
     held = list(own)
-    for step in range(ring.size):
-        hop = _Hop(ring, held, ring.held(step + 1)) if step + 1 < ring.size else None
+    for step in range(len(ring.sections)):
+        hop = _Hop(ring, held, ring.held(step + 1)) if step + 1 < len(ring.sections) else None
         yield ring.held(step), held
         if hop is not None:
             held = hop.arrived()
@@ -199,7 +191,7 @@ class _RingAttention(torch.autograd.Function):
             if sums is not None:
                 for total, before in zip((of_keys, of_values), sums.arrived(), strict=True):
                     total += before
-            sums = _Hop(ring, (of_keys, of_values), (owner - 1) % ring.size)
+            sums = _Hop(ring, (of_keys, of_values), (owner - 1) % len(ring.sections))
         assert sums is not None
         of_key, of_value = sums.arrived()
         of_sinks = None
