@@ -135,8 +135,8 @@ def linear_cross_entropy(
                 "vocabulary; remove them, or set tp to 1"
             )
         chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
-        shards: list[Any] = [weight, bias]
-        weight, bias = (shard if shard is None else shard.to_local() for shard in shards)  # with a graph
+        of_ranks: tuple[Any, Any] = weight, bias
+        weight, bias = of_ranks[0].to_local(), None if bias is None else of_ranks[1].to_local()  # with a graph
     if chunk_elements is None:
         buffer_bytes = chosen.buffer_bytes if function is None else _BYTES_OF_OWN
         chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + buffer_bytes)
