@@ -32,9 +32,6 @@ def answer_file(
 
     Returns:
         The number of prompts without an answer.
-
-    Raises:
-        UserError: the file of prompts cannot be read.
     """
     rows = prompts_of(prompts)
     answers.parent.mkdir(parents=True, exist_ok=True)
@@ -69,14 +66,12 @@ def prompts_of(file: Path) -> list[Row]:
     Raises:
         DataError: a line is neither.
     """
-    if file.suffix != ".jsonl" or not file.is_file():
-        (rows,) = open_sources([DataSource(path=str(file))])
-        return list(rows)
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if lines and '"messages"' in lines[0]:
-        (rows,) = open_sources([DataSource(path=str(file))])
-        return list(rows)
-    return [_row(file, number, line) for number, line in enumerate(lines, 1)]
+    has_lines = file.suffix == ".jsonl" and file.is_file()
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()] if has_lines else []
+    if has_lines and not (lines and '"messages"' in lines[0]):
+        return [_row(file, number, line) for number, line in enumerate(lines, 1)]
+    (rows,) = open_sources([DataSource(path=str(file))])
+    return list(rows)
 
 
 def _row(file: Path, number: int, line: str) -> Row:

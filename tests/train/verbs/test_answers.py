@@ -19,7 +19,7 @@ from omnitrain.cli.main import app
 from omnitrain.errors import DataError, UserError
 from omnitrain.models.omni.generate import Answer
 from omnitrain.train.verbs import answer as answers_of_one
-from omnitrain.train.verbs.answer import Answerer, answer
+from omnitrain.train.verbs.answer import Answerer
 from omnitrain.train.verbs.answer_file import answer_file, prompts_of
 from omnitrain.train.verbs.chat import Conversation, chat
 from tests.tiny import png, tiny_model, tiny_processor, tiny_row, wav
@@ -67,7 +67,7 @@ def test_a_hundred_prompts_in_batches_have_the_answers_of_single_ones(saved: Pat
         if not isinstance(made, str)
     ]
     assert all(Path(part).is_file() for part, _ in files)
-    alone, _ = answer(saved / "model", records[0]["prompt"], [], [], [], output_dir=tmp_path / "one", **LIMITS)
+    alone, _ = answerer.answer(records[0]["prompt"], {})
     assert alone.text == lines[0]["answer"]
 
 
@@ -129,7 +129,7 @@ def test_a_conversation_keeps_its_media_in_order_and_can_begin_anew(
         except StopIteration:
             raise EOFError from None
 
-    chat(Answerer(saved / "model", output_dir=tmp_path), 6, read, lambda line: said.append(str(line)))
+    chat(Answerer(saved / "model", output_dir=tmp_path, max_new_tokens=6), read, lambda line: said.append(str(line)))
     seen = [("image_encoder", "read"), ("audio_encoder", "read")]
     drawn = [*seen, ("image_decoder", "target")]
     assert asked == [seen, drawn, drawn, [*drawn, ("image_encoder", "read")], []]
@@ -192,9 +192,8 @@ def test_chat_talks_in_a_terminal_about_an_image_until_ctrl_d(saved: Path, tmp_p
     assert "your next message shows" in terminal.read_until("\n> ")
     terminal.type("what is it?")
     answered = terminal.read_until("\n> ")
-    one, parts = answer(
-        saved / "model", "what is it?", [str(saved / "0.png")], [], [], output_dir=tmp_path / "one", max_new_tokens=4
-    )
+    alone = Answerer(saved / "model", output_dir=tmp_path / "one", max_new_tokens=4)
+    one, parts = alone.answer("what is it?", {"image": [str(saved / "0.png")]})
     assert one.tokens and all(str(part) in answered for part in parts if isinstance(part, str))
     os.write(terminal.fd, b"\x04")
     assert terminal.end() == 0
