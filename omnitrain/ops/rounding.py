@@ -25,8 +25,8 @@ class Deviation:
 
     distance: float  # norm of the difference
     scale: float  # part of the difference along the tensor: 0.02 if all of it is multiplied by 1.02
-    most_distance: float  # the distance, and the absolute scale, that rounding explains
-    most_scale: float
+    most_distance: float  # the distance that rounding explains
+    most_scale: float  # the absolute scale that rounding explains
 
     @property
     def excess(self) -> float:

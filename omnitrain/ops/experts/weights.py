@@ -24,9 +24,9 @@ _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 class ExpertRange(NamedTuple):
     """Consecutive experts of a chunk."""
 
-    start: int  # range of the experts within the chunk
+    start: int  # its experts within the chunk, from here to `stop`
     stop: int
-    first_row: int  # range of their rows within the chunk
+    first_row: int  # their rows within the chunk, from here to `end_row`
     end_row: int
 
 

@@ -79,8 +79,8 @@ class GroupLink:
 class ChunkSplits:
     """The exchange of one chunk of experts."""
 
-    sent: list[int]  # numbers of rows sent to, and received from, each rank
-    received: list[int]
+    sent: list[int]  # number of rows sent to each rank
+    received: list[int]  # number of rows received from each rank
     by_expert: Tensor  # [R] int64: sorts received rows, which come by sender, by this rank's experts
     by_sender: Tensor  # [R] int64: the inverse
     ends: Tensor  # [E] int32: end of each expert's rows after sorting
