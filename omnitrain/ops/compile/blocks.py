@@ -14,7 +14,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain import torch_private
 from omnitrain.errors import UserError
-from omnitrain.ops.compile.cache_limit import keep_compilations
+
+# Past its default limit of 8, torch silently runs eagerly, or fails with fullgraph=True. Models, kinds of layers,
+# lengths, forward and recomputation share code, so they need more.
+_KEPT = 64
 
 # Compilations in this process: (id of the code, index of its compilation).
 _compiled: list[tuple[int, int]] = []
@@ -120,3 +123,14 @@ def compiler_missing(device: torch.device) -> str | None:
     except Exception as error:  # the type depends on the platform
         return f"needs a C++ compiler, and none was found ({str(error).splitlines()[0]})"
     return "needs triton (pip install triton)" if device.type == "cuda" and not torch_private.has_triton() else None
+
+
+def keep_compilations() -> None:
+    """Raise torch's limit of compilations of one piece of code for this thread; call it where compiled code runs.
+
+    Since torch 2.13 each thread has its own settings, and on a GPU the backward, which recomputes blocks, runs in
+    another thread than the forward.
+    """
+    config = torch_private.dynamo_config()
+    if config.recompile_limit < _KEPT:
+        config.recompile_limit = _KEPT

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import UserError
 from omnitrain.ops.collectives import add_up_gradients
-from omnitrain.ops.compile.blocks import compiler_missing
-from omnitrain.ops.compile.cache_limit import keep_compilations
+from omnitrain.ops.compile.blocks import compiler_missing, keep_compilations
 from omnitrain.ops.loss import token_functions
 from omnitrain.ops.loss.vocab_parallel import require_labels, sharded_softmax
 from omnitrain.ops.registry import Backend, choose, liger_missing
