@@ -1,6 +1,6 @@
 """Differentiable collectives: the backward of each is its transpose.
 
-Each rank has its loss, and gradients are those of the sum of all ranks' losses. A rank's gradient of a replicated
+Each rank has its loss, and gradients are derivatives of the sum of all ranks' losses. A rank's gradient of a replicated
 tensor is therefore a partial gradient; the sum over all ranks is the gradient.
 """
 

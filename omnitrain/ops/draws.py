@@ -1,4 +1,4 @@
-"""Random numbers, such as those of dropout, by micro-batch and block: the order of forwards does not change them.
+"""Random numbers, such as dropout's, by micro-batch and block: the order of forwards does not change them.
 
 A forward seeds the generators at its start, after the encoders and before each block. A pipeline stage, a recomputation
 and one process then draw the same numbers, whatever ran before.

@@ -149,7 +149,7 @@ class Recomputed:
 
 
 def count(run: Callable[[], Sequence[Tensor]], model: nn.Module, recomputed: Iterable[Recomputed] = ()) -> Counted:
-    """Count the forward ``run`` of ``model``, and the backward from those of its results that have a graph.
+    """Count the forward ``run`` of ``model``, and the backward from its results that have a graph.
 
     ``model`` is from :func:`without_content`. Packed attention and torch's own are not computed.
     """

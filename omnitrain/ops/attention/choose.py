@@ -19,7 +19,7 @@ class AttentionRow:
     """The backend that computes the packed attention of one kind of layer.
 
     ``module`` is the layer's class, ``asked`` the backend in the settings or ``auto``, ``needs`` the kind of mask and
-    the features of its calls, ``dtype`` that of the queries.
+    the features of its calls, ``dtype`` the queries' dtype.
     """
 
     module: str

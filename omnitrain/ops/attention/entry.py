@@ -43,7 +43,7 @@ def attending_through(around: Callable[[Call, Attend], Tensor]) -> Iterator[None
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | Tensor | None:
     """Return a spec for a packed sequence, else the mask of ``implementation``; for ``AttentionMaskInterface``.
 
-    ``arguments`` are those of transformers' ``sdpa_mask``, ``implementation`` is that for unpacked input.
+    ``arguments`` are the arguments of transformers' ``sdpa_mask``; ``implementation`` is for unpacked input.
 
     Raises:
         UserError: the sequence is packed, and the requested mask does not fit it.

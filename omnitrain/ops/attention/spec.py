@@ -59,7 +59,7 @@ class MaskSpec:
             a mask ``[1, 1 or heads, T, T]`` (boolean: may see, or a float to add to the scores).
         use_vmap: whether ``general`` takes scalar indices, as transformers states for functions that models add.
         shard: the slice of the sequence on this rank; None: all of it. All other fields describe the whole sequence.
-        ndim, shape: those of the mask tensor that it replaces.
+        ndim, shape: ndim and shape of the mask tensor that it replaces.
     """
 
     ndim = 4

@@ -49,7 +49,7 @@ class LayerSpans:
         """Return the result of the shared experts for ``hidden``, and record it."""
         if not self._recorder.is_on:
             return compute(hidden)
-        own = hidden.view_as(hidden)  # others read the hidden states, too, whose gradient is there much later
+        own = hidden.view_as(hidden)  # `hidden` has other consumers, so its gradient is complete much later
         return self._computed("shared experts", None, own, lambda: compute(own))
 
     def _computed(self, name: str, chunk: int | None, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:

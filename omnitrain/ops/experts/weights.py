@@ -71,7 +71,7 @@ def num_experts_of(module: nn.Module) -> int:
 class ExpertWeights:
     """The experts on this rank; it replaces their module in functions that compute experts.
 
-    Weights are plain tensors. All other attributes are those of the module.
+    Weights are plain tensors. All other attributes come from the module.
 
     Attributes:
         module: the experts of a layer.

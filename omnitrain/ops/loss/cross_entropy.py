@@ -64,7 +64,7 @@ def cross_entropy_rows(
 ) -> LossTerm:
     """Compute the plain loss of logits ``[N, classes]``, for models that transform their logits after the head.
 
-    The other arguments are those of :func:`linear_cross_entropy`; with ``function`` or ``metrics`` no label may be
+    The other arguments have the meaning that :func:`linear_cross_entropy` gives them; with ``function`` or ``metrics`` no label may be
     ignored.
     """
     if count is None:
@@ -171,7 +171,7 @@ def _torch_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bo
 
 
 def _compiled_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Reads the logits twice and writes the gradient over them, once: a GPU's time for it is that of its memory."""
+    """Reads the logits twice and writes the gradient over them, once: a GPU's time for it is the time of its memory."""
     require_labels(labels, logits.size(1))  # compiled code takes -1 for the last class
     losses = _compiled()(logits, labels, with_gradient)
     return losses, logits if with_gradient else None

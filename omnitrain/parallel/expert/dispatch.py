@@ -148,7 +148,7 @@ class _Order:
         by_rank = torch.arange(num_experts, device=device).view(ranks, -1)
         starts = chunk_offsets(by_rank.size(1), chunks)
         sizes, offsets = [stop - start for start, stop in pairwise(starts)], torch.tensor(starts, device=device)
-        # A single chunk's weight gradients are those of all experts, so there is nothing to concatenate.
+        # A single chunk's weight gradients cover all experts, so there is nothing to concatenate.
         ranges = [chunk_offsets(size, min(size, -(-_RANGES // chunks)) if chunks > 1 else 1) for size in sizes]
         range_offsets = torch.tensor(
             [start + offset for start, in_chunk in zip(starts, ranges, strict=False) for offset in in_chunk]

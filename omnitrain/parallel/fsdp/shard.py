@@ -33,7 +33,7 @@ class Sharding:
     """The sharding of a component's parameters.
 
     ``mesh``: one axis: shard over it (FSDP2). Two axes: replicate over the first, shard over the second (HSDP).
-    ``compute_dtype``: dtype of parameters and activations in forward and backward; None: that of the parameters.
+    ``compute_dtype``: dtype of parameters and activations in forward and backward; None: the dtype of the parameters.
     """
 
     mesh: DeviceMesh
