@@ -99,7 +99,7 @@ RMS_NORM = (
 
 
 def rms_norm_form(module: nn.Module) -> RMSNormForm | None:
-    """Return the form whose outputs equal the outputs of ``module`` bit for bit in fp32, bf16 and both; None: no RMSNorm.
+    """Return the form whose outputs equal ``module``'s bit for bit in fp32, bf16 and both; None: no RMSNorm.
 
     We compare on random rows and weights; the module's values and device do not matter.
     """

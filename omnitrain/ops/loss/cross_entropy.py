@@ -64,8 +64,8 @@ def cross_entropy_rows(
 ) -> LossTerm:
     """Compute the plain loss of logits ``[N, classes]``, for models that transform their logits after the head.
 
-    The other arguments have the meaning that :func:`linear_cross_entropy` gives them; with ``function`` or ``metrics`` no label may be
-    ignored.
+    The other arguments have the meaning that :func:`linear_cross_entropy` gives them; with ``function`` or ``metrics``
+    no label may be ignored.
     """
     if count is None:
         count = int((labels != IGNORED).sum())
