@@ -48,6 +48,10 @@ class Piece:
     place: Place
     tensor: Tensor
 
+    def on_host(self) -> Piece:
+        """Return the piece contiguous in the memory of the CPU, without a copy if it is there."""
+        return Piece(self.place, self.tensor.cpu().contiguous())
+
 
 class PieceOwners:
     """Which ranks write which tensors of a model. Of equal copies one is written. All ``peers`` make one.

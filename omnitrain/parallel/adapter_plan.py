@@ -20,12 +20,8 @@ def adapters_for(
     """Return component -> planned adapters, and the plan's problems, one line each that begins with the plan's key.
 
     The default plan's ``lora`` applies to the components that have its target modules. A model may have the planned
-    adapters already, if they are the same.
-
-    Args:
-        model: with or without adapters.
-        plan: the plans of its components.
-        present: component -> the adapters that it has, or that its checkpoint adds. None: those that it has.
+    adapters already, if they are the same. ``present``: component -> the adapters that it has, or that its checkpoint
+    adds; None: those that it has.
     """
     adapters, problems = {}, []
     present = adapters_of(model) if present is None else present

@@ -5,7 +5,6 @@ from omnitrain.plan.step import Call, RowRoutes, StepPlan, plan_step
 from omnitrain.plan.tables import (
     ItemFacts,
     MicroBatchFacts,
-    RankFacts,
     StepTables,
     decode_tables,
     encode_table,
@@ -20,7 +19,6 @@ __all__ = [
     "ItemFacts",
     "MicroBatchFacts",
     "Placement",
-    "RankFacts",
     "RowRoutes",
     "StepPlan",
     "StepTables",

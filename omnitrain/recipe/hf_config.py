@@ -12,7 +12,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
-from omnitrain.recipe.located_problem import Problem, raise_located
+from omnitrain.recipe.strict import Problem, raise_located
 from omnitrain.recipe.suggest import hint
 
 Location = tuple[str | int, ...]

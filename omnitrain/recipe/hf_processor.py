@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Set
 from typing import Any
 
-from omnitrain.recipe.located_problem import Problem, raise_located
+from omnitrain.recipe.strict import Problem, raise_located
 from omnitrain.recipe.suggest import hint
 
 _TYPE_KEYS = {"image_processor_type", "feature_extractor_type"}

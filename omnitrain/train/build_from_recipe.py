@@ -36,9 +36,9 @@ from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Recipe
 from omnitrain.recipe.functions import load_function
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.strict import Idle, idle_problems
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.train import Train
-from omnitrain.recipe.useless_keys import Idle, idle_problems
 from omnitrain.train.run_state.state import OPTIMIZER
 
 

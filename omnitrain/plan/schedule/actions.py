@@ -89,6 +89,11 @@ class Action(NamedTuple):
         """The forwards and backwards that it computes: itself, both parts of an overlap, or none."""
         return self.parts or ((self,) if self.kind in COMPUTE else ())
 
+    @property
+    def computes(self) -> bool:
+        """Whether it runs on the compute stream of its rank, and not beside it, as messages and gathers do."""
+        return self.kind in COMPUTE or self.kind in COLLECTIVES
+
     def receive(self, sender: int) -> Action:
         """Return the receive that belongs to this send of rank ``sender``."""
         stage = None if self.stage is None else self.stage + (1 if self.kind is Kind.SEND_F else -1)
