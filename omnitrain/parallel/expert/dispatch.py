@@ -1,17 +1,11 @@
 """Dispatch token rows to the ranks of their experts and combine the results, overlapped with the experts.
 
-A rank's experts compute in chunks, one after the other, and each chunk has its own all-to-alls. All dispatches start at
-once; while the experts of one chunk compute, rows of later chunks arrive and results of earlier chunks return::
-
-    in flight    rows 0 | rows 1    | rows 2    | results 0 | results 1 | results 2
-    experts               chunk 0   | chunk 1   | chunk 2   |
-
-Chunks divide experts, not tokens: an expert computes all of its rows at once, so the number of chunks does not change
-a bit of the result. Autograd runs the last node of the forward first. So each exchange has two autograd nodes: the
-first starts it in the forward and waits for its transpose in the backward; the second does the reverse.
-
-Concatenating the chunks' weight gradients would hold them twice. So they are computed in ranges of experts, which stay
-small with few chunks; the rows of the ranges are counted together with the splits of the exchange.
+A rank's experts compute in chunks, and each chunk has its own all-to-alls. All dispatches start at once; while the
+experts of one chunk compute, rows of later chunks arrive and results of earlier chunks return. Chunks divide experts,
+not tokens, so their number does not change a bit of the result. Autograd runs the last node of the forward first. So
+each exchange has two autograd nodes: the first starts it in the forward and waits for its transpose in the backward;
+the second does the reverse. Weight gradients are computed in ranges of experts, since concatenating those of chunks
+would hold them twice; the rows of the ranges are counted together with the splits of the exchange.
 """
 
 from __future__ import annotations

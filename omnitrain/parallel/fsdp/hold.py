@@ -1,14 +1,10 @@
 """Hold FSDP units: a schedule gathers their weights, frees them, and reduces their gradients.
 
-FSDP's own hooks gather the weights of a unit before each forward and reduce its gradients after each backward. With
-several micro-batches between their forward and their backward, that is too often, and a backward would free weights
-that another micro-batch still needs. Held units keep their weights, and add up gradients, until the schedule says so.
-
-A unit has one state for its forward and its backward, which a forward and a backward of two micro-batches at the same
-time would confuse. So the hooks of held units only cast, and add up gradients when autograd has left the unit.
-
-torch has public functions to gather and free; :meth:`HeldUnits.reduce` does what ``torch.distributed.pipelining`` does
-for its own stages.
+FSDP's own hooks gather a unit's weights before each forward, and reduce its gradients and free its weights after each
+backward: too often if several micro-batches are in flight, and too early for the others. A unit also has one state for
+its forward and its backward, which two micro-batches at the same time would confuse. So the hooks of held units only
+cast, and add up gradients when autograd has left the unit. :meth:`HeldUnits.reduce` does what
+``torch.distributed.pipelining`` does for its own stages.
 """
 
 from __future__ import annotations
