@@ -40,7 +40,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from omnitrain.checkpoint.optimizer import save_optimizer
 from omnitrain.checkpoint.store import CheckpointStore
-from omnitrain.data.loading.loader import StepLoader
+from omnitrain.data.loading.loader import LoaderOptions, StepLoader
 from omnitrain.data.loading.slots import LoaderState, merge_states
 from omnitrain.data.loading.socket_message import encode
 from omnitrain.data.packing.pack import Pack
@@ -257,7 +257,8 @@ def loader_of(rank: int, world: int) -> StepLoader:
     before = [Rejected(rows[-index].id, SOURCES[0], REASON) for index in range(1, REJECTED * world + 1)]
     data = Data.model_validate({"train": [{"path": "rows"}], "pack_tokens": 64, "packing_buffer": 1, "workers": 0})
     state = LoaderState(rejected=tuple(before) if rank == 0 else ())  # one rank lists them, as in open_data
-    loader = StepLoader([rows], Processor(), data, seed=0, state=state, slots=world, rank=rank, ranks=world)
+    options = LoaderOptions(seed=0, state=state, slots=world, rank=rank, ranks=world)
+    loader = StepLoader([rows], Processor(), data, options)
     stream: Iterator[Any] = iter(loader)
     next(stream)
     return loader

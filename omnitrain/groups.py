@@ -47,7 +47,8 @@ def new_group(
         high_priority: whether NCCL's kernels run in streams of high priority.
         max_ctas: the most multiprocessors that a kernel of NCCL occupies; None: that of NCCL.
     """
-    timeout = timeout or _default_timeout()
+    if timeout is None and dist.group.WORLD is not None:  # torch itself gives 10 or 30 minutes, whatever the user set
+        timeout = timeout_of(dist.group.WORLD)
     uses_nccl = "nccl" in (backend or dist.get_backend_config())
     options = _nccl_options(high_priority, max_ctas, timeout) if uses_nccl else None
     with _unbound():
@@ -65,11 +66,6 @@ def shared_group(use: str, ranks: Sequence[int], name: str, **settings: Any) -> 
     if key not in made:
         made[key] = new_group(ranks, name, **settings)
     return made[key]
-
-
-def _default_timeout() -> timedelta | None:
-    """The time limit of the default group; torch itself gives a new group 10 or 30 minutes, whatever the user set."""
-    return None if dist.group.WORLD is None else timeout_of(dist.group.WORLD)
 
 
 def _nccl_options(high_priority: bool, max_ctas: int | None, timeout: timedelta | None) -> Any:

@@ -62,11 +62,6 @@ class Placement:
     edge: EdgeKind = "forward"
     exchange: str = ""
 
-    @property
-    def num_shards(self) -> int:
-        """Number of ranks that share one copy of the parameters."""
-        return len(self.ranks) // self.num_replicas
-
     def facts(self, reader: str, ranks: Iterable[int]) -> dict[str, str]:
         """Return what a table shows of it.
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.encoders.projector import ProjectorSettings
+from omnitrain.models.encoders.towers import ProjectorSettings
 from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.hf.load import as_dict, foundation_class
 from omnitrain.models.omni.model import OmniModel

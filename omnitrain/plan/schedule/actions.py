@@ -135,9 +135,8 @@ class SectionWindows:
         in_flight: number of windows whose activations the section may keep; None: any number.
         encode_twice: it keeps none, and its backwards repeat the forwards.
         is_encoded: its features were encoded in the step before; now they are only sent. Then nothing trains.
-        upcoming: component -> windows of the next step, which it encodes in this one. Their micro-batches are counted
-            on from those of this step.
-        reads: component of this section -> component of another one whose features it reads, in windows of equal size.
+        upcoming: component -> windows of the next step that it encodes in this one, counted on from those of this step.
+        reads: component of this section -> one of another section that it reads, in windows of equal size.
     """
 
     name: str

@@ -7,15 +7,8 @@ from typing import Any
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.simulate import Event, Timeline, simulate
 
-_FILL = {
-    Kind.F: ">",
-    Kind.B: "<",
-    Kind.I: "<",
-    Kind.W: "-",
-    Kind.OVERLAP_F_B: "=",
-    Kind.ENCODE: ">",
-    Kind.ENCODE_B: "<",
-}
+_FILL = {Kind.W: "-", Kind.OVERLAP_F_B: "=", **dict.fromkeys((Kind.F, Kind.ENCODE), ">")}
+_FILL |= dict.fromkeys((Kind.B, Kind.I, Kind.ENCODE_B), "<")
 _IDLE = "."
 
 

@@ -273,10 +273,8 @@ class _Run:
             self.events[rank].append(Event(action, end, end))
         else:
             end = self._communicate(rank, action, can_start)
-        for part in action.passes or (action,):
-            if part.kind is Kind.B:
-                self._become_true(_fact(part, Kind.I), end)
-            self._become_true(_fact(part), end)
+        for fact in _facts_of(action):
+            self._become_true(fact, end)
 
     def _made(self, fact: _Fact) -> Seconds:
         """Return when the data of a need were computed: of a message, before its sender began to send it."""
@@ -319,17 +317,21 @@ def _fact(action: Action, kind: Kind | None = None) -> _Fact:
     return (kind or action.kind, action.stage, action.micro_batch, action.component)
 
 
+def _facts_of(action: Action) -> Iterator[_Fact]:
+    """Yield what becomes true when an action ends."""
+    for part in action.passes or (action,):
+        if part.kind is Kind.B:
+            yield _fact(part, Kind.I)
+        yield _fact(part)
+
+
 def _places(schedule: Schedule) -> dict[_Fact, tuple[int, int]]:
     """Return the rank and the index of the first action that makes each fact true."""
     places: dict[_Fact, tuple[int, int]] = {}
     for rank, row in enumerate(schedule.actions):
         for index, action in enumerate(row):
-            for part in action.passes or (action,):
-                places.setdefault(_fact(part), (rank, index))
-                if part.kind is Kind.B:
-                    places.setdefault(_fact(part, Kind.I), (rank, index))
-                if part.kind in COLLECTIVES:
-                    places.setdefault((*_fact(part), rank), (rank, index))
+            for fact in (*_facts_of(action), (*_fact(action), rank)):
+                places.setdefault(fact, (rank, index))
     return places
 
 

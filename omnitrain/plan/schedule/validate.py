@@ -137,17 +137,15 @@ def _reason(schedule: Schedule, action: Action) -> str:
 
 def _message_orders(schedule: Schedule) -> Iterator[Problem]:
     """Between two ranks, receives are posted in the order of the sends: messages of one kind cannot overtake."""
-    sends: dict[tuple[Kind, str, int, int], list[Action]] = defaultdict(list)
-    receives: dict[tuple[Kind, str, int, int], list[Action]] = defaultdict(list)
+    channels: dict[tuple[Kind, str, int, int], tuple[list[Action], list[Action]]] = defaultdict(lambda: ([], []))
     for rank, row in enumerate(schedule.actions):
         for action in row:
             if action.kind in SENDS:
-                sends[RECEIVE_OF[action.kind], action.component, rank, action.peer or 0].append(action)
+                channels[RECEIVE_OF[action.kind], action.component, rank, action.peer or 0][0].append(action)
             elif action.kind in RECEIVES:
-                receives[action.kind, action.component, action.peer or 0, rank].append(action)
-    for channel in dict.fromkeys((*sends, *receives)):
-        kind, _, sender, receiver = channel
-        for number, (send, receive) in enumerate(zip_longest(sends[channel], receives[channel])):
+                channels[action.kind, action.component, action.peer or 0, rank][1].append(action)
+    for (kind, _, sender, receiver), messages in channels.items():
+        for number, (send, receive) in enumerate(zip_longest(*messages)):
             expected = None if send is None else send.receive(sender)
             if receive != expected:
                 yield Problem(
@@ -165,11 +163,9 @@ def _collectives(schedule: Schedule) -> Iterator[Problem]:
     for rank, order in enumerate(orders):
         for number, (action, first) in enumerate(zip_longest(order, orders[0])):
             if action != first:
-                message = (
-                    f"collective {number} of all pipeline ranks is {action or 'missing'} on rank {rank} and "
-                    f"{first or 'missing'} on rank 0; all ranks must have the same ones in the same order"
-                )
-                yield Problem(rank, message, tuple(a for a in (action, first) if a is not None))
+                found = f"collective {number} of all pipeline ranks is {action or 'missing'} on rank {rank}"
+                expected = f"{first or 'missing'} on rank 0; all ranks must have the same ones in the same order"
+                yield Problem(rank, f"{found} and {expected}", tuple(a for a in (action, first) if a is not None))
                 break
 
 

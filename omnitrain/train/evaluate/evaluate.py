@@ -82,10 +82,7 @@ class Evaluator:
         """Return the weighted total and :meth:`LossMeter.read`, and leave the model in training mode.
 
         ``notify`` is called with the progress before every pack and batch, on all ranks. It may raise, on all ranks
-        together, to end the evaluation.
-
-        Raises:
-            UserError: raised on all ranks if the model cannot use a row.
+        together, to end the evaluation. A row that the model cannot use is a UserError on all ranks.
         """
         self._model.eval()
         try:
@@ -97,9 +94,7 @@ class Evaluator:
     def evaluate(self, notify: Progress = lambda _: None, losses: dict[str, Any] | None = None) -> Evaluation:
         """Compute losses, if they are not known, answers and scores, and leave the model in evaluation mode.
 
-        Raises:
-            UserError: raised on all ranks if the scorer does not exist, or the model cannot use a row.
-            TrainingError: another rank failed, for example in the scorer, which runs on rank 0.
+        An error of one rank, such as in the scorer, which runs on rank 0, is raised on all.
         """
         peers, places = self._peers, self._places
         _ = self._packs  # making them finds the rows that can be used
