@@ -262,7 +262,7 @@ def resume(
 def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restarts: int, resume: Resume) -> None:
     """Train on the ranks of this process's launcher, or start ``nproc`` of them with ``omnitrain COMMAND``."""
     from omnitrain.train.epochs import counts_samples, in_steps
-    from omnitrain.train.launch.environment import global_rank, world_size
+    from omnitrain.train.launch.environment import global_rank, is_first_process, world_size
     from omnitrain.train.run_state.run_folder import RunFolder
 
     if max_restarts and nproc == 1:
@@ -273,8 +273,11 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
     if counts_samples(recipe) and world_size() == 1:
         with _all_problems(recipe, name, nproc):
             recipe = in_steps(recipe)
-        command = [*command, *_in_words(recipe)]
-    if resume and not counts_samples(recipe) and _says_it_is_finished(recipe):
+        in_words = [f"train.steps={recipe.train.steps}", f"train.micro_batches={recipe.train.micro_batches}"]
+        command = [*command, "train.epochs=null", "train.samples_per_step=null", *in_words]  # ranks need not measure
+    if resume and not counts_samples(recipe) and (finished := RunFolder(recipe).finished()) is not None:
+        if is_first_process():  # before ranks start, and weights are loaded
+            typer.echo(finished)
         return
     # A run that has begun may continue, whatever else a check finds in its recipe.
     begins = not (resume and RunFolder(recipe).has_checkpoint)
@@ -295,13 +298,6 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
         if global_rank() == 0:
             typer.echo(resume_hint(recipe.output_dir))
         raise typer.Exit(EXIT_REQUEUE if summary.is_terminated else EXIT_INTERRUPTED)
-
-
-def _in_words(recipe: Recipe) -> list[str]:
-    """Return overrides that count in steps and packs, as ``recipe`` does, for ranks that need not measure again."""
-    train = recipe.train
-    words = [f"train.steps={train.steps}", f"train.micro_batches={train.micro_batches}"]
-    return ["train.epochs=null", "train.samples_per_step=null", *words]
 
 
 def _launch(recipe: Recipe, arguments: list[str], nproc: int, max_restarts: int, *, continues: bool) -> int:
@@ -341,17 +337,6 @@ def require_ranks(recipe: Recipe, ranks: int) -> None:
     from omnitrain.train.micro_batches import check_micro_batches
 
     check_micro_batches(recipe, state_without_groups(recipe.parallel, ranks))
-
-
-def _says_it_is_finished(recipe: Recipe) -> bool:
-    """Say on the first process that a run has nothing left to do, before ranks start and weights are loaded."""
-    from omnitrain.train.launch.environment import is_first_process
-    from omnitrain.train.run_state.run_folder import RunFolder
-
-    finished = RunFolder(recipe).finished()
-    if finished is not None and is_first_process():
-        typer.echo(finished)
-    return finished is not None
 
 
 @contextlib.contextmanager

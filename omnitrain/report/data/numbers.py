@@ -199,15 +199,10 @@ class DataNumbers:
 
 
 def _data_set(source: RowSource, rows: Sequence[Measured], share: float, epochs: float | None) -> DataSetStats:
-    is_endless = len(source) >= ENDLESS
-    return DataSetStats(
-        name=source.name,
-        rows=None if is_endless else len(source),
-        measured=len(rows),
-        rejected=sum(isinstance(row, Rejected) for row in rows),
-        share=share,
-        epochs=None if is_endless else epochs,
-    )
+    rejected = sum(isinstance(row, Rejected) for row in rows)
+    if len(source) >= ENDLESS:
+        return DataSetStats(source.name, None, len(rows), rejected, share, None)
+    return DataSetStats(source.name, len(source), len(rows), rejected, share, epochs)
 
 
 def _samples(rows: Sequence[Measured]) -> list[Measure]:
@@ -246,10 +241,7 @@ def _rejected(rows: Sequence[Rejected]) -> list[RejectedStats]:
     groups: dict[tuple[str, str], list[Rejected]] = {}
     for row in rows:
         groups.setdefault((row.source, row.kind_of_reason), []).append(row)
-    found = [
-        RejectedStats(source, reason, len(of_reason), of_reason[0].id, of_reason[0].reason)
-        for (source, reason), of_reason in groups.items()
-    ]
+    found = (RejectedStats(*kind, len(of_kind), of_kind[0].id, of_kind[0].reason) for kind, of_kind in groups.items())
     return sorted(found, key=lambda one: (-one.rows, one.source, one.reason))
 
 

@@ -293,7 +293,8 @@ def _check_rows(
             if teachers:
                 problems.attempt(functools.partial(with_teacher_inputs, Pack.from_samples([sample]), teachers))
             length = sum(piece.input_ids.size for piece in sample.pieces)
-            trained = sum(map(_num_trained, sample.pieces))
+            targets = [span.item.num_tokens for piece in sample.pieces for span in piece.spans if span.is_target]
+            trained = sum(int(piece.loss_mask.sum()) for piece in sample.pieces) + sum(targets)
             which = f"row {sample.index + 1}, the first that is not skipped," if sample.index else "the first row"
             console.print(f"{kind} {name}: {which} has {length} tokens, {trained} of them trained")
             if lowered := sum(piece.num_lowered for piece in sample.pieces):
@@ -301,7 +302,3 @@ def _check_rows(
                     f"{kind} {name}: `max_frames` lowers the rate of {lowered} video{'s' * (lowered > 1)} of this row"
                 )
     return problems
-
-
-def _num_trained(sample: Sample) -> int:
-    return int(sample.loss_mask.sum()) + sum(span.item.num_tokens for span in sample.spans if span.is_target)

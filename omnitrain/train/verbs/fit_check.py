@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,13 +57,15 @@ def forward_problems(model: OmniModel) -> list[str]:
     depends on the content of a tensor runs up to that point. The tensors of ``model``, on ``meta``, are replaced.
     """
     components = {name: part for name, part in (model.encoders | model.decoders).items() if name not in model.teachers}
-    problems = [_problem(name, functools.partial(_run_component, part)) for name, part in components.items()]
-    return [problem for problem in problems if problem]
+    return [problem for name, component in components.items() if (problem := _problem(name, component))]
 
 
-def _problem(name: str, trial: Callable[[], Any]) -> str:
+def _problem(name: str, component: Any) -> str:
     try:
-        trial()
+        arguments = component.minimal_input()
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            component.to_empty(device="cpu")
+            component.lm_encode(*arguments)
     except NEED_CONTENT:
         return ""
     except UserError as error:
@@ -74,10 +74,3 @@ def _problem(name: str, trial: Callable[[], Any]) -> str:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return f"model, {name}: cannot run with this config: {reason}"
     return ""
-
-
-def _run_component(component: Any) -> None:
-    arguments = component.minimal_input()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        component.to_empty(device="cpu")
-        component.lm_encode(*arguments)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,27 +107,20 @@ def saved_as(folder: Path, plan: ot.ParallelPlan) -> None:
 TOWER_ON_TWO_OF_FOUR = Case("internvl", "group", "", "", "tp4", "all", "", "").layout
 
 
-@pytest.mark.parametrize(
-    ("make", "layout"),
-    [
-        *(
-            pytest.param(
-                getattr(factories, name),
-                parse_layout(word),
-                id=f"{name} {word}",
-                marks=[pytest.mark.slow] * ((name, word) in (("gemma3", "hsdp2x2"), ("qwen3_moe", "dp4"))),
-            )
-            for name, word in LAYOUTS
-            if "offload" not in word
-        ),
-        pytest.param(
-            partial(internvl, 4),
-            TOWER_ON_TWO_OF_FOUR,
-            id="internvl tower on two of four",
-            marks=pytest.mark.slow,
-        ),
-    ],
+INTERNVL = pytest.param(
+    partial(internvl, 4), TOWER_ON_TWO_OF_FOUR, id="internvl tower on two of four", marks=pytest.mark.slow
 )
+
+
+def of_layouts() -> Iterator[Any]:
+    for case in LAYOUTS:
+        name, word = getattr(case, "values", case)
+        if "offload" not in word:
+            values = getattr(factories, name), parse_layout(word)
+            yield pytest.param(*values, id=f"{name} {word}", marks=getattr(case, "marks", ()))
+
+
+@pytest.mark.parametrize(("make", "layout"), [*of_layouts(), INTERNVL])
 def test_every_layout_writes_the_files_that_it_was_loaded_from(
     ranks: RankPool, tmp_path: Path, make: Callable[[], Any], layout: Layout
 ) -> None:
