@@ -100,23 +100,20 @@ def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
         names: the units of which the next backward runs a part, too.
     """
     units = [unit for name in names if isinstance(unit := model.get_submodule(name), FSDPModule)]
-    groups = [group for unit in units for group in parameter_groups(unit)]
+    groups = [group for unit in units for group in torch_private.parameter_groups(unit)]
     assert isinstance(model, FSDPModule)
     model.set_is_last_backward(False)
     for group in groups:
-        group.post_backward = _nothing_after_backward
+        group.post_backward = lambda *_: None
     try:
         yield
     except BaseException:
-        reset_after_error(model)
+        torch_private.reset_after_error(model)
         raise
     finally:
         model.set_is_last_backward(True)
         for group in groups:
             del group.post_backward
-
-
-def _nothing_after_backward(*_: object) -> None: ...
 
 
 def _pre_forward(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
