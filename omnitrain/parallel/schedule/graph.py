@@ -117,26 +117,20 @@ class StepGraph:
         self._trained = {name: placement.is_trained and trains for name, placement in self._placements.items()}
         self._nodes = {name: Node(is_trained=self._trained[name], twice=twice) for name in self._placements}
         self._messages: Mapping[str, FeatureEdge] = {} if self._layout is None else self._layout.edges
-        groups = [placement for placement in self._placements.values() if placement.edge != "message"]
-        self._edges: dict[str, Edge] = {
-            **self._messages,
-            **{
-                c.name: GroupEdge(
-                    partial(exchange_in, model, batch, c),
-                    partial(_waiting, model, c.name),
-                    is_trained=self._trained[c.name],
-                )
-                for c in groups
-            },
-        }
+        self._edges = {name: self._messages.get(name) or self._group_edge(name) for name in self._placements}
         self._encoded: dict[_Window, Encoded] = {}  # its features have not left yet
         self._read: dict[_Window, _Read] = {}
         self._gradients: dict[_Window, list[Tensor]] = {}  # of features that this rank has encoded
         self._before: dict[_Window, tuple[Tensor, ...]] = {}  # features that the step before has encoded
-        for name, edge in self._messages.items():
-            if self._layout is not None and self._layout.holds(name):
-                self._before |= {(name, window): kept for window, kept in edge.kept_for(batch.plan).items()}
-                edge.keep_for(None if upcoming is None else upcoming.plan)
+        own = [name for name in self._messages if self._layout is not None and self._layout.holds(name)]
+        for name, edge in ((name, self._messages[name]) for name in own):
+            self._before |= {(name, window): kept for window, kept in edge.kept_for(batch.plan).items()}
+            edge.keep_for(None if upcoming is None else upcoming.plan)
+
+    def _group_edge(self, component: str) -> Edge:
+        exchange = partial(exchange_in, self._model, self._batch, self._placements[component])
+        waiting = partial(_waiting, self._model, component)
+        return GroupEdge(exchange, waiting, is_trained=self._trained[component])
 
     # What the actions of a schedule do
 
