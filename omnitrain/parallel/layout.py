@@ -38,33 +38,21 @@ _OF_PLAN = ("component", "section", "mode", "mesh", "units", "recompute", "offlo
 
 @dataclass(frozen=True, eq=False)
 class ComponentLayout:
-    """The layout of one component.
+    """The layout of one component."""
 
-    Attributes:
-        name: name of the component.
-        plan: its plan with every field set.
-        units: names of its FSDP units, whose parameters are gathered and reduced together; ``""`` is the root.
-        parameters: names of its parameters.
-        is_trained: whether it has a backward: a parameter of it, or of the component that it reads, gets a gradient.
-        num_units: number of its FSDP units on the ranks of its section; in a pipeline, on this rank.
-        activations: its activation offload, if any.
-        compiled: its compiled blocks, if any.
-        async_ulysses: its attention modules with async Ulysses, if the plan asks for it.
-        tokens: whether sequence parallelism was applied, if the plan asks for it.
-        tower: its shared blocks, if the ranks of a sequence group make its calls together.
-    """
-
-    name: str
-    plan: ComponentPlan
+    name: str  # name of the component
+    plan: ComponentPlan  # its plan with every field set
+    # names of its FSDP units, whose parameters are gathered and reduced together; ``""`` is the root
     units: tuple[str, ...]
-    parameters: tuple[str, ...]
-    is_trained: bool
-    num_units: int
-    activations: ActivationOffload | None = None
-    compiled: CompiledBlocks | None = None
+    parameters: tuple[str, ...]  # names of its parameters
+    is_trained: bool  # whether it has a backward: a parameter of it, or of the component that it reads, gets a gradient
+    num_units: int  # number of its FSDP units on the ranks of its section; in a pipeline, on this rank
+    activations: ActivationOffload | None = None  # its activation offload, if any
+    compiled: CompiledBlocks | None = None  # its compiled blocks, if any
+    # its attention modules with async Ulysses, if the plan asks for it
     async_ulysses: AsyncUlyssesModules | None = None
-    tokens: TokenSharding | None = None
-    tower: SharedTower | None = None
+    tokens: TokenSharding | None = None  # whether sequence parallelism was applied, if the plan asks for it
+    tower: SharedTower | None = None  # its shared blocks, if the ranks of a sequence group make its calls together
 
     @property
     def num_replicas(self) -> int:
@@ -79,31 +67,22 @@ class ComponentLayout:
 
 @dataclass(frozen=True, eq=False)
 class ModelLayout:
-    """The layout of a model.
+    """The layout of a model."""
 
-    Attributes:
-        state: the factorisation of the ranks of this rank's section. Without sections, the foundation uses it.
-        states: component -> the factorisation of the ranks that share its matrices: that of its section, or one of its
-            own. Another section's has no process groups.
-        components: component -> its layout.
-        topology: where and when each component runs.
-        pipeline: the pipeline of the foundation; None: every rank of ``main`` has all blocks.
-        exchanges: component -> the ranks that exchange its features with this one.
-        section: the section of this rank; None: ``main``.
-        edges: component of a section -> this rank's end of its edge. Empty on ranks that no edge reaches.
-        sections: section -> its settings, in the order of ranks.
-        shared: name -> parameter that several stages of the pipeline hold.
-    """
-
+    # the factorisation of the ranks of this rank's section. Without sections, the foundation uses it.
     state: ParallelState
+    # component -> the factorisation of the ranks that share its matrices: that of its section, or one of its own.
+    # Another section's has no process groups.
     states: Mapping[str, ParallelState]
-    components: Mapping[str, ComponentLayout]
-    topology: Topology
-    pipeline: Pipeline | None
-    exchanges: Mapping[str, dist.ProcessGroup]
-    section: Section | None = None
+    components: Mapping[str, ComponentLayout]  # component -> its layout
+    topology: Topology  # where and when each component runs
+    pipeline: Pipeline | None  # the pipeline of the foundation; None: every rank of ``main`` has all blocks
+    exchanges: Mapping[str, dist.ProcessGroup]  # component -> the ranks that exchange its features with this one
+    section: Section | None = None  # the section of this rank; None: ``main``
+    # component of a section -> this rank's end of its edge. Empty on ranks that no edge reaches.
     edges: Mapping[str, FeatureEdge] = field(default_factory=dict)
-    sections: Mapping[str, Section] = field(default_factory=dict)
+    sections: Mapping[str, Section] = field(default_factory=dict)  # section -> its settings, in the order of ranks
+    # name -> parameter that several stages of the pipeline hold
     shared: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)
 
     @property

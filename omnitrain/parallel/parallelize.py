@@ -134,31 +134,18 @@ def build_parallelize_model(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What to apply to a model: all settings merged, and accepted.
+    """What to apply to a model: all settings merged, and accepted."""
 
-    Attributes:
-        model: the omni model, not changed yet.
-        state: the ranks.
-        plan: the user's plan.
-        plans: component -> its complete plan.
-        tensors: the styles of tensor parallelism.
-        tokens: whether Megatron's sequence parallelism applies; None: the plan does not ask for it.
-        adapters: component -> LoRA adapters that its plan adds.
-        stored: component -> LoRA adapters in the checkpoint.
-        where: for each rank, where its weights are.
-        states: component -> the ranks that share its matrices.
-    """
-
-    model: OmniModel
-    state: ParallelState
-    plan: ParallelPlan
-    plans: dict[str, ComponentPlan]
-    tensors: TensorPlan
-    tokens: TokenSharding | None
-    adapters: Mapping[str, Adapters]
-    stored: Mapping[str, Adapters]
-    where: Sequence[Where]
-    states: Mapping[str, ParallelState]
+    model: OmniModel  # the omni model, not changed yet
+    state: ParallelState  # the ranks
+    plan: ParallelPlan  # the user's plan
+    plans: dict[str, ComponentPlan]  # component -> its complete plan
+    tensors: TensorPlan  # the styles of tensor parallelism
+    tokens: TokenSharding | None  # whether Megatron's sequence parallelism applies; None: the plan does not ask for it
+    adapters: Mapping[str, Adapters]  # component -> LoRA adapters that its plan adds
+    stored: Mapping[str, Adapters]  # component -> LoRA adapters in the checkpoint
+    where: Sequence[Where]  # for each rank, where its weights are
+    states: Mapping[str, ParallelState]  # component -> the ranks that share its matrices
 
 
 def _prepare(

@@ -42,19 +42,14 @@ Sampler = Callable[[Uniform, torch.Tensor], torch.Tensor]  # logits [batch, clas
 
 @dataclass
 class Answer:
-    """The answer to one prompt.
+    """The answer to one prompt."""
 
-    Attributes:
-        parts: in order: ``str``, ``PIL.Image`` or ``Waveform``.
-        tokens: all sampled tokens, each as ``(text or decoder name, token)``.
-        is_finished: whether the end token was sampled within ``max_new_tokens``.
-        unfinished_item: name of the decoder whose last item ``max_new_tokens`` cut short; ``parts`` lacks that item.
-            None: no item was cut short.
-    """
-
-    parts: list[Any] = field(default_factory=list)
+    parts: list[Any] = field(default_factory=list)  # in order: ``str``, ``PIL.Image`` or ``Waveform``
+    # all sampled tokens, each as ``(text or decoder name, token)``
     tokens: list[tuple[str, int]] = field(default_factory=list)
-    is_finished: bool = False
+    is_finished: bool = False  # whether the end token was sampled within ``max_new_tokens``
+    # name of the decoder whose last item ``max_new_tokens`` cut short; ``parts`` lacks that item. None: no item was cut
+    # short.
     unfinished_item: str | None = None
 
     @property
@@ -225,17 +220,11 @@ def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]
 
 @dataclass(frozen=True)
 class _Cells:
-    """Features that replace token embeddings in a batch.
+    """Features that replace token embeddings in a batch."""
 
-    Attributes:
-        prompts: ``[n]`` int64, which row of the batch; on the host, as ``columns``.
-        columns: ``[n]`` int64.
-        embeds: ``[n, hidden]``.
-    """
-
-    prompts: torch.Tensor
-    columns: torch.Tensor
-    embeds: torch.Tensor
+    prompts: torch.Tensor  # ``[n]`` int64, which row of the batch; on the host, as ``columns``
+    columns: torch.Tensor  # ``[n]`` int64
+    embeds: torch.Tensor  # ``[n, hidden]``
 
 
 class _Foundation:

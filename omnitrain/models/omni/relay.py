@@ -14,12 +14,9 @@ class StageRelay(Protocol):
     """Runs the stages of a rank, and gets values from the ranks with the other stages.
 
     The ranks of all stages of a model have the same data. All of them must call every method, in the same order.
-
-    Attributes:
-        is_cut: whether the model is cut into stages.
     """
 
-    is_cut: bool
+    is_cut: bool  # whether the model is cut into stages
 
     def run(self, forward: Callable[[StageInput | None], Any]) -> Any:
         """Run the stages of this rank, each when the output of the stage before has arrived.

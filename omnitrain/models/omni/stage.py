@@ -22,15 +22,11 @@ Across = tuple[str, str]  # modality, name of the tensor in the layout of its fe
 
 @dataclass(frozen=True)
 class StageInput:
-    """The input of a stage besides its pack.
+    """The input of a stage besides its pack."""
 
-    Attributes:
-        span: the blocks of the stage.
-        arrived: hidden states ``[1, t, hidden]``, then the features in the order of :func:`features_across`; empty for
-            the first stage.
-    """
-
-    span: BlockSpan
+    span: BlockSpan  # the blocks of the stage
+    # hidden states ``[1, t, hidden]``, then the features in the order of :func:`features_across`; empty for the first
+    # stage
     arrived: tuple[Tensor, ...] = ()
 
 

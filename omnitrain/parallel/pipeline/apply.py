@@ -34,24 +34,15 @@ from omnitrain.recipe.parallel import ComponentPlan, PipelineSchedule
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """The pipeline of a parallelized model.
+    """The pipeline of a parallelized model."""
 
-    Attributes:
-        stages: the cut, and the stages of this rank.
-        schedule: how a step runs through the stages.
-        group: this rank's column of the mesh: one rank of each pipeline rank, with the same samples.
-        column: the same ranks, on the host.
-        channel: messages between stages.
-        held_by: parameter -> the pipeline ranks that hold it.
-        shared: set of pipeline ranks that hold the same parameters -> their group, if this rank is one of them.
-    """
-
-    stages: PipelineStages
-    schedule: PipelineSchedule
-    group: dist.ProcessGroup
-    column: Peers
-    channel: StageChannel
-    held_by: Mapping[str, tuple[int, ...]]
+    stages: PipelineStages  # the cut, and the stages of this rank
+    schedule: PipelineSchedule  # how a step runs through the stages
+    group: dist.ProcessGroup  # this rank's column of the mesh: one rank of each pipeline rank, with the same samples
+    column: Peers  # the same ranks, on the host
+    channel: StageChannel  # messages between stages
+    held_by: Mapping[str, tuple[int, ...]]  # parameter -> the pipeline ranks that hold it
+    # set of pipeline ranks that hold the same parameters -> their group, if this rank is one of them
     shared: Mapping[tuple[int, ...], dist.ProcessGroup]
 
     def __str__(self) -> str:

@@ -26,19 +26,13 @@ from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """The cut of a foundation into stages.
+    """The cut of a foundation into stages."""
 
-    Attributes:
-        spans: for each stage, its first block and the block after its last one.
-        costs: for each stage, the number of parameters that a token meets in its blocks, and on the last in the head.
-        ranks: for each stage, the pipeline rank that computes it.
-        rank: pipeline rank of this process.
-    """
-
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]  # for each stage, its first block and the block after its last one
+    # for each stage, the number of parameters that a token meets in its blocks, and on the last in the head
     costs: tuple[float, ...]
-    ranks: tuple[int, ...]
-    rank: int
+    ranks: tuple[int, ...]  # for each stage, the pipeline rank that computes it
+    rank: int  # pipeline rank of this process
 
     @property
     def num_stages(self) -> int:

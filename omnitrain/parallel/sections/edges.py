@@ -26,15 +26,10 @@ _ANY = 2**31  # slots without a limit
 
 @dataclass(frozen=True)
 class FeatureForm:
-    """The form of an encoder's features, which ranks without the encoder cannot measure.
+    """The form of an encoder's features, which ranks without the encoder cannot measure."""
 
-    Attributes:
-        pattern: features without items.
-        is_trained: whether their gradients go back.
-    """
-
-    pattern: MediaFeatures
-    is_trained: bool
+    pattern: MediaFeatures  # features without items
+    is_trained: bool  # whether their gradients go back
 
     @property
     def rows(self) -> tuple[Rows, ...]:
@@ -54,15 +49,10 @@ class FeatureForm:
 
 @dataclass(frozen=True)
 class _Share:
-    """A part of a message, as its sender sees it.
+    """A part of a message, as its sender sees it."""
 
-    Attributes:
-        receiver: global rank.
-        rows: ``[rows of the part]`` int64: which rows of the sender's features these are.
-    """
-
-    receiver: int
-    rows: np.ndarray
+    receiver: int  # global rank
+    rows: np.ndarray  # ``[rows of the part]`` int64: which rows of the sender's features these are
 
 
 class FeatureEdge:

@@ -54,16 +54,11 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank receives at once: tensors with equally many rows, from one or more ranks.
+    """What one rank receives at once: tensors with equally many rows, from one or more ranks."""
 
-    Attributes:
-        receiver: global rank.
-        tensors: the shape of a row and the dtype of each tensor.
-        parts: runs of rows and who sends them, by first row. Together they are all rows. A rank may send several.
-    """
-
-    receiver: int
-    tensors: tuple[Rows, ...]
+    receiver: int  # global rank
+    tensors: tuple[Rows, ...]  # the shape of a row and the dtype of each tensor
+    # runs of rows and who sends them, by first row. Together they are all rows. A rank may send several.
     parts: tuple[Part, ...]
 
     def __post_init__(self) -> None:

@@ -16,21 +16,13 @@ from omnitrain.parallel.sections.message import Edge, Message, Part
 
 @dataclass(frozen=True)
 class EdgeEnd:
-    """This rank's end of an edge.
+    """This rank's end of an edge."""
 
-    Attributes:
-        edge: names of the sections.
-        carrier: brings the messages of this edge.
-        rank: global rank of this process.
-        slots: number of messages, at least 1, for which a receiver has room; equal at both ends.
-        timeout_s: seconds that a wait may last; None: as long as the carrier allows.
-    """
-
-    edge: Edge
-    carrier: Carrier
-    rank: int
-    slots: int
-    timeout_s: float | None = None
+    edge: Edge  # names of the sections
+    carrier: Carrier  # brings the messages of this edge
+    rank: int  # global rank of this process
+    slots: int  # number of messages, at least 1, for which a receiver has room; equal at both ends
+    timeout_s: float | None = None  # seconds that a wait may last; None: as long as the carrier allows
 
     def __post_init__(self) -> None:
         if self.slots < 1:

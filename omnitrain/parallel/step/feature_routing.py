@@ -15,19 +15,12 @@ from omnitrain.plan.sequence import SequenceSplit
 
 @dataclass(frozen=True)
 class RowSplits:
-    """The rows that one rank sends and receives, ordered by peer, then as in the routing table.
+    """The rows that one rank sends and receives, ordered by peer, then as in the routing table."""
 
-    Attributes:
-        made: ``[sent rows]`` int64: index of each sent row among the rows that the rank makes.
-        sent: number of rows sent to each rank of the group.
-        needed: ``[received rows]`` int64: index of each received row among the rows that the rank needs.
-        received: number of rows received from each rank of the group.
-    """
-
-    made: np.ndarray
-    sent: list[int]
-    needed: np.ndarray
-    received: list[int]
+    made: np.ndarray  # ``[sent rows]`` int64: index of each sent row among the rows that the rank makes
+    sent: list[int]  # number of rows sent to each rank of the group
+    needed: np.ndarray  # ``[received rows]`` int64: index of each received row among the rows that the rank needs
+    received: list[int]  # number of rows received from each rank of the group
 
     @property
     def parts(self) -> list[int]:
@@ -39,17 +32,11 @@ class RowSplits:
 
 @dataclass(frozen=True)
 class RankRouting:
-    """The exchange of a rank.
+    """The exchange of a rank."""
 
-    Attributes:
-        splits: the rows that go from producers to consumers, and whose gradients go back.
-        num_rows_made: number of rows of all items that the rank makes.
-        is_local: whether no item leaves its rank, on any rank.
-    """
-
-    splits: RowSplits
-    num_rows_made: int
-    is_local: bool
+    splits: RowSplits  # the rows that go from producers to consumers, and whose gradients go back
+    num_rows_made: int  # number of rows of all items that the rank makes
+    is_local: bool  # whether no item leaves its rank, on any rank
 
 
 def rank_routing(routes: RowRoutes, ranks: Sequence[int], rank: int, made: Sequence[int] | None = None) -> RankRouting:
@@ -73,23 +60,14 @@ def rank_routing(routes: RowRoutes, ranks: Sequence[int], rank: int, made: Seque
 
 @dataclass(frozen=True)
 class _Table:
-    """A routing table with ranks of one group.
+    """A routing table with ranks of one group."""
 
-    Attributes:
-        item: ``[n]`` item of the entry.
-        producer: ``[n]`` group rank that makes it.
-        consumer: ``[n]`` group rank that needs it.
-        rows: ``[n]`` its number of rows.
-        at_consumer: ``[n]`` first row among the rows that the consumer needs.
-        at_producer: ``[n]`` first row among the rows that one rank makes; 0 for entries of other producers.
-    """
-
-    item: np.ndarray
-    producer: np.ndarray
-    consumer: np.ndarray
-    rows: np.ndarray
-    at_consumer: np.ndarray
-    at_producer: np.ndarray
+    item: np.ndarray  # ``[n]`` item of the entry
+    producer: np.ndarray  # ``[n]`` group rank that makes it
+    consumer: np.ndarray  # ``[n]`` group rank that needs it
+    rows: np.ndarray  # ``[n]`` its number of rows
+    at_consumer: np.ndarray  # ``[n]`` first row among the rows that the consumer needs
+    at_producer: np.ndarray  # ``[n]`` first row among the rows that one rank makes; 0 for entries of other producers
 
     @classmethod
     def of_group(cls, routes: RowRoutes, ranks: Sequence[int]) -> _Table:

@@ -39,16 +39,13 @@ def measured_components(model: OmniModel) -> tuple[str, ...]:
 
 
 class Measured(NamedTuple):
-    """What a run measures in its first steps.
+    """What a run measures in its first steps."""
 
-    Attributes:
-        quadratic: component -> the quadratic part of its cost, that of its items or of the foundation's samples.
-        seconds: if micro-batches are ordered or dealt by cost: encoder -> seconds of a forward on one rank, per unit of
-            an item's cost; ``foundation`` -> seconds of forward and backward per token on the first stage, or per unit
-            of a sample's cost.
-    """
-
+    # component -> the quadratic part of its cost, that of its items or of the foundation's samples
     quadratic: Mapping[str, float] = {}
+    # if micro-batches are ordered or dealt by cost: encoder -> seconds of a forward on one rank, per unit of an item's
+    # cost; ``foundation`` -> seconds of forward and backward per token on the first stage, or per unit of a sample's
+    # cost
     seconds: Mapping[str, float] = {}
 
 

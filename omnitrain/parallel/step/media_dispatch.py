@@ -21,17 +21,12 @@ MediaCallsByName = Mapping[str, tuple[MediaGroup, ...]]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step of one rank.
+    """One optimizer step of one rank."""
 
-    Attributes:
-        packs: its micro-batches; none on ranks that only encode for others.
-        plan: the plan of all ranks.
-        media_calls: for each micro-batch, media name -> the items of each call that this rank makes. Media without an
-            entry: the calls of the rank's pack.
-    """
-
-    packs: tuple[Pack, ...]
-    plan: StepPlan
+    packs: tuple[Pack, ...]  # its micro-batches; none on ranks that only encode for others
+    plan: StepPlan  # the plan of all ranks
+    # for each micro-batch, media name -> the items of each call that this rank makes. Media without an entry: the calls
+    # of the rank's pack.
     media_calls: tuple[MediaCallsByName, ...]
 
 

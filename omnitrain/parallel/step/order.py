@@ -18,16 +18,11 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 @dataclass(frozen=True)
 class OrderOfRun:
-    """Orders the steps of a run with sections, or with ``place: world`` of the foundation. Picklable.
+    """Orders the steps of a run with sections, or with ``place: world`` of the foundation. Picklable."""
 
-    Attributes:
-        order: chooses the order of a step.
-        encoders: components whose work counts.
-        operations: component -> operations of a forward per token; of the foundation, on one pipeline stage.
-    """
-
-    order: StepOrder | CostOrder
-    encoders: tuple[str, ...]
+    order: StepOrder | CostOrder  # chooses the order of a step
+    encoders: tuple[str, ...]  # components whose work counts
+    # component -> operations of a forward per token; of the foundation, on one pipeline stage
     operations: Mapping[str, float]
 
     def rates(

@@ -27,20 +27,13 @@ _FIRST_CAPACITY = 128  # words; more once a table needs them
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The address where the data processes of all ranks connect.
+    """The address where the data processes of all ranks connect."""
 
-    Attributes:
-        host: host of the store.
-        port: port of the store.
-        rank: rank of the data process.
-        world_size: number of ranks.
-        store: the store itself, kept alive on rank 0; not pickled.
-    """
-
-    host: str
-    port: int
-    rank: int
-    world_size: int
+    host: str  # host of the store
+    port: int  # port of the store
+    rank: int  # rank of the data process
+    world_size: int  # number of ranks
+    # the store itself, kept alive on rank 0; not pickled
     store: dist.Store | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -26,15 +26,11 @@ _CTAS = 4  # of a kernel of NCCL between sections: it may wait long, and then oc
 
 @dataclass
 class Transfer:
-    """Tensors that are on their way between this rank and another.
+    """Tensors that are on their way between this rank and another."""
 
-    Attributes:
-        tensors: those that were sent, which must not change before :meth:`wait`; or buffers, valid after it.
-        peer: global rank at the other end.
-    """
-
+    # those that were sent, which must not change before :meth:`wait`; or buffers, valid after it
     tensors: tuple[Tensor, ...]
-    peer: int
+    peer: int  # global rank at the other end
     _works: list[dist.Work] = field(repr=False)
 
     @classmethod
