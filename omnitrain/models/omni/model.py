@@ -41,9 +41,8 @@ from omnitrain.models.omni.encode import Ask, EncodedPack, MicroBatchWork, encod
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.lockstep import idle_prompt
-from omnitrain.models.omni.relay import ONE_STAGE, StageRelay
 from omnitrain.models.omni.save import save_whole
-from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
+from omnitrain.models.omni.stage import OneStage, StageInput, arrived_pack, handed_on
 from omnitrain.models.omni.summary import components_html
 from omnitrain.models.omni.teacher import Teacher
 from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
@@ -95,7 +94,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         self.compute_device: torch.device | None = None
         self._draws = False
         self.takes_batches = True
-        self.relay: StageRelay = ONE_STAGE
+        self.relay = OneStage()
         self.ask: Ask | None = None
         self._minimal_inputs: dict[str, tuple[TensorFeatures, tuple[int, ...]]] = {}
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)

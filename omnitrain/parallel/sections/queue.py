@@ -11,22 +11,17 @@ from torch import Tensor
 
 from omnitrain.errors import LostRankError
 from omnitrain.parallel.sections.carriers.carrier import Arrival, Carrier, Departure
-from omnitrain.parallel.sections.message import Edge, Message, Part
+from omnitrain.parallel.sections.message import Ends, Message, Part
 
 
 @dataclass(frozen=True)
 class EdgeEnd:
     """This rank's end of an edge."""
 
-    edge: Edge  # names of the sections
+    edge: Ends  # names of the sections
     carrier: Carrier  # brings the messages of this edge
     rank: int  # global rank of this process
     slots: int  # number of messages, at least 1, for which a receiver has room; equal at both ends
-    timeout_s: float | None = None  # seconds that a wait may last; None: as long as the carrier allows
-
-    def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"{self.edge} needs at least one slot; found {self.slots}")
 
     @contextmanager
     def naming(self, section: str, number: int) -> Iterator[None]:
@@ -45,7 +40,7 @@ class _Unposted:
 
     error: LostRankError
 
-    def wait(self, timeout_s: float | None) -> tuple[Tensor, ...]:
+    def wait(self) -> tuple[Tensor, ...]:
         raise self.error
 
 
@@ -89,7 +84,7 @@ class Inbox:
             raise ValueError(f"rank {end.rank} expects {number} messages of {end.edge}, and takes one more")
         _, arrival = self._posted[0]
         with end.naming(end.edge.source, number):
-            tensors = arrival.wait(end.timeout_s)
+            tensors = arrival.wait()
         self._posted.popleft()
         self._num_taken += 1
         self._post()
@@ -178,5 +173,5 @@ class Outbox:
         while sent and sent[0][0] <= last:
             number, departure = sent[0]
             with self._end.naming(self._end.edge.target, number):
-                departure.wait(self._end.timeout_s)
+                departure.wait()
             sent.popleft()

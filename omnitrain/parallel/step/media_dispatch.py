@@ -34,9 +34,9 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
     """Return the step of a rank: with media that it encodes for others, without media that others encode for it.
 
     Args:
-        plan: the plan of the step.
-        rank: this rank, in the numbering of the plan.
-        packs: its packs; equal on the ranks of a data group.
+        plan: of the step.
+        rank: in the numbering of the plan.
+        packs: of the rank; equal on the ranks of a data group.
         swap: an all-to-all of parcels; called by all ranks or by none.
     """
     topology = plan.topology

@@ -53,24 +53,17 @@ def open_rendezvous() -> Rendezvous:
 
 
 class DataProcessGroup:
-    """A process group of the data processes of all ranks. Picklable until the first use.
-
-    Args:
-        rendezvous: where they connect.
-    """
+    """A process group of the data processes of all ranks, which connect at a rendezvous. Picklable until then."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
         self._capacity = _FIRST_CAPACITY
 
     def tables(self, table: np.ndarray) -> np.ndarray:
-        """Gather the tables of all ranks, in order of ranks.
+        """Gather the tables of all ranks, in order of ranks: ``[ranks, words]`` int64, padded to the same length.
 
         Args:
             table: ``[words]`` int64 of this rank; the first word is its length.
-
-        Returns:
-            ``[ranks, words]`` int64, each padded to the same length.
 
         Raises:
             TrainingError: another data process has ended.

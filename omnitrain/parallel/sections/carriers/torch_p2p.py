@@ -142,9 +142,9 @@ class _Gathered:
     tensors: tuple[Tensor, ...]
     parts: Sequence[Transfer]
 
-    def wait(self, timeout_s: float | None) -> tuple[Tensor, ...]:
+    def wait(self) -> tuple[Tensor, ...]:
         for part in self.parts:
-            part.wait(timeout_s)
+            part.wait()
         return self.tensors
 
 
