@@ -113,21 +113,15 @@ class ModelLayout:
 
     def table(self, model: OmniModel) -> LayoutTable:
         """Return a printable table with one row per component."""
-        return self._table(dict(model.named_parameters()))
-
-    def _table(self, parameters: Mapping[str, nn.Parameter]) -> LayoutTable:
-        """The table; without ``parameters``, what depends on their sizes and dtypes is empty."""
+        parameters = dict(model.named_parameters())
         return LayoutTable(
-            _row(
-                component.name,
-                section_text(self.states[component.name]) if self.sections else "",
-                component.plan,
-                component.num_units,
-                [parameters[name] for name in component.parameters] if parameters else [],
-                _sequence(component.plan, component.async_ulysses, component.tokens),
-            )
-            for component in self.components.values()
+            self._row(of, [parameters[name] for name in of.parameters]) for of in self.components.values()
         )
+
+    def _row(self, of: ComponentLayout, parameters: list[nn.Parameter]) -> LayoutRow:
+        """The row of a component; without ``parameters``, what depends on their sizes and dtypes is empty."""
+        section = section_text(self.states[of.name]) if self.sections else ""
+        return _row(of.name, section, of.plan, of.num_units, parameters, of.async_ulysses, of.tokens)
 
     def facts_of_sections(self) -> list[dict[str, Any]]:
         """Return name, first rank, components and sizes of axes of each section, as pictures and reports need them."""
@@ -145,12 +139,9 @@ class ModelLayout:
     def _repr_html_(self) -> str:
         """Pictures of the ranks, if matplotlib is installed, and a table; the sizes of weights are in :meth:`table`."""
         prefix = own_prefix()
-        pictures = [
-            mesh_picture(facts, index, f"{prefix}{index}")
-            for index, facts in enumerate(self.facts_of_sections())
-            if has_matplotlib()
-        ]
-        table = self._table({}).as_html(_OF_PLAN)
+        facts = self.facts_of_sections() if has_matplotlib() else []
+        pictures = [mesh_picture(of_section, index, f"{prefix}{index}") for index, of_section in enumerate(facts)]
+        table = LayoutTable(self._row(of, []) for of in self.components.values()).as_html(_OF_PLAN)
         return part_of_notebook([*pictures, heading("Layout (mesh: copies x shards)"), table])
 
     def offloaded(self, model: OmniModel) -> list[nn.Parameter]:
@@ -179,14 +170,7 @@ def planned_table(
         sections: component -> the text of its section (:func:`section_text`); empty without sections.
     """
     return LayoutTable(
-        _row(
-            name,
-            sections.get(name, ""),
-            plans[name],
-            len(units[name]),
-            list(parameters.values()),
-            _sequence(plans[name]),
-        )
+        _row(name, sections.get(name, ""), plans[name], len(units[name]), list(parameters.values()))
         for name, parameters in model.components.items()
     )
 
@@ -223,11 +207,7 @@ def reduce_replicas(model: OmniModel, active_last: Mapping[str, bool]) -> None:
 
     FSDP reduce-scatters within a replica in every micro-batch. One all-reduce across replicas per step is enough. It
     happens in the last micro-batch in which the component runs on any rank: in a later one its units do not run, and
-    their gradient sums would be lost.
-
-    Args:
-        model: parallelized.
-        active_last: component -> whether this is its last active micro-batch. Other components keep their setting.
+    their gradient sums would be lost. ``active_last``: component -> whether this is that micro-batch.
     """
     layout = layout_of(model)
     assert layout is not None, "build_parallelize_model was not called"
@@ -247,8 +227,9 @@ def reduce_all_replicas(model: OmniModel) -> None:
 
 
 def _row(
-    name: str, section: str, plan: ComponentPlan, units: int, parameters: list[nn.Parameter], sequence: str
+    name: str, section: str, plan: ComponentPlan, units: int, parameters: list[nn.Parameter], *methods: object
 ) -> LayoutRow:
+    """``methods``: of sequence parallelism; some may be None."""
     assert plan.precision is not None
     offload: dict[str, bool | None] = {
         "activations": plan.activation_offload,
@@ -270,7 +251,7 @@ def _row(
         dtypes=f"{stored} / {plan.precision.compute or stored} / {plan.precision.reduce}",
         recompute=f"{plan.recompute}{ops}",
         offload=", ".join(name for name, is_offloaded in offload.items() if is_offloaded) or "none",
-        sequence=sequence,
+        sequence=_sequence(plan, *methods),
     )
 
 

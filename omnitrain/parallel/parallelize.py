@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -62,7 +61,6 @@ from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel
 from omnitrain.peers import is_spread
 from omnitrain.plan.mesh import MeshShape
-from omnitrain.plan.placement import Topology
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 
 
@@ -222,7 +220,10 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     keep_conversions(omni)
 
     # What trains, and in which precision
-    _freeze(omni, prepared.plans)
+    for name, parameters in omni.components.items():
+        if prepared.plans[name].freeze:
+            for parameter in parameters.values():
+                parameter.requires_grad_(False)
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
     elsewhere = frozenset(n for name, parameters in omni.components.items() if name not in plans for n in parameters)
@@ -236,7 +237,12 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     on_all = topology.names("exchange")
     pipeline = cut_into_stages(omni, prepared.plans[FOUNDATION], state.of_section(MAIN), on_all)
     absent = elsewhere if pipeline is None else pipeline.absent | elsewhere
-    _leave_out(omni, absent, loader)
+    if loader is not None:
+        loader.absent = absent
+    else:
+        drop_parameters(omni, absent)
+    if absent:
+        ignore_absent_in_device()
 
     # Tensor parallelism, experts, async Ulysses, towers that ranks share
     _shard_matrices(prepared, plans, pipeline)
@@ -261,17 +267,18 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": prepared.tokens}
     components = _layouts(omni, prepared.plans | plans, units, activations, towers, of_foundation)
     exchanges = {name: calling[name].group(axes) for name, axes in topology.exchanges.items() if name in plans}
-    _remember(prepared, components, topology, pipeline, exchanges, device)
-
-
-def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader | None) -> None:
-    """Make the parameters that only other ranks have empty."""
-    if loader is not None:
-        loader.absent = absent
-    else:
-        drop_parameters(model, absent)
-    if absent:
-        ignore_absent_in_device()
+    sections = prepared.plan.sections
+    edges: dict[str, FeatureEdge] = {}
+    if sections:
+        components = _with_units_of_all(components, list(plans))
+        edges = connect_sections(omni, sections, state, device)
+        omni.ask = AskSections(omni, sections, state, device)
+    if pipeline is not None:
+        omni.relay = PipelineRelay(pipeline, device)
+    omni.takes_batches = False
+    section = sections.get(state.section)
+    layout = ModelLayout(state, states, components, topology, pipeline, exchanges, section, edges, sections)
+    remember_layout(omni, layout)
 
 
 def _shard_matrices(prepared: _Prepared, plans: Mapping[str, ComponentPlan], pipeline: Pipeline | None) -> None:
@@ -283,41 +290,6 @@ def _shard_matrices(prepared: _Prepared, plans: Mapping[str, ComponentPlan], pip
     if tokens is not None and not tokens.problem:
         last, spans = [model.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
         apply_sequence_parallel(model.foundation, last, prepared.state.tp_mesh.get_group(), spans)
-
-
-def _remember(
-    prepared: _Prepared,
-    components: dict[str, ComponentLayout],
-    topology: Topology,
-    pipeline: Pipeline | None,
-    exchanges: Mapping[str, dist.ProcessGroup],
-    device: torch.device,
-) -> None:
-    """Connect the sections, and store on the model what was applied."""
-    model, state, sections = prepared.model, prepared.state, prepared.plan.sections
-    edges: dict[str, FeatureEdge] = {}
-    if sections:
-        here = [name for name, at in prepared.states.items() if at.section == state.section]
-        components = _with_units_of_all(components, here)
-        edges = connect_sections(model, sections, state, device)
-        model.ask = AskSections(model, sections, state, device)
-    if pipeline is not None:
-        model.relay = PipelineRelay(pipeline, device)
-    model.takes_batches = False
-    remember_layout(
-        model,
-        ModelLayout(
-            state,
-            prepared.states,
-            components,
-            topology,
-            pipeline,
-            exchanges,
-            section=sections.get(state.section),
-            edges=edges,
-            sections=sections,
-        ),
-    )
 
 
 def _require_types(**arguments: tuple[object, Any, str]) -> None:
@@ -339,13 +311,6 @@ def _token_sharding(
     if drawn := drawn_in_training(model.foundation.config):  # tensor parallel ranks must draw the same numbers
         return TokenSharding(f"it draws random numbers in training ({', '.join(drawn)})")
     return try_tokens(model.foundation, tensors.styles, state)
-
-
-def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
-    for name, parameters in model.components.items():
-        if plans[name].freeze:
-            for parameter in parameters.values():
-                parameter.requires_grad_(False)
 
 
 def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
@@ -408,11 +373,8 @@ def _spread_experts(
 
 def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, SharedTower]:
     """The components whose calls all ranks of a sequence group make together."""
-    return {
-        name: SharedTower(model, parameters.values(), partial(slice_of_call, state))
-        for name, parameters in model.components.items()
-        if name in plans and name != FOUNDATION and (plans[name].ulysses or 1) > 1
-    }
+    shared = [name for name, plan in plans.items() if name != FOUNDATION and (plan.ulysses or 1) > 1]
+    return {n: SharedTower(model, model.components[n].values(), partial(slice_of_call, state)) for n in shared}
 
 
 def _apply_recompute_and_offload(
@@ -451,7 +413,7 @@ def _shardings(
     }
     shardings = {}
     for name, plan in plans.items():
-        at, copies = states[name], _copies(plan)
+        at, copies = states[name], (plan.dp_replicate or 1, plan.dp_shard or 1)
         key = (at.section, at.size("tp"), *copies)
         if key not in meshes and copies != (at.shape.dp_replicate, at.size("fsdp")):
             shape = MeshShape(at.size("pp"), *copies, tp=at.size("tp"))
@@ -459,11 +421,6 @@ def _shardings(
         if at.section == state.section and (mesh := meshes[key]) is not None:
             shardings[name] = _sharding(plan, mesh, state, full_shard)
     return shardings
-
-
-def _copies(plan: ComponentPlan) -> tuple[int, int]:
-    """Number of copies of a component, and of ranks that share one."""
-    return plan.dp_replicate or 1, plan.dp_shard or 1
 
 
 def _sharding(plan: ComponentPlan, mesh: DeviceMesh, state: ParallelState, full_shard: bool) -> Sharding:
