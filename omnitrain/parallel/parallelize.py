@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -220,13 +221,10 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     keep_conversions(omni)
 
     # What trains, and in which precision
-    for name, parameters in omni.components.items():
-        if prepared.plans[name].freeze:
-            for parameter in parameters.values():
-                parameter.requires_grad_(False)
+    _freeze(omni, prepared.plans)
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
-    elsewhere = frozenset(n for name, parameters in omni.components.items() if name not in plans for n in parameters)
+    elsewhere = frozenset(chain.from_iterable(omni.components[name] for name in prepared.plans.keys() - plans))
     loader = WeightLoader(omni, device, state.section_group, elsewhere) if loads else None
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
     _set_compute_dtypes(omni, prepared.plans)
@@ -237,12 +235,7 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     on_all = topology.names("exchange")
     pipeline = cut_into_stages(omni, prepared.plans[FOUNDATION], state.of_section(MAIN), on_all)
     absent = elsewhere if pipeline is None else pipeline.absent | elsewhere
-    if loader is not None:
-        loader.absent = absent
-    else:
-        drop_parameters(omni, absent)
-    if absent:
-        ignore_absent_in_device()
+    _leave_out(omni, absent, loader)
 
     # Tensor parallelism, experts, async Ulysses, towers that ranks share
     _shard_matrices(prepared, plans, pipeline)
@@ -268,17 +261,39 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     components = _layouts(omni, prepared.plans | plans, units, activations, towers, of_foundation)
     exchanges = {name: calling[name].group(axes) for name, axes in topology.exchanges.items() if name in plans}
     sections = prepared.plan.sections
-    edges: dict[str, FeatureEdge] = {}
-    if sections:
-        components = _with_units_of_all(components, list(plans))
-        edges = connect_sections(omni, sections, state, device)
-        omni.ask = AskSections(omni, sections, state, device)
-    if pipeline is not None:
-        omni.relay = PipelineRelay(pipeline, device)
-    omni.takes_batches = False
-    section = sections.get(state.section)
+    components = _with_units_of_all(components, list(plans)) if sections else components
+    edges, section = _connect(prepared, pipeline, device), sections.get(state.section)
     layout = ModelLayout(state, states, components, topology, pipeline, exchanges, section, edges, sections)
     remember_layout(omni, layout)
+
+
+def _connect(prepared: _Prepared, pipeline: Pipeline | None, device: torch.device) -> dict[str, FeatureEdge]:
+    """Connect stages and sections for evaluation; return the edges of sections in a step."""
+    model, state, sections = prepared.model, prepared.state, prepared.plan.sections
+    model.takes_batches = False
+    if pipeline is not None:
+        model.relay = PipelineRelay(pipeline, device)
+    if not sections:
+        return {}
+    model.ask = AskSections(model, sections, state, device)
+    return connect_sections(model, sections, state, device)
+
+
+def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader | None) -> None:
+    """Make the parameters that only other ranks have empty."""
+    if loader is not None:
+        loader.absent = absent
+    else:
+        drop_parameters(model, absent)
+    if absent:
+        ignore_absent_in_device()
+
+
+def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
+    for name, parameters in model.components.items():
+        if plans[name].freeze:
+            for parameter in parameters.values():
+                parameter.requires_grad_(False)
 
 
 def _shard_matrices(prepared: _Prepared, plans: Mapping[str, ComponentPlan], pipeline: Pipeline | None) -> None:

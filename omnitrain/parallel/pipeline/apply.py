@@ -179,13 +179,12 @@ def units_by_stage(
     Units outside of blocks, such as embeddings that several stages read, belong to this rank's first stage: its
     backward is the last one, so all gradients exist when its units are reduced. Those ``of_encoders`` have no stage.
     """
-    path = path_of_blocks(model)
-    stage_of_block = {f"{path}.{block}": stage for stage in stages.local for block in range(*stages.spans[stage])}
+    of_blocks = {block: s for block, s in stages.of_blocks(path_of_blocks(model)).items() if s in stages.local}
     first = stages.local[0]
     units: dict[int, list[str]] = {stage: [] for stage in stages.local}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and name not in of_encoders:
-            inside = next((s for block, s in stage_of_block.items() if f"{name}.".startswith(f"{block}.")), first)
+            inside = next((stage for block, stage in of_blocks.items() if f"{name}.".startswith(block)), first)
             units[inside].append(name)
     return {stage: tuple(names) for stage, names in units.items()}
 

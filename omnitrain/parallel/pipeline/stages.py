@@ -54,6 +54,10 @@ class PipelineStages:
         """The stages of this rank, ascending."""
         return tuple(stage for stage, rank in enumerate(self.ranks) if rank == self.rank)
 
+    def of_blocks(self, path: str) -> dict[str, int]:
+        """Return the start of the names in each block of the module list at ``path`` -> the stage of the block."""
+        return {f"{path}.{block}.": s for s, span in enumerate(self.spans) for block in range(*span)}
+
     def is_last(self, stage: int) -> bool:
         """Whether the stage computes the losses."""
         return stage == self.num_stages - 1
@@ -129,19 +133,14 @@ def holders(
         on_all: encoders that run on all pipeline ranks.
     """
     at = {"first": {stages.first_rank}, "last": {stages.last_rank}, "inner": set(stages.ranks[1:-1])}
-    path = path_of_blocks(model)
-    rank_of_block = {
-        f"{path}.{block}.": stages.ranks[stage]
-        for stage, (start, stop) in enumerate(stages.spans)
-        for block in range(start, stop)
-    }
+    of_blocks = stages.of_blocks(path_of_blocks(model))
     ranks: dict[str, tuple[int, ...]] = {}
     components = {name: component for component, names in model.components.items() for name in names}
     bases = {name: base for base, name in names_without_adapters(model, components).items()}
     bases |= {adapter: base for base, names in model.renamed.items() for adapter in names[1:]}
     for name, component in components.items():
         base = bases[name].removeprefix(f"{FOUNDATION}.")
-        inside = next((rank for prefix, rank in rank_of_block.items() if name.startswith(prefix)), None)
+        inside = next((stage for prefix, stage in of_blocks.items() if name.startswith(prefix)), None)
         if component in on_all:
             held = set(stages.ranks)
         elif component in model.decoder_names:
@@ -149,7 +148,7 @@ def holders(
         elif component != FOUNDATION:
             held = at["first"]
         elif inside is not None:
-            held = {inside}
+            held = {stages.ranks[inside]}
         else:
             held = {rank for position in read_by.get(base, ("first",)) for rank in at[position]}
         ranks[name] = tuple(sorted(held))

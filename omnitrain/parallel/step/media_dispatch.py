@@ -44,19 +44,7 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
     component_of = {name: component for component in moving for name in topology.component(component).media}
     if not component_of:
         return StepBatch(tuple(packs), plan, tuple({} for _ in range(plan.num_micro_batches)))
-    parcels: list[dict[int, MediaGroup]] = [{} for _ in range(topology.world_size)]
-    items: dict[int, MediaGroup] = {}
-    for index, name, item in _drawn_items(plan, rank, packs):
-        if name not in component_of:
-            continue
-        caller = topology.caller_of(rank, component_of[name])
-        makers = topology.call_group_of(component_of[name])[plan.producer[index]]
-        if caller in makers:
-            items[index] = item
-        elif topology.is_owner(caller):
-            for maker in makers:
-                if topology.owner_of(maker) != topology.owner_of(rank):  # the others hold the sample, too
-                    parcels[maker + rank - caller][index] = item
+    items, parcels = _kept_and_sent(plan, rank, packs, component_of)
     for parcel in swap([as_bytes(parcel) for parcel in parcels]):
         items |= pickle.loads(parcel)
     names = set(component_of)
@@ -65,6 +53,27 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
         for micro_batch in range(plan.num_micro_batches)
     )
     return StepBatch(tuple(_without_features(pack, names) for pack in packs), plan, calls)
+
+
+def _kept_and_sent(
+    plan: StepPlan, rank: int, packs: Sequence[Pack], component_of: Mapping[str, str]
+) -> tuple[dict[int, MediaGroup], list[dict[int, MediaGroup]]]:
+    """The items of the rank's packs, by index: those that it encodes, and those for each other rank."""
+    topology = plan.topology
+    kept: dict[int, MediaGroup] = {}
+    sent: list[dict[int, MediaGroup]] = [{} for _ in range(topology.world_size)]
+    for index, name, item in _drawn_items(plan, rank, packs):
+        if name not in component_of:
+            continue
+        caller = topology.caller_of(rank, component_of[name])
+        makers = topology.call_group_of(component_of[name])[plan.producer[index]]
+        if caller in makers:
+            kept[index] = item
+        elif topology.is_owner(caller):
+            for maker in makers:
+                if topology.owner_of(maker) != topology.owner_of(rank):  # the others hold the sample, too
+                    sent[maker + rank - caller][index] = item
+    return kept, sent
 
 
 def _drawn_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[tuple[int, str, MediaGroup]]:
