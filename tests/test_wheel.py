@@ -1,4 +1,4 @@
-"""`pip install .` ships the recipes."""
+"""`pip install .` ships the recipes and says that omnitrain has types."""
 
 import shutil
 import subprocess
@@ -32,6 +32,7 @@ def test_wheel_contains_the_recipes_and_runs_without_the_checkout(tmp_path: Path
     assert {path.name for path in (target / "omnitrain" / "recipes").glob("*.yaml")} == {
         path.name for path in (ROOT / "recipes").glob("*.yaml")
     }
+    assert (target / "omnitrain" / "py.typed").exists()  # a user's mypy reads our types
     script = "import omnitrain.recipe as r; print(r.recipes_folder(), *r.list_recipes())"
     listed = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=target)
     names = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

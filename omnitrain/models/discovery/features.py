@@ -109,6 +109,10 @@ class MediaFeatures:
         """Return the same layout with other tensors (in the order of ``tensors()``), such as received from ranks."""
         return replace(self, main=tensors[0], side=dict(zip(self.side, tensors[1:], strict=True)), counts=tuple(counts))
 
+    def with_rows(self, tensors: Sequence[Tensor]) -> MediaFeatures:
+        """Return the same layout with other tensors, as one item; see :meth:`with_tensors`."""
+        return self.with_tensors(tensors, (len(tensors[0]),))
+
     def without_items(self) -> MediaFeatures:
         """Return the form of these features without any item."""
         return self.with_tensors([tensor.new_empty(0, *tensor.shape[1:]) for tensor in self.tensors()], ())

@@ -37,30 +37,16 @@ class MicroBatchWork:
     Attributes:
         heads: decoders whose head every rank calls, with targets or without.
         sequence_slice: the tokens of the pack over which this rank runs the foundation; None: all of them.
-        features: component -> its features for this pack. The forward calls the components without an entry.
+        features: component -> its features for this pack, name by name: for all tokens, or for those of this rank. The
+            forward calls the components without an entry.
         calls: name in :attr:`Pack.inputs` or :attr:`Pack.targets` -> number of such calls on every rank. Without an
             entry, a rank makes the calls that its pack needs.
     """
 
     heads: Collection[str] = ()
     sequence_slice: SequenceSlice | None = None
-    features: Mapping[str, ReceivedFeatures] = field(default_factory=dict)
+    features: Mapping[str, MediaFeatures] = field(default_factory=dict)
     calls: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ReceivedFeatures:
-    """The features of a component for a pack, as they leave an edge.
-
-    Attributes:
-        tensors: ``[n, ...]`` for the items of the pack, name by name.
-        pattern: any features of the component; the others have the same form.
-        is_cut: whether they are those for this rank's tokens alone.
-    """
-
-    tensors: tuple[Tensor, ...]
-    pattern: MediaFeatures
-    is_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +102,7 @@ class EncodedPack:
 class Ask(Protocol):
     """Asks other ranks for the features of a pack, outside of a step, where no plan says what they encode."""
 
-    def __call__(self, pack: Pack, calls: Mapping[str, int]) -> dict[str, ReceivedFeatures]:
+    def __call__(self, pack: Pack, calls: Mapping[str, int]) -> dict[str, MediaFeatures]:
         """Return component -> its features for a pack. All ranks that run packs must call it together.
 
         Args:
@@ -182,22 +168,32 @@ class _Encoding:
         drawn = {**self._pack.inputs, **self._pack.targets}
         batches = {name: drawn[name] for name in self._model.media_names[component] if name in drawn}
         places = {name: local_positions(self._work.sequence_slice, batch.positions) for name, batch in batches.items()}
-        received = self._work.features.get(component)
-        is_cut = received is not None and received.is_cut
-        if received is None:
-            made: Mapping[str, Sequence[MediaFeatures]] = self._made(component)
-        elif is_cut:
-            made = _by_name(self._model, received, {name: [len(index)] for name, (index, _) in places.items()})
-        else:
-            made = _by_name(self._model, received, {name: batch.num_tokens for name, batch in batches.items()})
+        made = self._received(component, batches, places) or self._made(component)
         for name, (index, positions) in places.items():
             features = MediaFeatures.cat(made[name])
             if name in self._pack.targets:
                 self._labels[name] = features.side[_LABELS]
                 features = replace(features, side={})
-            if self._work.sequence_slice is not None and not is_cut:
+            if len(features.main) != len(index):
                 features = features.at(index)
             self._keep(component, name, features, positions)
+
+    def _received(
+        self, component: str, batches: Mapping[str, MediaBatch], places: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> dict[str, list[MediaFeatures]]:
+        """Name -> the features of the pack's items, or of this rank's tokens, that are known; empty: none are."""
+        received = self._work.features.get(component)
+        if received is None:
+            return {}
+        counts: dict[str, Sequence[int]] = {name: [len(index)] for name, (index, _) in places.items()}
+        if sum(map(sum, counts.values())) != len(received.main):
+            counts = {name: batch.num_tokens for name, batch in batches.items()}
+        sizes = [sum(own) for own in counts.values()]
+        pieces = zip(*(tensor.split(sizes) for tensor in received.tensors()), strict=True) if sizes else ()
+        return {
+            name: [_with_layout_of(self._model, name, received).with_tensors(piece, own)]
+            for (name, own), piece in zip(counts.items(), pieces, strict=True)
+        }
 
     def _made(self, component: str) -> dict[str, list[MediaFeatures]]:
         """Name -> the features of each call that this rank makes for its pack."""
@@ -215,7 +211,7 @@ class _Encoding:
     def _rows_of(self, tower: str) -> MediaFeatures:
         """What a tower gives for all items of the pack."""
         if (received := self._work.features.get(tower)) is not None:
-            return received.pattern.with_tensors(received.tensors, (len(received.tensors[0]),))
+            return received
         return MediaFeatures.cat([features for calls in self._made(tower).values() for features in calls])
 
     def _keep(self, component: str, name: str, features: MediaFeatures, positions: Tensor) -> None:
@@ -379,15 +375,3 @@ def _with_layout_of(model: Any, name: str, features: MediaFeatures) -> MediaFeat
         return features
     layout = model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)].layout
     return replace(features, side=dict(zip(layout.names[1:], features.side.values(), strict=True)), layout=layout)
-
-
-def _by_name(
-    model: Any, received: ReceivedFeatures, counts: Mapping[str, Sequence[int]]
-) -> dict[str, list[MediaFeatures]]:
-    """Split received features by name. ``counts``: name -> features of each item."""
-    sizes = [sum(own) for own in counts.values()]
-    pieces = zip(*(tensor.split(sizes) for tensor in received.tensors), strict=True) if sizes else ()
-    return {
-        name: [_with_layout_of(model, name, received.pattern).with_tensors(piece, own)]
-        for (name, own), piece in zip(counts.items(), pieces, strict=True)
-    }

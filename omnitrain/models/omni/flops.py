@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
-from omnitrain.models.omni.encode import MicroBatchWork, ReceivedFeatures, call_component, features_of, idle_head
+from omnitrain.models.discovery import MediaFeatures
+from omnitrain.models.omni.encode import MicroBatchWork, call_component, features_of, idle_head
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import use_omnitrain_experts
@@ -207,10 +208,9 @@ class ModelFlops:
 
         return count(run, self.model, self._again(FOUNDATION))
 
-    def _of_teacher(self, name: str, length: int) -> ReceivedFeatures:
+    def _of_teacher(self, name: str, length: int) -> MediaFeatures:
         """Hidden states as if others had computed them: those of a teacher count as media calls."""
-        features = features_of(torch.empty(length, self.model.get_submodule(name).width))
-        return ReceivedFeatures((features.main,), features)
+        return features_of(torch.empty(length, self.model.get_submodule(name).width))
 
     def _again(self, component: str) -> list[Recomputed]:
         return [self._recomputed[component]] if component in self._recomputed else []

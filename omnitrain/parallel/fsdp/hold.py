@@ -13,7 +13,7 @@ for its own stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -108,7 +108,7 @@ class HeldUnits:
 
 
 @contextmanager
-def reducing_later(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """A context for a backward that another one follows: units keep their weights, and add up their gradients, for it.
 
     Meanwhile FSDP neither waits for other reductions nor forgets the order of the units, by which it prefetches.

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.outputs import OmniOutput
@@ -217,6 +218,8 @@ class Executor:
                 stack.enter_context(self._draws.forward(micro_batch))
             for context in self._contexts:
                 stack.enter_context(context(pack, work))
+            if stage == 0 and self._held is None and isinstance(self._model, FSDPModule):
+                self._model.unshard()  # the root may have parameters of components, which are called before it
             if stage in (0, self._last):
                 features = self._graph.labels_of if stage else self._graph.features_of
                 work = replace(work, features=features(micro_batch, pack))
@@ -277,7 +280,8 @@ class Executor:
         """A context for a backward that those of components follow."""
         if not components or self._held is not None or self._layout is None:
             return nullcontext()
-        return reducing_later(self._model, [u for name in components for u in self._layout.components[name].units])
+        of_components = (unit for name in components for unit in self._layout.components[name].units)
+        return reducing_later(self._model, {"", *of_components})  # the root may have parameters of components, too
 
     def _backward_of(self, component: str, window: int) -> None:
         """Run the backward of a component's window."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.omni.encode import FEATURES, ComponentCalls, ReceivedFeatures, call_component, reading, recorded
+from omnitrain.models.omni.encode import FEATURES, ComponentCalls, call_component, reading, recorded
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.draws import StepDraws
 from omnitrain.ops.timing import Phase, What
@@ -26,7 +26,7 @@ from omnitrain.parallel.schedule.edge import Edge, GroupEdge
 from omnitrain.parallel.schedule.node import Encoded, Node, Run
 from omnitrain.parallel.sections.edges import FeatureEdge
 from omnitrain.parallel.step.media_dispatch import StepBatch
-from omnitrain.parallel.step.work import calls_in, exchange_in, slice_read
+from omnitrain.parallel.step.work import calls_in, exchange_in
 from omnitrain.plan.schedule.actions import Action, Kind
 
 _Window = tuple[str, int]  # component, first micro-batch
@@ -41,7 +41,6 @@ class _Read:
     Attributes:
         pattern: the form of the features, without any.
         has_gradient: for each tensor of the features, whether it gets a gradient.
-        is_cut: whether they are those for this rank's tokens alone.
         held: part -> its features, in the memory where they wait.
         leaves: part -> the same on the device, while its forward and backward need it.
         gradients: part -> gradients of ``leaves`` that have one, in the memory where they wait.
@@ -49,7 +48,6 @@ class _Read:
 
     pattern: MediaFeatures
     has_gradient: Sequence[bool]
-    is_cut: bool
     held: dict[int, list[Tensor]]
     leaves: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -60,11 +58,11 @@ class _Read:
         kinds = (self.held, self.leaves, self.gradients)
         return sum(tensor.nbytes for kind in kinds for tensors in kind.values() for tensor in tensors)
 
-    def read(self, part: int, device: torch.device) -> tuple[Tensor, ...]:
+    def read(self, part: int, device: torch.device) -> MediaFeatures:
         """Return the features of a part as leaves, or as constants of a frozen component."""
         there = [tensor.to(device, non_blocking=True) for tensor in self.held.pop(part)]
         self.leaves[part] = tuple(t.requires_grad_(has) for t, has in zip(there, self.has_gradient, strict=True))
-        return self.leaves[part]
+        return self.pattern.with_rows(self.leaves[part])
 
     def take_gradients(self, part: int) -> list[Tensor]:
         """Return the gradients of the leaves of a part, and forget the leaves."""
@@ -178,7 +176,7 @@ class StepGraph:
 
     # What the forwards and backwards of micro-batches read and give
 
-    def features_of(self, micro_batch: int, pack: Pack) -> dict[str, ReceivedFeatures]:
+    def features_of(self, micro_batch: int, pack: Pack) -> dict[str, MediaFeatures]:
         """Return component -> its features for a micro-batch: leaves of its graph, or constants of frozen components.
 
         The components that the forwards call are called now.
@@ -190,12 +188,9 @@ class StepGraph:
         for component in self._called(micro_batch):
             self._encode(component, micro_batch, pack)
             self._move(component, micro_batch)
-        return {
-            component: ReceivedFeatures(read.read(micro_batch, self._model.device), read.pattern, read.is_cut)
-            for component, read in self._read_in(micro_batch)
-        }
+        return {component: read.read(micro_batch, self._model.device) for component, read in self._read_in(micro_batch)}
 
-    def labels_of(self, micro_batch: int, pack: Pack) -> dict[str, ReceivedFeatures]:
+    def labels_of(self, micro_batch: int, pack: Pack) -> dict[str, MediaFeatures]:
         """Return decoder -> its features for a micro-batch, without a graph, on a stage that is not the first."""
         found = {}
         for component in self._called(micro_batch):
@@ -203,7 +198,7 @@ class StepGraph:
                 run, edge = self._run(self._batch, component, micro_batch, pack), self._edges[component]
                 encoded = Node().encode(micro_batch, run, is_trained=False)
                 edge.send(micro_batch, encoded.leave())
-                found[component] = ReceivedFeatures(edge.take(micro_batch), encoded.pattern)
+                found[component] = encoded.pattern.with_rows(edge.take(micro_batch))
         return found
 
     def take_gradients(self, micro_batch: int) -> None:
@@ -247,9 +242,7 @@ class StepGraph:
         read = self._placements[component].reads
         if not read:
             return None
-        found = self._read[read, self._start(read, window)]
-        leaves = found.read(window, self._model.device)
-        return found.pattern.with_tensors(leaves, (len(leaves[0]),))
+        return self._read[read, self._start(read, window)].read(window, self._model.device)
 
     def _move(self, component: str, window: int) -> None:
         """The features of a window go to the ranks of its group that read them."""
@@ -273,9 +266,8 @@ class StepGraph:
         else:  # copies, as a view would keep the memory of the whole window until its last part
             pieces = zip(*([p.clone() for p in tensor.split([*rows.values()])] for tensor in received), strict=True)
             held = {part: [*piece] for part, piece in zip(rows, pieces, strict=True)}
-        is_cut = slice_read(self._model, self._batch, self._placements[component], window) is not None
         held = {part: self._waiting_there(component, tensors) for part, tensors in held.items()}
-        self._read[component, window] = _Read(pattern, has_gradient, is_cut, held)
+        self._read[component, window] = _Read(pattern, has_gradient, held)
 
     def _keep_gradients(self, component: str, read: _Read, part: int) -> None:
         gradients = read.take_gradients(part)

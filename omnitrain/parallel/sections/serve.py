@@ -13,7 +13,8 @@ import torch
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.errors import LostRankError, UserError
-from omnitrain.models.omni.encode import ComponentCalls, ReceivedFeatures, call_component, own_calls, reading
+from omnitrain.models.discovery import MediaFeatures
+from omnitrain.models.omni.encode import ComponentCalls, call_component, own_calls, reading
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.parallel.sections.host_link import HostLink
@@ -49,7 +50,7 @@ class AskSections:
         self.is_served = state.section == MAIN
         self.is_open = False
 
-    def __call__(self, pack: Pack, calls: Mapping[str, int]) -> dict[str, ReceivedFeatures]:
+    def __call__(self, pack: Pack, calls: Mapping[str, int]) -> dict[str, MediaFeatures]:
         """Return component -> its features for a pack; see :class:`~omnitrain.models.omni.encode.Ask`."""
         self.require(FOUNDATION)
         if not self.is_open:
@@ -57,24 +58,23 @@ class AskSections:
                 f"{', '.join(sorted(self._servers))}: other ranks encode for this one, and do not listen now; call "
                 "omnitrain.serving(model, work) on all ranks, with the evaluation or generation as `work`"
             )
-        found: dict[str, ReceivedFeatures] = {}
+        found: dict[str, MediaFeatures] = {}
         for component, names in self._model.media_names.items():
             if self._state.rank in self._askers and component in self._servers and any(calls.get(n) for n in names):
                 found[component] = self._asked(component, pack, found.get(self._model.reads.get(component, "")))
         return found
 
-    def _asked(self, component: str, pack: Pack, rows: ReceivedFeatures | None) -> ReceivedFeatures:
+    def _asked(self, component: str, pack: Pack, rows: MediaFeatures | None) -> MediaFeatures:
         """The features of a component; ``rows``: those that it reads in place of media."""
         items = {name: own_calls(self._model, pack, name) for name in self._model.media_names[component]}
         if rows is not None:
-            read = rows.pattern.with_tensors(rows.tensors, (len(rows.tensors[0]),))
-            items = {name: reading(groups, read) for name, groups in items.items()}
+            items = {name: reading(groups, rows) for name, groups in items.items()}
         servers = self._servers[component]
         if self._state.rank == self._askers[0]:
             self._link.send(component, *servers)
         server = servers[self._askers.index(self._state.rank) % len(servers)]
         self._link.send(items, server)
-        answer: ReceivedFeatures | Exception = self._link.receive(server)
+        answer: MediaFeatures | Exception = self._link.receive(server)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -138,9 +138,7 @@ class AskSections:
             for rank, answer in zip(own, answers, strict=True):
                 link.send(answer, rank)
 
-    def _encoded(
-        self, component: str, asked: Sequence[Mapping[str, Sequence[MediaGroup]]]
-    ) -> Iterator[ReceivedFeatures]:
+    def _encoded(self, component: str, asked: Sequence[Mapping[str, Sequence[MediaGroup]]]) -> Iterator[MediaFeatures]:
         """The features for each rank that asked. All ranks of the section call the component equally often."""
         names = self._model.media_names[component]
         items = {name: [call for of_rank in asked for call in of_rank[name]] for name in names}
@@ -150,4 +148,4 @@ class AskSections:
         in_turn = {name: iter(features) for name, features in calls.made.items()}
         for of_rank in asked:
             made = {name: [next(in_turn[name]) for _ in groups] for name, groups in of_rank.items()}
-            yield ReceivedFeatures(ComponentCalls(made, [calls.pattern]).joined, calls.pattern.without_items())
+            yield calls.pattern.with_rows(ComponentCalls(made, [calls.pattern]).joined)

@@ -75,7 +75,7 @@ def exchange_in(model: OmniModel, batch: StepBatch, placement: Placement, window
     caller = topology.caller_of(rank, placement.name)
     made = [item for call in plan.calls_of(caller, placement.name, window) for item in call.items]
     routes = plan.routes(placement.name, window)
-    if (share := slice_read(model, batch, placement, window)) is not None:
+    if (share := _slice_read(model, batch, placement, window)) is not None:
         positions = positions_of(batch.packs[window], placement)
         sharing = topology.data_groups[topology.group_of[caller]]
         routes, made = routes_to_slices(routes, sharing, positions, share.split, made)
@@ -84,7 +84,7 @@ def exchange_in(model: OmniModel, batch: StepBatch, placement: Placement, window
     return Exchange(routes, None if layout is None else layout.exchanges.get(placement.name), made=made)
 
 
-def slice_read(model: OmniModel, batch: StepBatch, placement: Placement, window: int) -> RankSlice | None:
+def _slice_read(model: OmniModel, batch: StepBatch, placement: Placement, window: int) -> RankSlice | None:
     """Return the slice for whose tokens alone this rank reads a component's features of a window; None: for all."""
     layout = layout_of(model)
     is_shared = layout is not None and placement.name in layout.sharing
