@@ -104,6 +104,7 @@ def saved_as(folder: Path, plan: ot.ParallelPlan) -> None:
     save_whole(model, folder / "many", GlooGroup(), A_BLOCK_EACH)
 
 
+BY_DEFAULT = ("dp3", "tp2.dp2", "dp4.ep4", "pp2.dp2.accum2", "vision1+dp3")
 TOWER_ON_TWO_OF_FOUR = Case("internvl", "group", "", "", "tp4", "all", "", "").layout
 
 
@@ -111,11 +112,14 @@ TOWER_ON_TWO_OF_FOUR = Case("internvl", "group", "", "", "tp4", "all", "", "").l
     ("make", "layout"),
     [
         *(
-            pytest.param(getattr(factories, name), parse_layout(word), id=f"{name} {word}")
+            pytest.param(getattr(factories, name), parse_layout(word), id=f"{name} {word}", marks=slow)
             for name, word in LAYOUTS
+            for slow in ([] if word in BY_DEFAULT else [pytest.mark.slow],)
             if "offload" not in word
         ),
-        pytest.param(partial(internvl, 4), TOWER_ON_TWO_OF_FOUR, id="internvl tower on two of four"),
+        pytest.param(
+            partial(internvl, 4), TOWER_ON_TWO_OF_FOUR, id="internvl tower on two of four", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_layout_writes_the_files_that_it_was_loaded_from(

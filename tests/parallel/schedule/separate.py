@@ -84,6 +84,12 @@ class Case(NamedTuple):
         return self.window in ("2", "step") or (self.stages != "" and self.place == "world")
 
     @property
+    def cost(self) -> int:
+        """Of a test: its references, and ranks, which take longer with adapters, or encoders in the foundation."""
+        factor = (1 if self.model == "any_to_any" else 2) * (2 if self.trained == "lora" else 1)
+        return 4 + self.layout.num_ranks * factor
+
+    @property
     def layout(self) -> Separate:
         words = (self.stages, self.axis, f"accum{MICRO_BATCHES}", self.precision)
         return Separate(**vars(parse_layout(".".join(filter(None, words)))), case=self)

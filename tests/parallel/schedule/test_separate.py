@@ -38,7 +38,7 @@ from tests.parallel.schedule.separate import (
 from tests.parallel.schedule.test_layouts import samples_of
 
 SEPARATE = [case for case in possible() if case.is_separate and not case.precision]  # bf16 is in the slow rows
-DEFAULT = [*each_value([case for case in SEPARATE if case.layout.num_ranks <= 4])]
+DEFAULT = [*each_value([case for case in SEPARATE if case.layout.num_ranks <= 4], lambda case: case.cost)]
 WITH_EXPERTS = [case for case in table() if case.axis == "dp2.ep2"]
 
 

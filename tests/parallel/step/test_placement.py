@@ -71,7 +71,9 @@ def encoded_rows(place: Place, tp_plan: dict[str, str], drawn: list[list[Sample]
 KEYS = {"foundation.image": "pixel_values", "foundation.video": "pixel_values_videos"}
 
 
-@pytest.mark.parametrize(("place", "times"), [("local", 2), ("group", 1), ("world", 1)])
+@pytest.mark.parametrize(
+    ("place", "times"), [("local", 2), pytest.param("group", 1, marks=pytest.mark.slow), ("world", 1)]
+)
 def test_each_item_is_encoded_once_unless_its_ranks_are_local(ranks: RankPool, place: Place, times: int) -> None:
     media = [sample for sample in samples_of("qwen3_vl") if sample.spans]
     found = ranks.run(encoded_rows, place, FOUNDATION_GLOBS, [media, media[:1]], timeout_s=60, world=4)
