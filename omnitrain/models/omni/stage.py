@@ -84,11 +84,7 @@ def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) ->
 def features_across(model: Any, pack: Pack, sequence_slice: SequenceSlice | None, cut: int) -> dict[Across, int]:
     """Return the features that cross a cut, with their number, in the order in which they are sent.
 
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        pack: a micro-batch.
-        sequence_slice: the slice of the sequence on this rank; None: all tokens.
-        cut: index of the block after the cut.
+    ``cut``: index of the block after it; see :func:`features_in`.
     """
     contract = model.stage_contract
     across: dict[Across, int] = {}
@@ -101,14 +97,7 @@ def features_across(model: Any, pack: Pack, sequence_slice: SequenceSlice | None
 
 
 def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput) -> EncodedPack:
-    """Return the input of a stage after the first: features that arrived, and on the last stage the decoders' labels.
-
-    Args:
-        model: see :func:`features_in`.
-        pack: the micro-batch.
-        work: this rank's work in the micro-batch.
-        stage: the input of the stage.
-    """
+    """Return the input of a stage after the first: features that arrived; on the last stage, the decoders' labels."""
     hidden, *features = stage.arrived
     here = dict(zip(features_across(model, pack, work.sequence_slice, stage.span.start), features, strict=True))
     native = {}
@@ -125,13 +114,9 @@ def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput
 
 
 def handed_on(model: Any, encoded: EncodedPack, hidden: Tensor, cut: int) -> tuple[Tensor, ...]:
-    """Return what a stage sends to the next one: hidden states, then features in the order of :func:`features_across`.
+    """Return what a stage sends to the next one, at whose first block is the cut: its output ``hidden``, then features.
 
-    Args:
-        model: see :func:`features_in`.
-        encoded: the input of this stage.
-        hidden: its output.
-        cut: index of the block after the stage.
+    The features are in the order of :func:`features_across`.
     """
     sent = [hidden]
     for modality, name in features_across(model, encoded.pack, encoded.work.sequence_slice, cut):

@@ -29,7 +29,7 @@ class PipelineStages:
     """The cut of a foundation into stages."""
 
     spans: tuple[tuple[int, int], ...]  # for each stage, its first block and the block after its last one
-    # for each stage, the number of parameters that a token meets in its blocks, and on the last in the head
+    # for each stage, the active parameters per token in its blocks, and on the last in the head
     costs: tuple[float, ...]
     ranks: tuple[int, ...]  # for each stage, the pipeline rank that computes it
     rank: int  # pipeline rank of this process
@@ -66,12 +66,7 @@ class PipelineStages:
 def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState) -> PipelineStages:
     """Return the stages of a model: as many blocks as the schedule says, else stages of equal cost.
 
-    The cost of a block is the number of parameters that a token meets in it; the last stage has that of the head, too.
-
-    Args:
-        model: before tensors are sharded.
-        schedule: its schedule.
-        state: the parallel state.
+    The cost of a block is its number of active parameters per token; the last stage has that of the head, too.
 
     Raises:
         ScheduleError: fewer blocks than stages, a split that does not add up, or a cut that is not exact.
@@ -90,10 +85,10 @@ def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState
 
 
 def parameters_met(model: OmniModel) -> tuple[list[float], float]:
-    """Return the number of parameters that a token meets in each block of the foundation, and in its head.
+    """Return the active parameters per token of each block of the foundation, and of its head.
 
-    A token meets only the experts that its router chooses. The numbers are the same before and after tensors are
-    sharded, and on all ranks.
+    Of experts, only those that a router chooses count. The numbers are the same before and after tensors are sharded,
+    and on all ranks.
     """
     text = model.foundation.config.get_text_config(decoder=True)
     chosen = next((number for name in CHOSEN_EXPERTS if (number := config_value(text, name))), None)
@@ -102,7 +97,7 @@ def parameters_met(model: OmniModel) -> tuple[list[float], float]:
 
 
 def _cost(block: nn.Module, chosen: int | None) -> float:
-    """The number of parameters that a token meets in a block. ``chosen``: experts per token; None: all of them."""
+    """The active parameters per token of a block. ``chosen``: experts per token; None: all of them."""
     cost = float(sum(weight.numel() for weight in block.parameters()))
     for _, experts in experts_in(block):
         weights, number = sum(weight.numel() for weight in experts.parameters(recurse=False)), num_experts_of(experts)
@@ -170,9 +165,7 @@ def _device_of_present(model: PreTrainedModel) -> torch.device:
 def drop_parameters(model: nn.Module, names: Collection[str]) -> None:
     """Move parameters to the meta device, where they keep their shapes and take no memory.
 
-    Args:
-        model: every reference to such a parameter changes, too.
-        names: parameters that other stages hold.
+    Every reference to such a parameter in the model changes, too.
     """
     parameters = dict(model.named_parameters())
     for name in names:
