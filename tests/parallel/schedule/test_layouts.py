@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from omnitrain.data.packing.sample import Sample
@@ -35,6 +37,7 @@ EIGHT_RANKS = {
 }
 
 
+@cache
 def samples_of(model: str) -> list[Sample]:
     if model == "any_to_any":
         return samples()
