@@ -224,7 +224,8 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     _freeze(omni, prepared.plans)
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
-    elsewhere = frozenset(chain.from_iterable(omni.components[name] for name in prepared.plans.keys() - plans))
+    names = omni.components
+    elsewhere = frozenset(chain.from_iterable(names[component] for component in names.keys() - plans))
     loader = WeightLoader(omni, device, state.section_group, elsewhere) if loads else None
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
     _set_compute_dtypes(omni, prepared.plans)
@@ -275,8 +276,9 @@ def _connect(prepared: _Prepared, pipeline: Pipeline | None, device: torch.devic
         model.relay = PipelineRelay(pipeline, device)
     if not sections:
         return {}
+    edges = connect_sections(model, sections, state, device)
     model.ask = AskSections(model, sections, state, device)
-    return connect_sections(model, sections, state, device)
+    return edges
 
 
 def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader | None) -> None:
