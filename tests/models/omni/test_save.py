@@ -150,7 +150,7 @@ def peak_of_saving(folder: Path) -> tuple[int, int]:
 
 def test_no_rank_has_more_than_its_file_in_memory(ranks: RankPool, tmp_path: Path) -> None:
     """A layer of 16, what is gathered of the next, and what gloo's thread has not let go of yet."""
-    for whole, peak in ranks.run(peak_of_saving, tmp_path, timeout_s=60, world=2):
+    for whole, peak in ranks.run(peak_of_saving, tmp_path, timeout_s=60, world=4):
         assert peak < 4 * whole / 16
 
 
