@@ -25,7 +25,9 @@ from harness import Result, in_turn, parser, report, start
 from transformers import AttentionInterface, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
-from omnitrain.ops.attention import ATTENTION_NAME, attention_report, packed
+from omnitrain.ops.attention.choose import attention_report
+from omnitrain.ops.attention.install import ATTENTION_NAME
+from omnitrain.ops.attention.packed_context import packed
 
 FORMULA = (
     "unpacked_ratio = median over rounds of (entry seconds / sdpa seconds); "

@@ -2,7 +2,7 @@
 
 Two ranks train the quickstart's model with a larger foundation, in fp32 (FSDP2, AdamW). ``fit`` saves every few steps;
 the sides take turns, on the same model, in the same run, and no save begins before the last one is written.
-``blocked`` are the seconds of ``Trainer._save``, of the slowest rank.
+``blocked`` are the seconds of ``Saves.save``, of the slowest rank.
 
 Memory is sampled during a save of the process of its own, above the level before: anonymous memory of the rank and of
 the process that writes (which has then written once), and the memory that both share.
@@ -96,7 +96,7 @@ def measure_on_rank(folder: Path, width: int, rounds: int, steps: int) -> dict[s
     trainer = Trainer(recipe_of(folder, width, rounds, steps))
     order = [side for index in range(-WARM_UP, rounds) for side in in_turn(SIDES, index)]
     found: dict[str, Any] = {"own_process": [], "waits": [], "writing": [], "alone": []}
-    save, train_step, memory = trainer._save, trainer.train_step, Memory()
+    save, train_step, memory = trainer.saves.save, trainer.train_step, Memory()
 
     def timed_save(*, waits: bool = True) -> Path:
         if not order:  # the last one of the run
@@ -123,7 +123,7 @@ def measure_on_rank(folder: Path, width: int, rounds: int, steps: int) -> dict[s
             found["writing" if was_writing else "alone"].append(time.perf_counter() - began)
         return result
 
-    trainer._save, trainer.train_step = timed_save, timed_step  # type: ignore[method-assign]
+    trainer.saves.save, trainer.train_step = timed_save, timed_step  # type: ignore[method-assign]
     trainer.fit()
     held = [
         *trainer.model.parameters(),

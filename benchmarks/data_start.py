@@ -27,7 +27,7 @@ from omnitrain.data.loading.loader import StepLoader
 from omnitrain.data.loading.order import SampleOrder, SourceShare
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.sources.files import FileReader
-from omnitrain.data.sources.line_index import row_spans
+from omnitrain.data.sources.json_lines import row_spans
 from omnitrain.data.sources.rows import Row, open_sources
 from omnitrain.recipe import Data
 

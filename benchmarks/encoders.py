@@ -43,7 +43,8 @@ from omnitrain.parallel.schedule.executor import Executor
 from omnitrain.parallel.schedule.table import schedule_of
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
-from omnitrain.plan.schedule import Action, Kind, simulate
+from omnitrain.plan.schedule.actions import Action, Kind
+from omnitrain.plan.schedule.simulate import simulate
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 
 FORMULA = "of_ideal = ideal seconds of a step / measured seconds; gain = seconds without sharing / seconds with it"

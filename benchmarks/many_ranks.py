@@ -57,12 +57,12 @@ from omnitrain.plan import Placement, RankFacts, Topology, decode_tables, encode
 from omnitrain.plan.step import Rates
 from omnitrain.plan.wavefront.step import SectionLimits, StepOrder
 from omnitrain.recipe import Data, Recipe
+from omnitrain.train.measures import RunMeasures
 from omnitrain.train.metrics.flops import RunFlops
 from omnitrain.train.metrics.meter import LossMeter, MeanLoss
 from omnitrain.train.metrics.step_timing import StepSpans
 from omnitrain.train.metrics.throughput import Stopwatch
 from omnitrain.train.process_groups import Ranks
-from omnitrain.train.trainer import Trainer
 
 BEFORE = ROOT / "benchmarks" / "results" / "many_ranks_before.json"  # by the first commit of this benchmark
 FORMULA = "NAME_growth = NAME on the largest world / NAME on the world before it"
@@ -295,25 +295,25 @@ def line_of(world: int) -> Values:
     def on_rank(rank: int) -> dict[str, Any]:
         peers = GlooGroup()
         ranks_of_run = Ranks(None, peers, peers, peers, peers, Rendezvous("", 0, rank, world))
-        trainer = SimpleNamespace(
-            recipe=recipe,
+        measures = SimpleNamespace(
+            _recipe=recipe,
             step=1,
             samples=world,
-            _started=0.0,
+            seconds=0.0,
             mean_loss=MeanLoss(1.5, 3),
             meter=meter(),
             ranks=ranks_of_run,
             stopwatch=Stopwatch(),
             flops=RunFlops(None, None),
-            device=torch.device("cpu"),
+            _device=torch.device("cpu"),
             loader=loaders[rank],
-            data_state=loaders[rank].state(),
+            data=loaders[rank].state(),
             steps_without_targets=0,
             compiled=None,
             experts=Experts(ranks_of_run, recipe),
             encoder_metrics={},
         )
-        return Trainer._metrics(trainer, 1.0)
+        return RunMeasures.metrics(measures, 1.0)
 
     begin = time.process_time()
     lines = ranks.run(on_rank)

@@ -21,7 +21,7 @@ from harness import Result, in_turn, parser, report, start
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from omnitrain.ops.experts import combine_rows, sort_by_expert, take_rows
+from omnitrain.ops.experts.permute import combine_rows, sort_by_expert, take_rows
 
 FORMULA = (
     "dispatch_growth = median over rounds of (dispatch + combine seconds with 512 experts / with 8); "

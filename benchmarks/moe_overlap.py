@@ -47,9 +47,10 @@ from transformers import Qwen3MoeConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from omnitrain.ops.experts import ExpertWeights, set_experts
 from omnitrain.ops.experts.grouped_mm import ProductMemory, grouped_experts
+from omnitrain.ops.experts.install import set_experts
 from omnitrain.ops.experts.timing import NOT_RECORDED
+from omnitrain.ops.experts.weights import ExpertWeights
 from omnitrain.parallel.expert.apply import ExpertLayer, spread_experts
 from omnitrain.parallel.expert.dispatch import GroupLink, Link, RankDispatcher
 from omnitrain.parallel.memory.offload import ActivationOffload

@@ -60,13 +60,14 @@ from omnitrain import ComponentPlan, ParallelPlan, build_omni_model, build_paral
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import experts_in, settings_of
+from omnitrain.ops.experts.entry import settings_of
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.expert.dispatch import GroupLink, Link
 from omnitrain.parallel.schedule.executor import Executor
 from omnitrain.parallel.state import ParallelState, init_parallel_state
-from omnitrain.plan.schedule import Schedule, lower
-from omnitrain.plan.schedule.actions import Action, Kind
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.generators import accumulate
+from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.turns import Leg, seconds_in_turn, seconds_of_pass
 
 FORMULA = (

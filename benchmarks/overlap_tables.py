@@ -20,8 +20,9 @@ from pathlib import Path
 
 from harness import Result, report, start
 
-from omnitrain.plan.schedule import Kind, simulate
+from omnitrain.plan.schedule.actions import Kind
 from omnitrain.plan.schedule.generators import interleaved
+from omnitrain.plan.schedule.simulate import simulate
 
 FORMULA = "bubble = simulated seconds of a step - micro-batches * (F + B); activations = peak of live chunks / v"
 RANKS = (2, 4, 8, 16)

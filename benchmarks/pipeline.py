@@ -34,14 +34,17 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delayed_to, delaying
-from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.schedule.executor import Executor
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
-from omnitrain.plan.schedule import Action, Kind, generate, lower, simulate
+from omnitrain.plan.schedule.actions import Action, Kind
+from omnitrain.plan.schedule.generators import generate
+from omnitrain.plan.schedule.lower import lower
+from omnitrain.plan.schedule.simulate import simulate
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSchedule
 
 FORMULA = (

@@ -24,9 +24,10 @@ from pathlib import Path
 
 from harness import Result, report, start
 
-from omnitrain.plan.schedule import Action, Kind, Schedule, simulate
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
 from omnitrain.plan.schedule.generators import one_f_one_b
+from omnitrain.plan.schedule.simulate import simulate
 
 FORMULA = "gain in % = (simulated seconds of level 1 / simulated seconds of the level - 1) * 100"
 PUBLISHED = {"level_2": 6.8, "level_3": 12.5}

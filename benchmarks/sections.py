@@ -52,10 +52,11 @@ from omnitrain.parallel.sections.message import Message, Part
 from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.plan.balance import assign_by_cost
-from omnitrain.plan.schedule import Action, Kind, Link, Schedule, Timeline, gantt, simulate
-from omnitrain.plan.schedule.draw import as_timeline
+from omnitrain.plan.schedule.actions import COLLECTIVES, COMPUTE, Action, Kind, Schedule, SectionWindows
+from omnitrain.plan.schedule.draw import gantt
 from omnitrain.plan.schedule.generators import accumulate
-from omnitrain.plan.schedule.sections import SectionWindows, with_sections
+from omnitrain.plan.schedule.sections import with_sections
+from omnitrain.plan.schedule.simulate import Event, Link, Stream, Timeline, simulate
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Section
 
 FORMULA = (
@@ -233,6 +234,24 @@ def run_rank(given: argparse.Namespace) -> dict[str, Any]:
     return {"charts": charts, "rounds": found}
 
 
+def as_timeline(schedule: Schedule, taken: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
+    """Return a step that ran as a timeline, to draw it below the simulated one.
+
+    Args:
+        schedule: the schedule that ran.
+        taken: ``[ranks][actions]``, start and end of each action in seconds from the start of the step.
+    """
+    rows = []
+    for row, of_row in zip(schedule.actions, taken, strict=True):
+        events = []
+        for action, (begin, end) in zip(row, of_row, strict=True):
+            computes = action.kind in COMPUTE or action.kind in COLLECTIVES
+            stream = Stream.COMPUTE if computes else Stream.COMMUNICATION
+            events.append(Event(action, stream, begin, end))
+        rows.append(tuple(events))
+    return Timeline(schedule, tuple(rows))
+
+
 def balance(number: int) -> dict[str, float]:
     """Simulate an encoder on all ranks, and on ranks of its own: every share of media and size of the encoder."""
     figures = {}
@@ -275,7 +294,7 @@ def _with_section(drawn: np.ndarray, work: float, ranks: int) -> tuple[float, fl
     section = SectionWindows("vision", {ENCODER: windows}, frozenset([ENCODER]), 1, 2)
     schedule = with_sections(accumulate(len(drawn)), [section], seconds, lambda _, window: encodes[window])
     timeline = simulate(schedule, seconds)
-    return float(timeline.makespan), float(timeline.busy(1) / timeline.makespan)
+    return float(timeline.makespan), float(1 - timeline.idle(1) / timeline.makespan)
 
 
 def main() -> None:

@@ -31,7 +31,8 @@ from transformers import AutoConfig
 
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.hf.load import foundation_class
-from omnitrain.ops.attention import MaskSpec, use_omnitrain_attention
+from omnitrain.ops.attention.install import use_omnitrain_attention
+from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, use_async_ulysses
 from omnitrain.parallel.sequence.async_ulysses.check import attention_layouts, kind_of
 from omnitrain.parallel.sequence.head_exchange import equal_spans, heads_to_tokens, tokens_to_heads

@@ -19,7 +19,10 @@ from statistics import fmean, median
 
 from harness import Result, report, start
 
-from omnitrain.plan.wavefront import Feeder, Wavefront, best_order, lower_bound, makespan, require_valid, simulate
+from omnitrain.plan.wavefront.bounds import lower_bound
+from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
+from omnitrain.plan.wavefront.search import best_order
+from omnitrain.plan.wavefront.simulate import makespan
 
 FORMULA = "seconds of a step in our order / the least (n = 8: of all orders; otherwise the lower bound)"
 MIXTURES = ("tenth", "third", "half", "all", "video", "teacher", "teacher_and_media")
@@ -134,9 +137,8 @@ def main() -> None:
         for size, waves in sizes.items():
             ours, theirs = [], []
             for wave in waves:
-                timeline, reference = simulate(wave, best_order(wave)), least(wave)
-                require_valid(wave, timeline)
-                ours.append(timeline.makespan / reference)
+                reference = least(wave)
+                ours.append(makespan(wave, best_order(wave)) / reference)
                 theirs.append(makespan(wave, published_order(wave)) / reference)
             near = 1.01 if size == "8" else 1.02
             for name, ratios in (("ours", ours), ("published", theirs)):

@@ -33,11 +33,7 @@ class WeightsError(UserError):
 
 
 class DamagedCheckpointError(UserError):
-    """A checkpoint whose files are not those that were saved.
-
-    Attributes:
-        files: names of the files that differ or are missing.
-    """
+    """A checkpoint whose files are not those that were saved; ``files``: those that differ or are missing."""
 
     def __init__(self, message: str, files: Sequence[str] = ()) -> None:
         """``files`` is not an argument of the error, because each argument is a problem."""
@@ -50,11 +46,7 @@ class TrainingError(RuntimeError):
 
 
 class LostRankError(TrainingError):
-    """A rank whose message does not come, because its process has ended or does nothing.
-
-    Attributes:
-        rank: the rank that is gone or silent.
-    """
+    """A rank whose message does not come, because its process has ended or does nothing."""
 
     def __init__(self, message: str, rank: int = -1) -> None:
         """``rank`` is not an argument of the error, so that it can be pickled."""

@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, so that importing the package alone imports no torch."""
+"""What a package imports on first use, so that importing the package alone imports no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ from typing import Any
 from omnitrain.packages import require_fitting_torchvision
 
 
+def show_in_notebooks(shown: Mapping[str, str]) -> None:
+    """In a notebook, show values of a ``MODULE.CLASS`` as HTML by a ``MODULE.FUNCTION``, imported with the first."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None:
+        formatter = shell.display_formatter.formatters["text/html"]
+        for class_path, function in shown.items():
+            formatter.for_type_by_name(*class_path.rsplit(".", 1), _imported_with_first(*function.rsplit(".", 1)))
+
+
+def _imported_with_first(module: str, function: str) -> Callable[[Any], str]:
+    return lambda value: getattr(importlib.import_module(module), function)(value)
+
+
 def on_first_use(
     package: str, homes: Mapping[str, str], elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[str], Any]:
@@ -19,11 +33,7 @@ def on_first_use(
     Args:
         package: name of the package.
         homes: name -> the module that has it.
-        elsewhere: name that another library's package of this kind has -> what to write instead.
-
-    Raises:
-        ImportError: later, of a name of ``elsewhere``.
-        AttributeError: later, of any other name.
+        elsewhere: name that another library's package of this kind has -> what an ImportError says to write instead.
     """
 
     def get(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -61,11 +62,7 @@ def _torchvision_command() -> str:
 
 
 def require_fitting_torchvision() -> None:
-    """Check that torchvision, if it is installed, imports: transformers imports it, and fails deep inside.
-
-    Raises:
-        UserError: torchvision is installed, but was built for another torch.
-    """
+    """Raise a UserError if torchvision was built for another torch: transformers imports it, and fails deep inside."""
     if problem := torchvision_problem():
         raise UserError(problem)
 
@@ -90,6 +87,7 @@ def torch_version() -> str:
     return importlib.metadata.version("torch")
 
 
+@functools.cache  # reading the metadata of all packages takes long
 def installed_version(distribution: str) -> str | None:
     """Return the installed version of a distribution; None: it is not installed."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Peers(Protocol):
+class Peers:
     """Ranks that each work on different data. All of them must call every method, in the same order.
+
+    This class is a single process; :class:`GlooGroup` is several ones.
 
     Attributes:
         rank: index of this rank.
@@ -28,95 +30,80 @@ class Peers(Protocol):
         group: their process group; None with a single process.
     """
 
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
-
-    def any(self, flag: bool) -> bool:
-        """Return whether ``flag`` is set on any rank."""
-        ...
-
-    def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
-        """Return for each of ``flags`` whether it is set on any rank, in one exchange."""
-        ...
-
-    def sum(self, value: float) -> float:
-        """Return the sum of the values of all ranks."""
-        ...
-
-    def max(self, value: float) -> float:
-        """Return the largest value of any rank."""
-        ...
-
-    def most(self, counts: Mapping[Key, int]) -> dict[Key, int]:
-        """Return the largest count of every key over all ranks; ranks may lack keys."""
-        ...
-
-    def gather(self, value: T) -> list[T]:
-        """Return the value of every rank, in rank order. Each rank holds all of them: keep them small."""
-        ...
-
-    def gather_on_first(self, value: T) -> list[T]:
-        """Return the value of every rank on rank 0, in rank order; an empty list on the others."""
-        ...
-
-    def swap(self, values: Sequence[T]) -> list[T]:
-        """Send ``values[r]`` to rank r, and return what each rank sent to this one, in rank order."""
-        ...
-
-    def of_first(self, value: T) -> T:
-        """Return the value of rank 0; that of the others does not matter."""
-        ...
-
-
-class SingleProcess:
-    """:class:`Peers` for a single process."""
-
-    rank = 0
-    size = 1
+    rank: int = 0
+    size: int = 1
     group: dist.ProcessGroup | None = None
 
     def any(self, flag: bool) -> bool:
-        """Return ``flag``."""
-        return flag
+        """Return whether ``flag`` is set on any rank."""
+        return self.any_of_each([flag])[0]
 
     def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
-        """Return ``flags``."""
-        return list(flags)
+        """Return for each of ``flags`` whether it is set on any rank, in one exchange."""
+        return list(map(bool, self._reduced(list(flags), torch.uint8, dist.ReduceOp.MAX)))
 
     def sum(self, value: float) -> float:
-        """Return ``value``."""
-        return value
+        """Return the sum of the values of all ranks, in fp64."""
+        return self._reduced(value, torch.float64, dist.ReduceOp.SUM)
 
     def max(self, value: float) -> float:
-        """Return ``value``."""
-        return value
+        """Return the largest value of any rank."""
+        return self._reduced(value, torch.float64, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: T, dtype: torch.dtype, op: dist.ReduceOp.RedOpType) -> T:
+        if self.group is None:
+            return values
+        result = torch.tensor(values, dtype=dtype, device="cpu")
+        dist.all_reduce(result, op=op, group=self.group)
+        return cast(T, result.tolist())
 
     def most(self, counts: Mapping[Key, int]) -> dict[Key, int]:
-        """Return a copy of ``counts``."""
-        return dict(counts)
+        """Return the largest count of every key over all ranks; ranks may lack keys."""
+        largest: dict[Key, int] = {}
+        for counts_of_rank in self.gather(dict(counts)):
+            for key, count in counts_of_rank.items():
+                largest[key] = max(count, largest.get(key, count))
+        return largest
 
     def gather(self, value: T) -> list[T]:
-        """Return a list of ``value``."""
-        return [value]
+        """Return the value of every rank (pickled), in rank order. Each rank holds all of them: keep them small."""
+        values: list[Any] = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def gather_on_first(self, value: T) -> list[T]:
-        """Return a list of ``value``."""
-        return [value]
+        """Return the value of every rank (pickled) on rank 0, in rank order; an empty list on the others.
+
+        Values may have very different sizes: unlike :meth:`gather`, no rank fills up to the longest one. That of rank 0
+        stays where it is.
+        """
+        if self.group is None:
+            return [value]
+        parcels = [b""] * self.size
+        if self.rank > 0:
+            parcels[0] = pickle.dumps(value)
+        received = swap_bytes(self.group, parcels)
+        return [] if self.rank > 0 else [value, *map(pickle.loads, received[1:])]
 
     def swap(self, values: Sequence[T]) -> list[T]:
-        """Return ``values``, which is one."""
-        return list(values)
+        """Send ``values[r]`` (pickled) to rank r, and return what each rank sent to this one, in rank order."""
+        if self.group is None:
+            return list(values)
+        return [pickle.loads(parcel) for parcel in swap_bytes(self.group, [pickle.dumps(value) for value in values])]
 
     def of_first(self, value: T) -> T:
-        """Return ``value``."""
-        return value
+        """Return the value of rank 0 (pickled); that of the others does not matter."""
+        values = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
 
 
-SINGLE_PROCESS = SingleProcess()
+SINGLE_PROCESS = Peers()
 
 
-class GlooGroup:
+class GlooGroup(Peers):
     """:class:`Peers` over a gloo group: calls do not wait for the device, and do not time out.
 
     Every rank must create it, in the same order relative to other process groups. The same ranks share one process
@@ -124,14 +111,7 @@ class GlooGroup:
 
     Args:
         groups: global ranks of each group; a rank communicates within its group. None: one group of all ranks.
-
-    Attributes:
-        rank: index of this rank in its group.
-        size: number of ranks in the group.
-        group: the process group.
     """
-
-    group: dist.ProcessGroup | None
 
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
         for ranks in [range(dist.get_world_size())] if groups is None else groups:
@@ -146,76 +126,9 @@ class GlooGroup:
         peers.group, peers.rank, peers.size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
         return peers
 
-    def any(self, flag: bool) -> bool:
-        """Return whether ``flag`` is set on any rank."""
-        return self.any_of_each([flag])[0]
-
-    def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
-        """Return for each of ``flags`` whether it is set on any rank, in one exchange."""
-        everywhere = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in everywhere.tolist()]
-
-    def sum(self, value: float) -> float:
-        """Return the sum of the values of all ranks, in fp64."""
-        return self._reduced(value, dist.ReduceOp.SUM)
-
-    def max(self, value: float) -> float:
-        """Return the largest value of any rank."""
-        return self._reduced(value, dist.ReduceOp.MAX)
-
-    def _reduced(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
-        result = torch.tensor(value, dtype=torch.float64, device="cpu")
-        dist.all_reduce(result, op=op, group=self.group)
-        return result.item()
-
-    def most(self, counts: Mapping[Key, int]) -> dict[Key, int]:
-        """Return the largest count of every key over all ranks; ranks may lack keys."""
-        largest: dict[Key, int] = {}
-        for counts_of_rank in self.gather(dict(counts)):
-            for key, count in counts_of_rank.items():
-                largest[key] = max(count, largest.get(key, count))
-        return largest
-
-    def gather(self, value: T) -> list[T]:
-        """Return the value of every rank (pickled), in rank order."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def gather_on_first(self, value: T) -> list[T]:
-        """Return the value of every rank (pickled) on rank 0, in rank order; an empty list on the others.
-
-        Values may have very different sizes: unlike :meth:`gather`, no rank fills up to the longest one. That of rank 0
-        stays where it is.
-        """
-        parcels = [b""] * self.size
-        if self.rank > 0:
-            parcels[0] = pickle.dumps(value)
-        received = swap_bytes(self.group, parcels)
-        return [] if self.rank > 0 else [value, *map(pickle.loads, received[1:])]
-
-    def swap(self, values: Sequence[T]) -> list[T]:
-        """Send ``values[r]`` to rank r, and return what each rank sent to this one (pickled), in rank order."""
-        return [pickle.loads(parcel) for parcel in swap_bytes(self.group, [pickle.dumps(value) for value in values])]
-
-    def of_first(self, value: T) -> T:
-        """Return the value of rank 0 (pickled)."""
-        values = [value]
-        dist.broadcast_object_list(values, group=self.group, group_src=0)
-        return values[0]
-
 
 def swap_bytes(group: Any, parcels: Sequence[bytes]) -> list[bytes]:
-    """Send ``parcels[r]`` to rank r of a gloo group, and return what each of its ranks sent to this one.
-
-    Args:
-        group: registered with ``torch.distributed`` or not; all its ranks call this.
-        parcels: one for each rank.
-
-    Raises:
-        RuntimeError: another rank has ended.
-    """
+    """Send ``parcels[r]`` to rank r of a gloo group, and return those that arrive; a RuntimeError: a rank has ended."""
     sent = [len(parcel) for parcel in parcels]
     lengths = torch.empty(len(sent), dtype=torch.int64)
     wait_for(group.alltoall_base(lengths, torch.tensor(sent), [], [], dist.AllToAllOptions()))
@@ -227,11 +140,7 @@ def swap_bytes(group: Any, parcels: Sequence[bytes]) -> list[bytes]:
 
 
 def wait_for(work: Any) -> None:
-    """Wait for a collective.
-
-    Raises:
-        RuntimeError: another rank has ended.
-    """
+    """Wait for a collective. A RuntimeError: another rank has ended."""
     try:
         work.wait()
     except RuntimeError:
@@ -251,11 +160,9 @@ def lost_connections_as(message: str) -> Iterator[None]:
 
 
 def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
-    """Return the result of ``make`` on this rank; if it raises on any rank, raise on all ranks.
+    """Return the result of ``make`` on this rank; if it raises on any rank, raise on all ranks, which all call this.
 
-    Args:
-        peers: the ranks; all of them call this.
-        make: a function without collectives. Without this call, an error in it would leave the other ranks waiting.
+    ``make`` has no collectives. Without this call, an error in it would leave the other ranks waiting.
 
     Raises:
         UserError: ``make`` raised a ``UserError`` on another rank.
@@ -267,8 +174,14 @@ def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
         results.append(make())
     except Exception as error:  # raised again below, after the other ranks know
         failure = error
+    raise_on_all(peers, failure)
+    return results[0]
+
+
+def raise_on_all(peers: Peers, failure: Exception | None) -> None:
+    """Raise the ``failure`` of any rank on all ranks, as :func:`all_or_raise` does. All ``peers`` call this."""
     if not peers.any(failure is not None):
-        return results[0]
+        return
     is_users, is_complete = isinstance(failure, UserError), isinstance(failure, UserError | TrainingError)
     message = failure and (str(failure) if is_complete else f"{type(failure).__name__}: {failure}")
     outcomes = peers.gather((is_users, is_complete, message))
@@ -281,30 +194,12 @@ def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
     )
 
 
-def raise_on_all(peers: Peers, failure: Exception | None) -> None:
-    """Raise the ``failure`` of any rank on all ranks, as :func:`all_or_raise` does. All ``peers`` call this."""
-
-    def raise_own() -> None:
-        if failure is not None:
-            raise failure
-
-    all_or_raise(peers, raise_own)
-
-
 def told_error(error: BaseException, rank: int) -> UserError | TrainingError:
-    """Return the error that other ranks raise because of one of this rank.
-
-    Args:
-        error: of this rank.
-        rank: of this process.
-    """
+    """Return the error to raise on the other ranks when this rank failed with ``error``."""
     if isinstance(error, UserError):
         return UserError(*error.problems)
-    return TrainingError(str(error) if isinstance(error, TrainingError) else f"rank {rank} failed: {_named(error)}")
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    name = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return TrainingError(str(error) if isinstance(error, TrainingError) else f"rank {rank} failed: {name}")
 
 
 def parameters_at_rest(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -25,7 +25,8 @@ torch.set_num_threads(1)  # with more, a row's last bits depend on the rows besi
 
 _POOL_NAMES = {"ranks", "sections", "fresh_rank"}  # fixtures
 _POOLS: list[RankPool] = []
-_PRELOAD = ["tests.device_thread", "omnitrain.train.trainer", "tests.tiny", "pytest"]  # what ranks of most tests import
+# What ranks of most tests import.
+_PRELOAD = ["tests.device_thread", "omnitrain.train.trainer", "tests.tiny", "pytest", "tests.frozen"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

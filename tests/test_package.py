@@ -33,10 +33,6 @@ def test_every_exported_name_resolves_and_is_listed(name: str) -> None:
     assert name in dir(omnitrain)
 
 
-def test_exported_names_are_those_that_have_a_home() -> None:
-    assert sorted(omnitrain._HOMES) == omnitrain.__all__
-
-
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'OmniModell'"):
         omnitrain.OmniModell  # noqa: B018
@@ -140,9 +136,3 @@ def test_constraints_pin_every_direct_dependency_and_the_tested_torch() -> None:
     assert [name for name in needed if name not in pinned] == []
     assert (pins["torch"], pins["transformers"]) == ("2.13.0", "5.23.0")
     assert f"TORCH := torch=={pins['torch']}" in (ROOT / "Makefile").read_text()
-
-
-@pytest.mark.parametrize(("old", "new"), [("AppliedComponent", "ComponentLayout"), ("AppliedLayout", "ModelLayout")])
-def test_a_renamed_export_works_with_a_warning(old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"omnitrain.{old} is now omnitrain.{new}"):
-        assert getattr(omnitrain, old) is getattr(omnitrain, new)

@@ -244,12 +244,13 @@ def tiny_recipe(
     model = {} if text_only else {part: MODEL[part] for part in ("encoders", "decoders")}
     data = write_parquet(folder / "train.parquet", [tiny_row(tasks[i % len(tasks)], i) for i in range(rows)])
     tiny_tokenizer().save_pretrained(str(folder / "tokenizer"))
+    source = {"path": str(data), "sample_seconds": None}  # without the process that would prepare rows with media
     recipe = {
         "output_dir": str(folder / "run"),
         "model": {"foundation": {"config": FOUNDATION}, **model, "tokenizer": str(folder / "tokenizer")},
         "data": {
-            "train": [{"path": str(data)}],
-            **({"heldout": [{"path": str(data)}]} if evaluated else {}),
+            "train": [source],
+            **({"heldout": [source]} if evaluated else {}),
             "chat": CHAT,
             "pack_tokens": 160,
             "packing_buffer": 8,

@@ -21,7 +21,7 @@ from omnitrain.ops.attention.backends import BACKENDS
 from omnitrain.ops.attention.backends.flex import FLEX
 from omnitrain.ops.attention.backends.reference import REFERENCE
 from omnitrain.ops.attention.spec import Backend, Call, MaskSpec
-from omnitrain.ops.experts import set_experts, use_omnitrain_experts
+from omnitrain.ops.experts.install import set_experts, use_omnitrain_experts
 from omnitrain.ops.fused.patch_embed import PATCH_EMBED
 from omnitrain.ops.fused.rms_norm import RMS_NORM, RMSNormForm
 from omnitrain.ops.fused.rotary import ROTARY

@@ -116,7 +116,7 @@ def quickstart(folder: Path, device: torch.device, *changes: str, resume: bool =
 
 def losses_of(trainer: Trainer, batches: list[Any]) -> Step:
     """Return the losses of the first steps, from the weights that the model has."""
-    trainer.step = 0
+    trainer.measures.step = 0
     trainer.optimizer.state.clear()
     losses = [trainer.train_step(batch)[0] for batch in batches]
     return losses[-1], {f"loss {i}": torch.tensor([loss], dtype=torch.float64) for i, loss in enumerate(losses)}

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from omnitrain.ops.experts import experts_in, set_experts, use_omnitrain_experts
+from omnitrain.ops.experts.install import set_experts, use_omnitrain_experts
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.expert.dispatch import Link, RankDispatcher
 
 EXPERTS, TOP_K, HIDDEN, INNER, MOST_TOKENS = 8, 2, 64, 32, 300

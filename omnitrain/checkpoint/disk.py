@@ -27,10 +27,7 @@ def size_text(size: int) -> str:
 
 
 def set_default_modes(files: Iterable[Path]) -> None:
-    """Give files the permissions that a plain ``open`` gives in their folder.
-
-    safetensors writes to a temporary file that only its owner may read, and renames it.
-    """
+    """Give files the permissions of a plain ``open`` in their folder; safetensors lets only their owner read them."""
     defaults: dict[Path, int] = {}
     for file in files:
         with contextlib.suppress(OSError):  # a file system without permissions

@@ -50,11 +50,7 @@ class PieceExchange:
         ]
 
     def receive(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Return a whole tensor that this rank writes. Each can be received once.
-
-        Raises:
-            TrainingError: another rank has ended.
-        """
+        """Return a whole tensor that this rank writes, once. A TrainingError: another rank has ended."""
         parts = self._parts.pop(name, [])
         if len(parts) == 1 and parts[0][2].is_whole and parts[0][2] in self._own:
             return self._own[parts[0][2]]
@@ -82,11 +78,7 @@ class PieceExchange:
                 _finish(self._receiving(torch.empty(place.sizes, dtype=place.dtype), sender, tag))
 
     def finish(self) -> None:
-        """Wait until the other ranks have received what this one sends.
-
-        Raises:
-            TrainingError: another rank has ended.
-        """
+        """Wait until the other ranks have received what this one sends. A TrainingError: another rank has ended."""
         while self._sends:
             _finish(self._sends.pop())
 

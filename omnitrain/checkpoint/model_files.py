@@ -1,7 +1,7 @@
 """Write the files of a model, of pieces in the memory of the CPU.
 
-This imports no transformers, which takes the process that writes seconds and memory. Where a model's tensors are
-converted by transformers, they come with the function that does it, which imports it.
+This imports no transformers, which takes the process that writes seconds and memory: a conversion by transformers comes
+as a function that imports it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model, without the values of its tensors.
+    """The files of a model, without the values of its tensors: LoRA adapters, and all other weights.
 
-    Attributes:
-        small: path in the folder -> content, of configs and the like. Empty on all ranks but the first.
-        adapters: files of LoRA adapters.
-        weights: files of all other tensors.
+    ``small``: path in the folder -> content, of configs and the like; empty on all ranks but the first.
     """
 
     small: Mapping[str, bytes]

@@ -1,8 +1,7 @@
-"""Save and load the state of an optimizer. Each rank writes and reads its shards.
+"""Save and load the state of an optimizer. Each rank writes and reads its shards; nothing is gathered.
 
 The files are those of ``torch.distributed.checkpoint``. Tensors in them are named ``PARAMETER.KEY``
-(``head.weight.exp_avg``) and have the shape of the whole parameter, so a run can continue under any layout. Nothing is
-gathered.
+(``head.weight.exp_avg``) and have the shape of the whole parameter, so a run can continue under any layout.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from omnitrain.checkpoint.pieces import Piece, PieceOwners
 from omnitrain.errors import UserError
@@ -44,21 +44,14 @@ _SHOWN = 3  # examples in an error message
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The part of an optimizer's state that one rank writes.
-
-    Attributes:
-        pieces: of its tensors, named ``PARAMETER.KEY``.
-        values: ``PARAMETER.KEY`` -> number or text.
-    """
+    """The part of an optimizer's state that one rank writes: pieces and other values, all named ``PARAMETER.KEY``."""
 
     pieces: Sequence[Piece]
     values: Mapping[str, Any]
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Save the state of ``optimizer``. Parameters that never had a gradient have none.
-
-    All ranks of the model call this.
+    """Save the state of ``optimizer``; parameters without any gradient so far have none. All its ranks call this.
 
     Args:
         model: the model, sharded or not, whose parameter names are used.
@@ -80,15 +73,9 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 def optimizer_state(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, owners: PieceOwners
 ) -> OptimizerState:
-    """Return the part of the state of ``optimizer`` that this rank writes.
+    """Return the part of the state of ``optimizer`` that this rank writes (:func:`save_optimizer`).
 
-    Args:
-        parameters: name -> parameter of the model (:func:`parameters_at_rest`).
-        optimizer: see :func:`save_optimizer`.
-        owners: of ``parameters``.
-
-    Raises:
-        UserError: see :func:`save_optimizer`.
+    ``parameters`` are those of the model by their names (:func:`parameters_at_rest`), ``owners`` are theirs.
     """
     names = _names(parameters, optimizer)
     state = optimizer.state_dict()
@@ -107,11 +94,7 @@ def optimizer_state(
 
 
 def write_optimizer(state: OptimizerState, folder: str | Path, peers: Peers) -> None:
-    """Write what :func:`save_optimizer` writes, of pieces in the memory of the CPU. All ``peers`` call this.
-
-    Raises:
-        OSError: writing failed. This and any other error of writing is raised on all ranks.
-    """
+    """Write what :func:`save_optimizer` writes, of pieces in the memory of the CPU. All ``peers`` call this."""
     _together(peers, lambda: (Path(folder) / _INDEX).unlink(missing_ok=True) if peers.rank == 0 else None)
     writer = dcp.FileSystemWriter(folder)
     writer.set_up_storage_writer(peers.rank == 0)
@@ -135,14 +118,14 @@ class _Planner(dcp.SavePlanner):
         self._tensors = {(piece.place.name, piece.place.offsets): piece.tensor for piece in state.pieces}
         self._state = state
 
+    @override
     def create_local_plan(self) -> SavePlan:
-        """Return an item for each piece and each other value."""
         items = [_item(piece) for piece in self._state.pieces]
         items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._state.values]
         return SavePlan(items)
 
+    @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return the value of an item."""
         index = write_item.index
         if write_item.type is not WriteItemType.BYTE_IO:
             assert index.offset is not None, "a piece has a place"
@@ -151,16 +134,7 @@ class _Planner(dcp.SavePlanner):
         torch.save(self._state.values[index.fqn], content)
         return content
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the state is known."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return all plans with the index of what they write."""
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
-        return new_plan
+    set_up_planner = create_global_plan = finish_plan = None  # type: ignore[assignment]  # nobody calls them
 
 
 def _item(piece: Piece) -> WriteItem:
@@ -185,9 +159,7 @@ def _together(peers: Peers, work: Callable[[], T]) -> T:
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Load the state that :func:`save_optimizer` saved, under any layout and precision.
-
-    All ranks of the model call this.
+    """Load what :func:`save_optimizer` saved, under any layout and precision. All ranks of the model call this.
 
     Args:
         model: a model with the same parameter names and shapes as the saved one. Parameters that had an fp32 copy and

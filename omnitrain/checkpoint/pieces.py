@@ -18,15 +18,7 @@ from omnitrain.torch_private import part_of_rank
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece lies.
-
-    Attributes:
-        name: of the whole tensor.
-        dtype: of both.
-        shape: of the whole tensor.
-        offsets: first index of the piece in each dim of the whole tensor.
-        sizes: shape of the piece.
-    """
+    """Where a piece lies in the tensor of that name and shape: from ``offsets`` on, with ``sizes``."""
 
     name: str
     dtype: torch.dtype
@@ -51,24 +43,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of a tensor.
-
-    Attributes:
-        place: where it lies.
-        tensor: ``[*place.sizes]``, the values.
-    """
+    """What a rank holds of a tensor: where it lies, and its values ``[*place.sizes]``."""
 
     place: Place
     tensor: Tensor
 
 
 class PieceOwners:
-    """Which ranks write which tensors of a model. Of equal copies one is written.
+    """Which ranks write which tensors of a model. Of equal copies one is written. All ``peers`` make one.
 
-    Args:
-        values: name -> parameter or buffer, sharded or not; the same names in the same order on all ranks. What only
-            other pipeline stages or sections hold is on the meta device.
-        peers: all ranks of the model, which all call this.
+    ``values`` are its parameters and buffers, with the same names in the same order on all ranks. What only other
+    pipeline stages or sections hold is on the meta device.
     """
 
     def __init__(self, values: Mapping[str, Tensor], peers: Peers) -> None:
@@ -106,12 +91,7 @@ class PieceOwners:
         return Piece(Place(name, value.dtype, whole, offsets, sizes), value.to_local().detach())
 
     def writes(self, name: str, value: Tensor) -> bool:
-        """Whether this rank writes what is equal on all ranks that hold ``value``, such as a number that belongs to it.
-
-        Args:
-            name: of the parameter.
-            value: the parameter on this rank.
-        """
+        """Whether this rank writes what is equal on all ranks that hold the parameter ``value``, such as a number."""
         if not isinstance(value, DTensor):
             return self._first[name] == self._rank
         ranks = self._ranks_of(value.device_mesh)

@@ -13,9 +13,8 @@ class Retention:
 
     Attributes:
         last: number of newest checkpoints that stay.
-        every: checkpoints after a multiple of so many steps stay forever. None: there are none.
-        best: metric of a line of ``metrics.jsonl``, such as ``heads.text.loss``; the checkpoint with its lowest value
-            stays. None: none is compared.
+        every: checkpoints after a multiple of so many steps stay forever.
+        best: the checkpoint with the lowest value of this metric of ``metrics.jsonl`` stays.
     """
 
     last: int = 2
@@ -23,11 +22,9 @@ class Retention:
     best: str | None = None
 
     def leaving(self, values: Mapping[int, float | None]) -> list[int]:
-        """Return the steps of the checkpoints to remove.
+        """Return the steps of the checkpoints to remove, of all steps -> their metric. None: it was not measured there.
 
-        Args:
-            values: step of each checkpoint -> its metric. None: it was not measured there. Of equal values the earliest
-                is the best; one that is not finite never is.
+        Of equal values the earliest is the best; one that is not finite never is.
         """
         steps = sorted(values)
         stay = set(steps[-self.last :])

@@ -1,8 +1,7 @@
 """Write a safetensors file tensor by tensor. Only what is written at the moment is in memory.
 
 The format: the length of the header (8 bytes, little-endian), the header (JSON), then the tensors as raw bytes. The
-header needs names, dtypes and shapes only, so it is written first. The bytes are those of
-``safetensors.torch.save_file`` with ``metadata={"format": "pt"}``.
+bytes are those of ``safetensors.torch.save_file`` with ``metadata={"format": "pt"}``.
 """
 
 from __future__ import annotations
@@ -44,13 +43,7 @@ _ORDER = list(_DTYPES)
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file.
-
-    Attributes:
-        name: in the file.
-        dtype: of the tensor.
-        shape: of the tensor.
-    """
+    """A tensor of a file."""
 
     name: str
     dtype: torch.dtype
@@ -63,16 +56,7 @@ class Entry:
 
 
 class SafetensorsFile:
-    """A file whose tensors are written one after the other, in any order. A context manager: its end closes the file.
-
-    Args:
-        path: of the file, which is replaced if it exists.
-        entries: all tensors that will be written.
-        metadata: texts for the header.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """A file that replaces ``path``; its tensors are written in any order. A context manager, whose end closes it."""
 
     def __init__(self, path: Path, entries: Iterable[Entry], metadata: Mapping[str, str] = _METADATA) -> None:
         header, self._begins, size = _header(entries, metadata)

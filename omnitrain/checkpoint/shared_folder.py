@@ -14,16 +14,7 @@ _POLL_S = 0.5
 
 
 def require_seen(path: Path, folder: Path, peers: Peers) -> None:
-    """Wait until all ranks see a file or folder that rank 0 made.
-
-    Args:
-        path: a file or folder in ``folder``.
-        folder: folder of the run.
-        peers: ranks of the run, which all call this.
-
-    Raises:
-        UserError: raised on all ranks if one of them does not see it.
-    """
+    """Wait until all ranks see ``path`` in ``folder``, which rank 0 made; raise a UserError on all if one does not."""
     all_or_raise(peers, lambda: _require_seen(path, folder))
 
 

@@ -19,13 +19,7 @@ _STEP = 2**20  # bytes in which the memory grows
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the copy of a tensor lies.
-
-    Attributes:
-        begin: its first byte.
-        dtype: of the tensor.
-        shape: of the tensor.
-    """
+    """Where the copy of a tensor of that dtype and shape begins, in bytes."""
 
     begin: int
     dtype: torch.dtype
@@ -46,12 +40,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class Message:
-    """Tells the other process where a value lies in the shared memory.
-
-    Attributes:
-        begin: first byte of the value, pickled without its tensors, which lie before it.
-        end: the byte behind its last one.
-    """
+    """Where a value lies in the shared memory: from ``begin`` to ``end`` without its tensors, which lie before it."""
 
     begin: int
     end: int
@@ -60,10 +49,8 @@ class Message:
 class SharedMemory:
     """Host memory for copies of tensors, which grows when it has to, and stays for the next ones.
 
-    It is a file without a name (``memfd_create``), because containers often limit ``/dev/shm`` to 64 MB.
-
-    Attributes:
-        descriptor: of the file; the other process inherits it.
+    It is a file without a name (``memfd_create``), because containers often limit ``/dev/shm`` to 64 MB. The other
+    process inherits its ``descriptor``.
     """
 
     def __init__(self) -> None:
@@ -71,11 +58,7 @@ class SharedMemory:
         self._memory, self._is_pinned = _mapped(self.descriptor, 0), False
 
     def message(self, value: Any) -> Message:
-        """Copy the tensors of ``value``. The other process must have read the message before this one.
-
-        Raises:
-            pickle.PicklingError: see :func:`require_sendable`.
-        """
+        """Copy the tensors of ``value``. The other process must have read the message before this one."""
         pickler, stream = _pickled(value)
         content = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
         message = Message(pickler.end, pickler.end + len(content))
@@ -120,11 +103,7 @@ def received(message: Message, descriptor: int) -> Any:
 
 
 def require_sendable(value: Any) -> None:
-    """Check that another process can make a value.
-
-    Raises:
-        pickle.PicklingError: a part of it is defined in the main script or notebook, or cannot be pickled.
-    """
+    """Raise a PicklingError if a part of ``value`` is defined in the main script or notebook, or cannot be pickled."""
     _pickled(value)
 
 

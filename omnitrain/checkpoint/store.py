@@ -31,34 +31,26 @@ _STEP = re.compile(r"step-\d{8}")
 class CheckpointStore:
     """The checkpoints of one run, ``FOLDER/step-00000100`` and so on.
 
-    A folder of that name is always complete: a rename creates it after all files and their checksums are written.
+    A folder of that name is always complete: a rename creates it after all files and their checksums are written. Each
+    save removes the checkpoints that do not stay by ``retention``.
 
     Attributes:
-        folder: the folder.
-        retention: which checkpoints stay.
         last: the last checkpoint that this process saved or verified. None: there is none.
         saved: the last checkpoint that this process saved. None: there is none.
         damaged: newer checkpoint that :meth:`latest_intact` passed over -> its damaged files; newest first.
     """
 
     def __init__(self, folder: str | Path, retention: Retention | None = None) -> None:
-        """Use ``folder``. Each save removes the checkpoints in it that do not stay by ``retention``."""
         self.folder, self.retention = Path(folder), retention or Retention()
         self.last: Path | None = None
         self.saved: Path | None = None
         self.damaged: dict[Path, tuple[str, ...]] = {}
 
     def save(self, step: int, write: Callable[[Path], None], peers: Peers = SINGLE_PROCESS) -> Path:
-        """Call ``write(temporary_folder)`` and commit the files as the checkpoint of ``step``.
+        """Call ``write(temporary_folder)`` and commit the files as the checkpoint of ``step``. All ``peers`` call this.
 
-        Args:
-            step: optimizer steps done.
-            write: writes this rank's files; it may use collectives. An error that it raises on one rank is raised
-                there at once, without asking the other ranks, which may be waiting for that rank inside ``write``.
-            peers: the ranks of the run, which all call this.
-
-        Returns:
-            The committed folder.
+        ``write`` writes this rank's files; it may use collectives. An error that it raises on one rank is raised there
+        at once, without asking the other ranks, which may be waiting for that rank inside ``write``.
 
         Raises:
             TrainingError: the disk is full or not writable. Earlier checkpoints stay intact.
@@ -132,22 +124,14 @@ class CheckpointStore:
         return free_bytes(self.folder) >= (size if is_one_removed else 2 * size)
 
     def latest(self, peers: Peers = SINGLE_PROCESS) -> Path:
-        """Return the newest checkpoint that rank 0 sees, after verifying its checksums. All ``peers`` call this.
-
-        Raises:
-            DamagedCheckpointError: one of its files is damaged.
-            UserError: no checkpoint exists, or the ranks do not share the folder.
-        """
+        """Return the newest checkpoint that rank 0 sees, after verifying its checksums. All ``peers`` call this."""
         name = peers.of_first(all_or_raise(peers, lambda: self.newest().name if peers.rank == 0 else ""))
         return self._verified(name, peers)
 
     def latest_intact(self, peers: Peers = SINGLE_PROCESS) -> Path | None:
-        """Return the newest checkpoint that rank 0 sees and that is not damaged. All ``peers`` call this.
+        """Return the newest checkpoint that rank 0 sees and that is not damaged, or None. All ``peers`` call this.
 
         Newer ones are in :attr:`damaged` then, and stay where they are until :meth:`set_damaged_aside`.
-
-        Returns:
-            The checkpoint, or None: no checkpoint exists.
 
         Raises:
             DamagedCheckpointError: all checkpoints are damaged.
@@ -180,11 +164,7 @@ class CheckpointStore:
         return aside
 
     def require_no_other(self) -> None:
-        """Check that no other run has saved here since this process chose the checkpoint that it continues from.
-
-        Raises:
-            UserError: the newest checkpoint is another one.
-        """
+        """Raise a UserError if another run has saved here since this process chose where it continues."""
         newer = [checkpoint for checkpoint in self._steps() if checkpoint not in self.damaged]
         if newer and newer[-1] != self.last:
             raise UserError(
@@ -193,11 +173,7 @@ class CheckpointStore:
             )
 
     def newest(self) -> Path:
-        """Return the checkpoint with the most steps.
-
-        Raises:
-            UserError: no checkpoint exists.
-        """
+        """Return the checkpoint with the most steps; raise a UserError if there is none."""
         if not (steps := self._steps()):
             raise UserError(f"nothing to resume: no checkpoint in {self.folder}")
         return steps[-1]
@@ -212,12 +188,9 @@ class CheckpointStore:
 
 
 def verify(checkpoint: Path, peers: Peers = SINGLE_PROCESS, unread: str | None = None) -> None:
-    """Compare a checkpoint's files with its manifest.
+    """Compare a checkpoint's files with its manifest; ``peers``, which all call this, divide the files.
 
-    Args:
-        checkpoint: folder of the checkpoint.
-        peers: ranks that divide the files among themselves; all of them call this.
-        unread: a folder in the checkpoint that nobody will read; its files are skipped.
+    Files in the folder ``unread`` of the checkpoint are skipped.
 
     Raises:
         DamagedCheckpointError: files are missing or differ; the message lists them.
@@ -280,11 +253,7 @@ def metric_of(checkpoint: Path, metric: str) -> float | None:
 
 
 def newest_checkpoint(path: str | Path) -> Path:
-    """Return ``path`` if it is a checkpoint, else the newest checkpoint of the run in it, without verifying it.
-
-    Raises:
-        UserError: ``path`` is neither.
-    """
+    """Return ``path`` if it is a checkpoint, else the newest one of the run in it, or raise a UserError."""
     path = Path(path)
     if not (path / "config.json").is_file():
         if not (path / "checkpoints").is_dir():
@@ -305,7 +274,7 @@ def _renamed(checkpoint: Path, target: Path) -> Path:
 
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(exist_ok=True)  # but not what it is in: the folder of a run that is gone stays gone
+    folder.parent.mkdir(exist_ok=True)  # `checkpoints/` only: never make the folder of a deleted run again
     folder.mkdir()
 
 
@@ -314,10 +283,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _merged(names: Sequence[str], peers: Peers) -> list[str]:
-    """Return the files that any rank lists: on a network file system, the first one may not see all of them yet.
-
-    Ranks tell only what the first one lacks: the listings of all ranks together grow with the square of their number.
-    """
+    """Return the files that any rank lists, who tells only what the first lacks: a network disk may be late."""
     of_first = peers.of_first(names)
     return sorted({*of_first, *chain.from_iterable(peers.gather(sorted(set(names).difference(of_first))))})
 

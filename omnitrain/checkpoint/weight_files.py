@@ -18,10 +18,10 @@ from omnitrain.peers import Peers, raise_on_all
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of the model that become tensors of a file together.
+    """Tensors of the model that become tensors of a file together, whole.
 
     Attributes:
-        sources: the tensors, whole, as the model has them.
+        sources: the tensors, as the model has them.
         stored: the tensors, as the file has them.
         convert: makes these of those. None: there is one of each, with equal values.
     """
@@ -33,13 +33,7 @@ class Group:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights.
-
-    Attributes:
-        name: its path in the folder.
-        groups: what is in it.
-        is_frozen: none of its tensors trains.
-    """
+    """A file of weights: its path in the folder, and what is in it; ``is_frozen``: none of it trains."""
 
     name: str
     groups: tuple[Group, ...]
@@ -57,13 +51,9 @@ class WeightFile:
 
 
 def write_files(files: Sequence[WeightFile], pieces: Sequence[Piece], folder: Path, peers: Peers) -> None:
-    """Write files; the ranks take turns. A rank holds one group of tensors at a time.
+    """Write files, the same on all ranks; the ranks take turns. A rank holds one group of tensors at a time.
 
-    Args:
-        files: the same on all ranks.
-        pieces: what this rank holds of their tensors.
-        folder: the same on all ranks.
-        peers: the ranks, which all call this.
+    ``pieces`` are what this rank holds of their tensors.
 
     Raises:
         Exception: writing failed on one rank; all ranks raise its exception.

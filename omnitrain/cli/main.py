@@ -290,7 +290,7 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
         raise typer.Exit(_launch(recipe, ["-m", "omnitrain", *command], nproc, max_restarts, continues=bool(resume)))
 
     from omnitrain.parallel.state import leave_process_groups
-    from omnitrain.train import Trainer
+    from omnitrain.train.trainer import Trainer
 
     with _all_problems(recipe, name, world_size()) if begins else contextlib.nullcontext():
         trainer = Trainer(recipe, resume=resume)
@@ -661,8 +661,7 @@ def report(
     ] = None,
 ) -> None:
     """Write a page about runs: curves, samples, traced steps, layout, recipe, environment. It needs no network."""
-    from omnitrain.report.at_end import REPORT_FILE
-    from omnitrain.report.write import write_report
+    from omnitrain.report.write import REPORT_FILE, write_report
 
     file = output or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     typer.echo(write_report(runs, file))

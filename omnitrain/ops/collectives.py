@@ -56,23 +56,16 @@ def own_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """All-gather rows, rank by rank: ``[sum of counts, ...]``. The backward sums a row's gradients on its rank.
+    """All-gather rows ``[counts of this rank, ...]``, rank by rank: ``[sum of counts, ...]``.
 
-    Args:
-        own: ``[counts of this rank, ...]``.
-        counts: number of rows of each rank.
-        group: all its ranks must call this, forward and backward.
+    The backward sums a row's gradients on its rank. All ranks of ``group`` must call this, forward and backward.
     """
     gather = partial(_gathered_rows, counts=counts, group=group)
     return with_backward(gather, partial(_summed_rows, counts=counts, group=group), own)
 
 
 def scatter_rows(whole: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Reduce-scatter rows: the transpose of :func:`gather_rows`, with the same arguments.
-
-    Returns:
-        ``[counts of this rank, ...]``, summed in fp32.
-    """
+    """Reduce-scatter rows: the transpose of :func:`gather_rows`; ``[counts of this rank, ...]``, summed in fp32."""
     gather = partial(_gathered_rows, counts=counts, group=group)
     return with_backward(partial(_summed_rows, counts=counts, group=group), gather, whole)
 
@@ -95,9 +88,7 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_reduce_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """All-reduce tensors in place, many in one collective.
 
-    Args:
-        tensors: any shapes and dtypes, in the same order on all ranks; of a DTensor, this rank's shard.
-        group: the ranks.
+    They have any shapes and dtypes, in the same order on all ranks; of a DTensor, this rank's shard is reduced.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -124,12 +115,10 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def with_backward(forth: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Return ``forth(*tensors)`` with the backward ``back``.
+    """Return ``forth(*tensors)`` with the backward ``back``, which cannot be differentiated again.
 
-    Args:
-        forth: tensors of any shape -> a tensor, or a tuple of tensors.
-        back: a gradient per output -> a gradient per tensor of ``tensors``. It cannot be differentiated again.
-        tensors: the tensors that get gradients.
+    ``forth`` returns a tensor or a tuple of tensors; ``back`` gets a gradient for each, and returns one for each of
+    ``tensors``. What ``back`` needs of tensors with gradients must not come from its closure, which would keep them.
     """
     return _BothWays.apply(forth, back, *tensors)
 

@@ -6,12 +6,9 @@ from typing import Any
 
 
 def config_value(config: Any, name: str, default: Any = None) -> Any:
-    """Return the value of a config for the whole model.
+    """Return a value of an HF config (or None) for the whole model.
 
-    Args:
-        config: an HF config, or None.
-        name: name of the value.
-        default: result if the config has no such value, or one per layer (transformers' ``per_layer_config``).
+    ``default`` is the result if the config has no such value, or one per layer (transformers' ``per_layer_config``).
     """
     by_layer = getattr(config, "per_layer_attributes", None) or ()
     aliases = getattr(config, "attribute_map", {})

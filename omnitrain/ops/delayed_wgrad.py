@@ -30,11 +30,7 @@ Later = Callable[[MakeGradient], None]
 
 
 class WeightGradients:
-    """Delayed weight gradients by a key of the caller; they keep their operands until :meth:`made`.
-
-    Args:
-        around: makes the context in which they are computed.
-    """
+    """Delayed weight gradients by a key of the caller; they keep their operands until computed, inside ``around()``."""
 
     def __init__(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._waiting: list[tuple[Any, MakeGradient]] = []
@@ -52,11 +48,7 @@ class WeightGradients:
         return partial(self.add, key)
 
     def made(self, order: Callable[[Any], int] = lambda key: 0) -> Iterator[tuple[Any, Tensor]]:
-        """Compute the delayed gradients one by one; each then releases its operands.
-
-        Args:
-            order: key -> sort key; the sort is stable.
-        """
+        """Compute the delayed gradients one by one, sorted by ``order`` of their keys; each then releases operands."""
         waiting, self._waiting = sorted(self._waiting, key=lambda left: order(left[0]))[::-1], []
         with self._around():
             while waiting:
@@ -100,18 +92,15 @@ def delayed_to() -> WeightGradients | None:
 
 @contextmanager
 def delaying(work: WeightGradients | None) -> Iterator[None]:
-    """Let forwards inside this context delay the weight gradients of all linear layers, by parameter.
+    """Let forwards inside this context delay the weight gradients of all linear layers, by parameter; None: nothing.
 
     It covers calls of ``torch.nn.functional.linear`` with a trained parameter as weight, as ``nn.Linear`` makes, and
-    the matrices of experts (:func:`~omnitrain.ops.experts.entry.omnitrain_experts`).
-    Modules do not change, so micro-batches in flight may have different stores. A recomputation must enter the context
-    of its forward again (:func:`delayed_to`). Biases and frozen weights do not change.
+    the matrices of experts (:func:`~omnitrain.ops.experts.entry.omnitrain_experts`). Modules do not change, so
+    micro-batches in flight may have different stores. A recomputation must enter the context of its forward again
+    (:func:`delayed_to`). Biases and frozen weights do not change.
 
     For schedules that place weight gradients themselves: the caller must call ``work.accumulate()`` before anything
     reads ``grad``.
-
-    Args:
-        work: collects the delayed gradients; None: nothing is delayed.
     """
     token = _delayed_to.set(work)
     try:

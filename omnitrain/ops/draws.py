@@ -22,12 +22,7 @@ _INDEX = "_index_of_draws"
 
 @dataclass(frozen=True)
 class Draws:
-    """The random numbers of a forward.
-
-    Attributes:
-        seed: seed of the step and the micro-batch.
-        device: device of the blocks.
-    """
+    """The random numbers of a forward, from the ``seed`` of the step and the micro-batch, on the blocks' ``device``."""
 
     seed: int
     device: torch.device
@@ -41,12 +36,9 @@ _draws: ContextVar[Draws | None] = ContextVar("draws", default=None)
 
 
 def seed_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Let each block seed the generators before its forward, inside :meth:`StepDraws.forward`.
+    """Let each block of a model, in order, seed the generators before its forward, inside :meth:`StepDraws.forward`.
 
     transformers checkpoints inside of a block's hooks, and torch keeps the generators' states for the recomputation.
-
-    Args:
-        blocks: all blocks of a model, in their order.
     """
     for index, block in enumerate(blocks):
         setattr(block, _INDEX, index)
@@ -70,13 +62,10 @@ def _seed(block: nn.Module, _: Any) -> None:
 
 
 class StepDraws:
-    """The random numbers of a step, from a seed that is drawn from the host's generator.
+    """The random numbers of a step on ``device``, from a seed that is drawn from the host's generator.
 
     Tensor parallel ranks and pipeline ranks must seed that generator equally. Ranks that share a sequence must not,
     because they have other tokens.
-
-    Args:
-        device: device on which the model computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,8 +76,8 @@ class StepDraws:
     def forward(self, *position: int | str) -> Iterator[None]:
         """Draw the numbers of a part of the step; the generators stay as they are.
 
-        Args:
-            position: index of the micro-batch; for a part that belongs to none, numbers and names that it alone has.
+        ``position`` is the index of the micro-batch; for a part that belongs to none, numbers and names that it alone
+        has.
         """
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):

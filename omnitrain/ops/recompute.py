@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
-from omnitrain.ops.attention import inside, packed_sequence
+from omnitrain.ops.attention.packed_context import inside, packed_sequence
 from omnitrain.ops.cpu.unread_rows import reading, rows_read
 from omnitrain.ops.delayed_wgrad import delayed_to, delaying
-from omnitrain.ops.experts import RoutingTape
+from omnitrain.ops.experts.routing_tape import RoutingTape
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -22,12 +22,7 @@ def recompute_contexts(
     """Return the contexts of a forward and of its recompute: ``context_fn`` of ``torch.utils.checkpoint``.
 
     The recompute replays routing: rounding may differ, and a token that then went to another expert would have another
-    gradient, or change the number of rows on some rank.
-
-    Args:
-        has_routers: whether the module has experts.
-        in_forward: further contexts of the forward.
-        in_recompute: further contexts of the recompute.
+    gradient, or change the number of rows on some rank. ``in_forward`` and ``in_recompute`` are further contexts.
     """
     forward: list[MakeContext] = []
     recompute: list[MakeContext] = [

@@ -21,15 +21,12 @@ def _on_every_device(device: torch.device) -> None:
 class Backend:
     """One implementation of an operation.
 
-    Attributes:
-        name: name in recipes.
-        run: the implementation.
-        missing: device -> missing requirement; None: nothing is missing.
-        automatic: device types on which ``auto`` may choose it if nothing is missing; None: any.
+    ``missing``: device -> missing requirement; None: nothing is missing. ``automatic``: device types on which ``auto``
+    may choose it if nothing is missing; None: any.
     """
 
-    name: str
-    run: Callable[..., Any]
+    name: str  # name in recipes
+    run: Callable[..., Any]  # the implementation
     missing: Callable[[torch.device], str | None] = _on_every_device
     automatic: tuple[str, ...] | None = None
 

@@ -21,18 +21,11 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a tensor is from the same one in another computation, relative to its norm.
+    """How far a tensor is from the same one in another computation, relative to its norm."""
 
-    Attributes:
-        distance: norm of the difference.
-        scale: part of the difference along the tensor: 0.02 if all of it is multiplied by 1.02.
-        most_distance: the distance that rounding explains.
-        most_scale: the absolute scale that rounding explains.
-    """
-
-    distance: float
-    scale: float
-    most_distance: float
+    distance: float  # norm of the difference
+    scale: float  # part of the difference along the tensor: 0.02 if all of it is multiplied by 1.02
+    most_distance: float  # the distance, and the absolute scale, that rounding explains
     most_scale: float
 
     @property
@@ -59,12 +52,7 @@ class Rounding:
     """
 
     def __init__(self, expected: Step, draws: Iterable[Step]) -> None:
-        """Compare the draws, one at a time.
-
-        Args:
-            expected: the step.
-            draws: the step with moved weights and gradients, :data:`DRAWS` times.
-        """
+        """Compare the step with :data:`DRAWS` draws of it with moved weights and gradients, one at a time."""
         self._expected = _tensors(expected)
         self._most = dict.fromkeys(self._expected, (0.0, 0.0))
         for draw in draws:
@@ -78,10 +66,8 @@ class Rounding:
     ) -> Rounding:
         """Run the step as it is, and with moved weights and gradients; the weights are restored.
 
-        Args:
-            step: computes the loss and the gradients, the same for the same weights; it may change them.
-            weights: name -> weights that the step reads.
-            dtype_of: see :func:`nudge`.
+        ``step`` computes the loss and the gradients, the same for the same ``weights``; it may change them.
+        ``dtype_of``: see :func:`nudge`.
         """
         kept = {name: weight.detach().clone() for name, weight in weights.items()}
 
@@ -121,12 +107,7 @@ class Rounding:
         expected = self._expected.get(name)
         norm = _norm(expected) or 1.0 if expected is not None else 1.0
         most_distance, most_along = self._most.get(name, (0.0, 0.0))
-        return Deviation(
-            distance / norm,
-            along / norm**2,
-            FACTOR * most_distance / norm,
-            FACTOR * most_along / norm**2,
-        )
+        return Deviation(distance / norm, along / norm**2, FACTOR * most_distance / norm, FACTOR * most_along / norm**2)
 
     def _differences(self, step: Step) -> Iterator[tuple[str, tuple[float, float]]]:
         """Name -> norm of the difference, and its product with the expected tensor."""
@@ -141,12 +122,9 @@ class Rounding:
 
 @torch.no_grad()
 def nudge(weights: Mapping[str, Tensor], dtype_of: Callable[[str], torch.dtype], seed: int) -> None:
-    """Move each number to its next larger or smaller one, at random.
+    """Move each number of the weights to its next larger or smaller one, at random, in place.
 
-    Args:
-        weights: name -> weights, not sharded; changed in place.
-        dtype_of: the dtype in which the model computes with the weights of a name. The neighbours are those in it.
-        seed: of the directions.
+    ``weights`` are not sharded; ``dtype_of`` a name is the dtype in which the model computes, whose neighbours count.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in weights.items():

@@ -17,32 +17,18 @@ Mark = Any  # a moment: seconds of the host's clock, or an event of the device
 
 @dataclass(frozen=True)
 class What:
-    """The activity of a span.
+    """The activity of a span."""
 
-    Attributes:
-        kind: ``action``: of the step's schedule; ``compute``; ``link``: communication; ``wait``: for communication.
-        name: name of the activity, such as ``experts`` or ``dispatch``, or the action.
-        phase: phase of the step; None: an action, whose name says it.
-        layer: name of the layer's module; None: an action.
-        chunk: chunk of the layer's experts; None: all experts.
-    """
-
-    kind: Kind
-    name: str
-    phase: Phase | None = None
+    kind: Kind  # action: of the step's schedule; compute; link: communication; wait: for communication
+    name: str  # name of the activity, such as experts or dispatch, or the action
+    phase: Phase | None = None  # phase of the step, and name of the layer's module; None: an action
     layer: str | None = None
-    chunk: int | None = None
+    chunk: int | None = None  # chunk of the layer's experts; None: all experts
 
 
 @dataclass(frozen=True)
 class Span:
-    """A time span.
-
-    Attributes:
-        what: the activity.
-        start: seconds since the start of the recording.
-        end: seconds since the start of the recording.
-    """
+    """A time span; ``start`` and ``end`` are seconds since the start of the recording."""
 
     what: What
     start: float
@@ -58,10 +44,7 @@ class Span:
 class Recorded:
     """A recording of :class:`SpanRecorder`.
 
-    Attributes:
-        began: start of the recording, seconds since 1970.
-        seconds: duration of the recording.
-        spans: the spans, in the order in which they ended.
+    ``began`` is seconds since 1970, ``seconds`` the duration; ``spans`` are in the order in which they ended.
     """
 
     began: float
@@ -70,15 +53,10 @@ class Recorded:
 
 
 class SpanRecorder:
-    """Records spans between :meth:`begin` and :meth:`end`.
+    """Records spans between :meth:`begin` and :meth:`end`, on the device that computes.
 
     Marks on a CUDA device are events on its current stream, which are read at the end, so recording never waits.
-
-    Args:
-        device: device that computes.
-
-    Attributes:
-        is_on: whether spans are recorded now. Callers check it first, so a recorder that is off costs nothing else.
+    Callers check ``is_on`` first, so a recorder that is off costs nothing else.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

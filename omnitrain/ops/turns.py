@@ -26,15 +26,7 @@ class _EndedError(Exception):
 
 
 class _Turns:
-    """Whose turn it is.
-
-    Args:
-        device: on which both compute.
-        draws: whether random numbers are drawn. Each of the two then has generators of its own.
-
-    Attributes:
-        thread: identifier of the thread that runs.
-    """
+    """Whose turn it is: ``thread`` runs. With ``draws``, random numbers are drawn, and each has its own generators."""
 
     def __init__(self, device: torch.device, *, draws: bool) -> None:
         self._devices = [device] if device.type == "cuda" else []
@@ -101,15 +93,10 @@ def running_thread() -> int | None:
 def run_in_turns(
     forward: Callable[[], None], backward: Callable[[], None], device: torch.device, *, draws: bool
 ) -> None:
-    """Run a forward in this thread and a backward in another one; the backward has the first turn.
+    """Run a forward in this thread and a backward, by autograd, in another one; the backward has the first turn.
 
-    Neither may need a result of the other.
-
-    Args:
-        forward: runs a forward.
-        backward: runs a backward, by autograd.
-        device: on which both compute, on one stream.
-        draws: whether one of them draws random numbers, as dropout does.
+    Neither may need a result of the other. Both compute on one stream of ``device``. ``draws``: one of them draws
+    random numbers, as dropout does.
 
     Raises:
         BaseException: the error of the pass that failed; the other one then ends where it waits next.

@@ -37,11 +37,7 @@ class ShardedAdamW(AdamW):
 
 
 def require_fp32(dtypes: Mapping[str, torch.dtype]) -> None:
-    """Check the dtypes of trained parameters without an fp32 copy, by name.
-
-    Raises:
-        UserError: some are not fp32.
-    """
+    """Raise a UserError if trained parameters without an fp32 copy are not fp32."""
     if low := sorted(name for name, dtype in dtypes.items() if dtype != torch.float32):
         raise UserError(
             f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); leave precision.param of the plan unset, "
@@ -51,11 +47,7 @@ def require_fp32(dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return name -> parameter with ``requires_grad``.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return name -> parameter with ``requires_grad``; raise a UserError if there is none."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise UserError("no parameter is trainable: model.freeze and the plan's freeze cover every component")

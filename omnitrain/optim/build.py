@@ -32,9 +32,8 @@ def build_optimizer(
         model: the model; its parameters with ``requires_grad`` are trained.
         settings: learning rate, betas, momentum, weight decay.
         offloaded: parameters whose state and fp32 master copy live in host memory.
-        peaks: parameter -> peak learning rate, if it differs from that of ``settings``. Each parameter group stores its
-            peak as ``peak``.
-        decays: parameter -> weight decay, if it differs from that of ``settings``.
+        peaks: parameter -> peak learning rate, if it differs. Each parameter group stores its peak as ``peak``.
+        decays: parameter -> weight decay, if it differs.
         matrices: the parameters that Muon updates; AdamW updates the others.
 
     Raises:

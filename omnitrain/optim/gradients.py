@@ -51,11 +51,10 @@ def remember_holders(model: nn.Module, holders: Holders) -> None:
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> torch.Tensor:
-    """Return the Euclidean norm of all gradients together, each element counted once.
+    """Return the Euclidean norm of all gradients together, each element counted once; the same on every rank.
 
-    The result is the same on every rank. All ranks must pass the same parameters in the same order; gradients may be
-    missing on some ranks, and so may be the parameters themselves: in a pipeline or with sections, those that other
-    ranks hold are on the meta device here, and are in the list like all others.
+    All ranks must pass the same parameters in the same order; gradients may be missing on some ranks, and so may be
+    the parameters themselves: in a pipeline or with sections, those that other ranks hold are on the meta device here.
 
     Args:
         parameters: plain tensors or DTensors, on any number of meshes. Parameters without a gradient count as zero.
@@ -82,11 +81,7 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter)
 def clip_gradients(
     parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, max_norm: float | None
 ) -> torch.Tensor:
-    """Scale all gradients in place so that their global norm is at most ``max_norm``.
-
-    Args:
-        parameters: parameters with the gradients; see :func:`gradient_norm`.
-        max_norm: the largest norm. None: measure without scaling.
+    """Scale all gradients in place so that their global norm is at most ``max_norm``. None: only measure it.
 
     Returns:
         The norm before clipping, scalar fp32.

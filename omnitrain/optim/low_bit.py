@@ -30,19 +30,9 @@ class AdamW8bit(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        fused: bool = True,
+        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, fused: bool = True
     ) -> None:
-        """Take parameter groups with ``weight_decay``; the other options are those of ``torch.optim.AdamW``.
-
-        Raises:
-            UserError: torchao is not installed, or cannot be used.
-        """
+        """Take parameter groups with ``weight_decay``; the other options are those of ``torch.optim.AdamW``."""
         self._format = _format()
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": fused})
 
@@ -126,21 +116,13 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def require_state_format(settings: Optimizer) -> None:
-    """Check that the states of a recipe's optimizer can be kept in the format that it names.
-
-    Raises:
-        UserError: torchao is not installed, or cannot be used.
-    """
+    """Raise a UserError if the states of a recipe's optimizer cannot be kept in the format that it names."""
     if settings.state == "int8":
         _format()
 
 
 def _format() -> Any:
-    """Return torchao's module of 8-bit states.
-
-    Raises:
-        UserError: it is not installed, or cannot be used.
-    """
+    """Return torchao's module of 8-bit states; raise a UserError if it cannot be used."""
     logger = logging.getLogger("torchao")
     level, logger.level = logger.level, logging.ERROR  # its compiled kernels, which nothing here uses, may not fit
     try:

@@ -39,13 +39,7 @@ class MuonWithAdamW(ShardedAdamW):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, momentum: float, **options: Any) -> None:
-        """Take parameter groups with ``muon`` (a boolean), and the options of AdamW.
-
-        Args:
-            groups: parameter groups.
-            momentum: decay rate of Muon's momentum; the update looks ahead (Nesterov).
-            options: of ``torch.optim.AdamW``.
-        """
+        """Take parameter groups with ``muon`` (a boolean), the decay rate of its momentum, and the options of AdamW."""
         super().__init__([group | {"momentum": momentum} for group in groups], **options)
 
     def init_group(self, group: dict[str, Any], *lists: Any) -> bool:
@@ -123,12 +117,7 @@ def _axes_of_matrices(parameter: Tensor) -> list[int]:
 
 
 def _orthogonal_shards(shards: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """Return the shards of orthogonalized matrices.
-
-    Args:
-        shards: this rank's shards of matrices.
-        like: a parameter with the shape and placements of each of them.
-    """
+    """Return the shards of orthogonalized matrices, each with the shape and placements of the parameter ``like``."""
     axes, stacked = _axes_of_matrices(like), torch.stack(list(shards))
     if not axes:
         return list(_in_chunks(stacked).unbind(0))

@@ -21,22 +21,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     A step copies gradients to the host, updates the copies, and copies the new values back. If a parameter has a lower
     precision than fp32, the copy keeps the digits that the parameter rounds away. State dicts are those of the
     optimizer without offload, so a run can resume with or without it.
-
-    Attributes:
-        inner: the optimizer that makes the update.
     """
 
     def __init__(
         self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups, offloaded: Collection[nn.Parameter]
     ) -> None:
-        """Build ``make(groups)`` with stand-ins for ``offloaded``.
-
-        Args:
-            make: parameter groups -> the optimizer.
-            groups: parameter groups with ``params`` and options, as any optimizer takes them.
-            offloaded: parameters, plain or DTensors. Parameters that already live in host memory get no copy.
-        """
-        copied = {p for p in offloaded if not _is_on_host(p)}
+        """Build ``make(groups)`` with stand-ins for ``offloaded``, except for parameters in host memory."""
+        # Of what FSDP offloads, the mesh is on a device, but the values are in host memory.
+        copied = {p for p in offloaded if not isinstance(p, DTensor) or p.device_mesh.device_type == p.device.type}
         self._copies = {p: _HostCopy(p) for group in groups for p in group["params"] if p in copied}
         self.inner = make([group | {"params": [self._stand_in(p) for p in group["params"]]} for group in groups])
         super().__init__(groups, self.inner.defaults)
@@ -147,8 +139,3 @@ def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:
     meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
-
-
-def _is_on_host(parameter: nn.Parameter) -> bool:
-    """Whether FSDP offloads the parameter: its mesh is on a device, but its values are in host memory."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type

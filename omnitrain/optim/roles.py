@@ -7,8 +7,7 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from omnitrain.ops.experts import experts_in
-from omnitrain.ops.experts.weights import matrix_names
+from omnitrain.ops.experts.weights import experts_in, matrix_names
 
 Role: TypeAlias = Literal["matrix", "vector", "table"]
 

@@ -72,7 +72,7 @@ def prepare_process() -> None:
 
 def missing_variables() -> Iterator[Variable]:
     """Yield the variables that nobody has set."""
-    return (one for one in VARIABLES if one.name not in os.environ and (not one.older or one.older not in os.environ))
+    return (one for one in VARIABLES if os.environ.keys().isdisjoint((one.name, one.older)))
 
 
 def gpu_of_rank() -> torch.device:
@@ -89,10 +89,7 @@ def require_own_gpu(store: dist.Store, rank: int) -> None:
     """Check that no other rank has the current GPU: NCCL would wait for ever, or not name the two ranks.
 
     Parts of one GPU (MIG) may have its UUID, and are one GPU to NCCL, too, unless the user asks it for more.
-
-    Args:
-        store: of all ranks.
-        rank: global rank.
+    ``store``: of all ranks.
 
     Raises:
         UserError: another rank has it.

@@ -15,9 +15,6 @@ from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks
 from omnitrain.optim.gradients import Holders, remember_holders
-from omnitrain.page.html import heading
-from omnitrain.page.whole import own_prefix, part_of_notebook
-from omnitrain.page.write import has_matplotlib
 from omnitrain.parallel.layout_table import LayoutRow, LayoutTable
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.pipeline.apply import Pipeline
@@ -27,13 +24,11 @@ from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
 from omnitrain.plan import StepPlan
 from omnitrain.plan.mesh import DENSE_AXES
-from omnitrain.plan.mesh_picture import mesh_picture
 from omnitrain.plan.placement import Topology
 from omnitrain.plan.schedule.encoders import EncoderWindows
 from omnitrain.recipe.parallel import ComponentPlan, Section
 
 _ATTRIBUTE = "_applied_layout"
-_OF_PLAN = ("component", "section", "mode", "mesh", "units", "recompute", "offload", "sequence")
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,17 +106,20 @@ class ModelLayout:
         placements = [plan.topology.component(name) for name in self.components if name in exchanged]
         return tuple(EncoderWindows(c.name, c.window or plan.num_micro_batches, c.is_trained) for c in placements)
 
-    def table(self, model: OmniModel) -> LayoutTable:
-        """Return a printable table with one row per component."""
-        parameters = dict(model.named_parameters())
+    def table(self, model: OmniModel | None) -> LayoutTable:
+        """Return a printable table with one row per component; without ``model``, sizes and dtypes are empty."""
+        parameters = {} if model is None else dict(model.named_parameters())
         return LayoutTable(
-            self._row(of, [parameters[name] for name in of.parameters]) for of in self.components.values()
+            _row(
+                c.name,
+                section_text(self.states[c.name]) if self.sections else "",
+                c.plan,
+                c.num_units,
+                [parameters[name] for name in c.parameters] if parameters else [],
+                *(c.async_ulysses, c.tokens),
+            )
+            for c in self.components.values()
         )
-
-    def _row(self, of: ComponentLayout, parameters: list[nn.Parameter]) -> LayoutRow:
-        """The row of a component; without ``parameters``, what depends on their sizes and dtypes is empty."""
-        section = section_text(self.states[of.name]) if self.sections else ""
-        return _row(of.name, section, of.plan, of.num_units, parameters, of.async_ulysses, of.tokens)
 
     def facts_of_sections(self) -> list[dict[str, Any]]:
         """Return name, first rank, components and sizes of axes of each section, as pictures and reports need them."""
@@ -135,14 +133,6 @@ class ModelLayout:
             }
             for state in list(self.state.sections.values()) or [self.state]
         ]
-
-    def _repr_html_(self) -> str:
-        """Pictures of the ranks, if matplotlib is installed, and a table; the sizes of weights are in :meth:`table`."""
-        prefix = own_prefix()
-        facts = self.facts_of_sections() if has_matplotlib() else []
-        pictures = [mesh_picture(of_section, index, f"{prefix}{index}") for index, of_section in enumerate(facts)]
-        table = LayoutTable(self._row(of, []) for of in self.components.values()).as_html(_OF_PLAN)
-        return part_of_notebook([*pictures, heading("Layout (mesh: copies x shards)"), table])
 
     def offloaded(self, model: OmniModel) -> list[nn.Parameter]:
         """Return the trained parameters whose optimizer state lives in host memory."""

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rich.table import Table
 
-from omnitrain.page.html import Cell, heading, table
-from omnitrain.page.text import as_text
-from omnitrain.page.whole import part_of_notebook
+from omnitrain.terminal import as_text
 
-_COLUMNS = (
-    "component",
-    "section",
-    "mode",
-    "mesh",
-    "units",
-    "parameters",
-    "trainable",
-    "dtypes",
-    "recompute",
-    "offload",
-    "sequence",
-)
-_TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / sums)"
+LAYOUT_TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / sums)"
 
 
 @dataclass(frozen=True)
@@ -44,36 +28,23 @@ class LayoutRow:
     sequence: str  # how ranks share a sequence
 
 
+LAYOUT_COLUMNS = ("component", *(field.name for field in fields(LayoutRow)[1:]))
+
+
 class LayoutTable(tuple[LayoutRow, ...]):
-    """Rows that ``print``, a notebook and rich's console show as a table; without sections, it has no such column."""
+    """Rows that ``print`` and rich's console show as a table; without sections, it has no such column."""
 
     __slots__ = ()
 
     def __rich__(self) -> Table:
         has_sections = any(row.section for row in self)
-        columns = [name for name in _COLUMNS if name != "section" or has_sections]
-        shown = Table(*columns, title=_TITLE, title_justify="left")
+        columns = [name for name in LAYOUT_COLUMNS if name != "section" or has_sections]
+        shown = Table(*columns, title=LAYOUT_TITLE, title_justify="left")
         for row in self:
-            section = (row.section,) if has_sections else ()
-            trainable = f"{row.trainable:,}" if row.trainable else "frozen"
-            sizes = (str(row.units), f"{row.parameters:,}", trainable)
-            others = (row.dtypes, row.recompute, row.offload, row.sequence)
-            shown.add_row(row.name, *section, row.mode, row.mesh, *sizes, *others)
+            values = {**vars(row), "trainable": row.trainable or "frozen"}
+            cells = (value for name, value in values.items() if has_sections or name != "section")
+            shown.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in cells))
         return shown
-
-    def _repr_html_(self) -> str:
-        return part_of_notebook([heading(_TITLE), self.as_html(_COLUMNS)])
-
-    def as_html(self, columns: Sequence[str]) -> str:
-        """Return some columns as an HTML table; without sections, it has no such column."""
-        has_sections = any(row.section for row in self)
-        shown = [name for name in columns if name != "section" or has_sections]
-        return table(shown, [[_cell(row, name) for name in shown] for row in self])
 
     def __repr__(self) -> str:
         return as_text(self.__rich__(), columns=160)
-
-
-def _cell(row: LayoutRow, column: str) -> Cell:
-    value: Cell = getattr(row, "name" if column == "component" else column)
-    return "frozen" if column == "trainable" and not value else value

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -24,6 +24,17 @@ from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelP
 from omnitrain.torch_private import forget_meshes, forget_shardings
 
 DpMode = Literal["fsdp2", "hsdp", "replicate"]
+V = TypeVar("V")
+
+
+class _Of(Generic[V]):
+    """A property that says what a method of the state says of one axis, or product of axes."""
+
+    def __init__(self, method: Callable[..., V], axis: str) -> None:
+        self._method, self._axis = method, axis
+
+    def __get__(self, state: ParallelState, owner: type | None = None) -> V:
+        return self._method(state, self._axis)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +44,10 @@ class ParallelState:
     Components with ranks of their own (:class:`~omnitrain.recipe.parallel.Section`) have a factorisation of their own;
     then a state is that of this rank's section, and its sizes and groups are those of the section. Several states can
     use the same ranks at once. :meth:`size` and :meth:`rank_in` take any axis or product of axes
-    (see :class:`~omnitrain.plan.mesh.MeshShape`); the properties cover the common ones. Meshes with two axes exist
-    only for FSDP: ``dp_replicate`` with ``fsdp`` or ``ep_fsdp``.
+    (see :class:`~omnitrain.plan.mesh.MeshShape`). The properties cover the common ones: ``sp_size`` is ``size("sp")``,
+    ``sp_enabled`` whether that is above 1, ``sp_rank`` this process's rank on the axis, ``sp_group`` its group and
+    ``sp_mesh`` its mesh. ``ulysses`` is another name of ``sp``. Meshes with two axes exist only for FSDP:
+    ``dp_replicate`` with ``fsdp`` or ``ep_fsdp``.
 
     Attributes:
         shape: the factorisation.
@@ -109,269 +122,68 @@ class ParallelState:
         """The number of all ranks, over all sections."""
         return sum(state.world_size for state in self.sections.values()) or self.world_size
 
-    @property
-    def dp_size(self) -> int:
-        """The number of data-parallel ranks: each (group of ranks) reads different samples."""
-        return self.size("dp")
-
-    @property
-    def dp_replicate_size(self) -> int:
-        """The number of copies of the parameters."""
-        return self.size("dp_replicate")
-
-    @property
-    def dp_shard_size(self) -> int:
-        """The number of data-parallel ranks that share one copy of the parameters."""
-        return self.size("dp_shard")
-
-    @property
-    def fsdp_size(self) -> int:
-        """The number of ranks over which a copy of the parameters is sharded: dp_shard x cp x sp."""
-        return self.size("fsdp")
-
-    @property
-    def ep_size(self) -> int:
-        """The number of ranks that share one copy of the experts."""
-        return self.size("ep")
-
-    @property
-    def tp_size(self) -> int:
-        """The number of ranks that share the matrices of every layer."""
-        return self.size("tp")
-
-    @property
-    def ulysses_size(self) -> int:
-        """The number of ranks that share a sequence and exchange it for attention heads: the axis ``sp``."""
-        return self.size("sp")
-
-    @property
-    def sp_size(self) -> int:
-        """The number of ranks that share a sequence with Ulysses. Without ring attention, the ``sequence_size``."""
-        return self.size("sp")
-
-    @property
-    def cp_size(self) -> int:
-        """The number of ranks that share a sequence with ring attention."""
-        return self.size("cp")
-
-    @property
-    def sequence_size(self) -> int:
-        """The number of ranks that share a sequence, by Ulysses or by the ring: cp x sp."""
-        return self.size("sequence")
-
-    @property
-    def pp_size(self) -> int:
-        """The number of pipeline stages."""
-        return self.size("pp")
-
-    @property
-    def dp_rank(self) -> int:
-        """The data-parallel rank of this process."""
-        return self.rank_in("dp")
-
-    @property
-    def dp_replicate_rank(self) -> int:
-        """The index of the copy of the parameters that this process has."""
-        return self.rank_in("dp_replicate")
-
-    @property
-    def dp_shard_rank(self) -> int:
-        """The rank of this process among the data-parallel ranks that share its copy of the parameters."""
-        return self.rank_in("dp_shard")
-
-    @property
-    def fsdp_rank(self) -> int:
-        """The rank of this process among the ranks over which its copy of the parameters is sharded."""
-        return self.rank_in("fsdp")
-
-    @property
-    def ep_rank(self) -> int:
-        """The rank of this process in ``ep_group``."""
-        return self.rank_in("ep")
-
-    @property
-    def tp_rank(self) -> int:
-        """The rank of this process in ``tp_group``."""
-        return self.rank_in("tp")
-
-    @property
-    def ulysses_rank(self) -> int:
-        """The rank of this process in ``ulysses_group``."""
-        return self.rank_in("sp")
-
-    @property
-    def sp_rank(self) -> int:
-        """The rank of this process in ``sp_group``."""
-        return self.rank_in("sp")
-
-    @property
-    def cp_rank(self) -> int:
-        """The rank of this process in ``cp_group``."""
-        return self.rank_in("cp")
-
-    @property
-    def sequence_rank(self) -> int:
-        """The rank of this process in ``sequence_group``."""
-        return self.rank_in("sequence")
-
-    @property
-    def pp_rank(self) -> int:
-        """The index of this process's pipeline stage."""
-        return self.rank_in("pp")
-
-    @property
-    def dp_enabled(self) -> bool:
-        """Whether there is data parallelism."""
-        return self.dp_size > 1
-
-    @property
-    def fsdp_enabled(self) -> bool:
-        """Whether several ranks share one copy of the parameters."""
-        return self.fsdp_size > 1
-
-    @property
-    def ep_enabled(self) -> bool:
-        """Whether there is expert parallelism."""
-        return self.ep_size > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether there is tensor parallelism."""
-        return self.tp_size > 1
-
-    @property
-    def ulysses_enabled(self) -> bool:
-        """Whether ranks share a sequence with Ulysses."""
-        return self.ulysses_size > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether ranks share a sequence with Ulysses."""
-        return self.sp_size > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether ranks share a sequence with ring attention."""
-        return self.cp_size > 1
-
-    @property
-    def sequence_enabled(self) -> bool:
-        """Whether ranks share a sequence, by Ulysses or by the ring."""
-        return self.sequence_size > 1
-
-    @property
-    def pp_enabled(self) -> bool:
-        """Whether there are several pipeline stages."""
-        return self.pp_size > 1
+    def is_enabled(self, axis: str) -> bool:
+        """Return whether there are several ranks along an axis."""
+        return self.size(axis) > 1
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the group of this process on an axis, or on a product of axes that has one."""
         return self._meshes[axis].get_group()
 
-    @property
-    def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for ``fully_shard``: ``[fsdp]``, or ``[dp_replicate, fsdp]`` with several copies."""
-        return self._meshes["fsdp"]
+    def mesh(self, axis: str) -> DeviceMesh:
+        """Return the mesh of an axis; of ``fsdp`` and ``ep_fsdp`` for ``fully_shard``: ``[dp_replicate, fsdp]``."""
+        return self._meshes[axis]
 
-    @property
-    def ep_fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for ``fully_shard`` of experts that ``ep_mesh`` shards; its axes are like those of ``fsdp_mesh``."""
-        return self._meshes["ep_fsdp"]
-
-    @property
-    def ep_mesh(self) -> DeviceMesh:
-        """``[ep]``: the ranks that share one copy of the experts."""
-        return self._meshes["ep"]
-
-    @property
-    def tp_mesh(self) -> DeviceMesh:
-        """``[tp]``: the ranks that share the matrices of every layer."""
-        return self._meshes["tp"]
-
-    @property
-    def pp_mesh(self) -> DeviceMesh:
-        """``[pp]``: one rank of each pipeline stage."""
-        return self._meshes["pp"]
-
-    @property
-    def dp_mesh(self) -> DeviceMesh:
-        """``[dp]``: one rank of each data-parallel group."""
-        return self._meshes["dp"]
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup:
-        """One rank of each data-parallel group."""
-        return self._meshes["dp"].get_group()
-
-    @property
-    def ep_group(self) -> dist.ProcessGroup:
-        """The ranks that share one copy of the experts."""
-        return self._meshes["ep"].get_group()
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that share the matrices of every layer."""
-        return self._meshes["tp"].get_group()
-
-    @property
-    def pp_group(self) -> dist.ProcessGroup:
-        """One rank of each pipeline stage."""
-        return self._meshes["pp"].get_group()
-
-    @property
-    def ulysses_group(self) -> dist.ProcessGroup:
-        """The same as ``sp_group``."""
-        return self._meshes["sp"].get_group()
-
-    @property
-    def sp_group(self) -> dist.ProcessGroup:
-        """The ranks that share a sequence and exchange it for attention heads (Ulysses)."""
-        return self._meshes["sp"].get_group()
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup:
-        """The ranks that share a sequence with ring attention."""
-        return self._meshes["cp"].get_group()
-
-    @property
-    def sequence_group(self) -> dist.ProcessGroup:
-        """The ranks that share a sequence, by Ulysses or by the ring: cp x sp."""
-        return self._meshes["sequence"].get_group()
-
-    @property
-    def loss_ranks(self) -> tuple[int, ...]:
-        """The global ranks of ``loss_group``, ascending."""
-        return self.ranks_along("loss")
-
-    @property
-    def loss_group(self) -> dist.ProcessGroup:
-        """The ranks whose loss sums and token counts add up: dp x cp x sp."""
-        return self._meshes["loss"].get_group()
-
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same samples: cp x sp x tp."""
-        return self._meshes["data"].get_group()
-
-    @property
-    def stage_ranks(self) -> tuple[int, ...]:
-        """The global ranks of ``stage_group``, ascending; these ranks plan a step together."""
-        return self.ranks_along("stage")
-
-    @property
-    def stage_group(self) -> dist.ProcessGroup:
-        """All ranks of this process's pipeline stage: dp x cp x sp x tp."""
-        return self._meshes["stage"].get_group()
-
-    @property
-    def pp_loss_group(self) -> dist.ProcessGroup:
-        """One rank of each tensor parallel group, on all pipeline stages: pp x dp x cp x sp."""
-        return self._meshes["pp_loss"].get_group()
-
-    @property
-    def section_group(self) -> dist.ProcessGroup:
-        """All ranks of this process's section; without sections, all ranks."""
-        return self._meshes["all"].get_group()
+    dp_size = _Of(size, "dp")
+    dp_replicate_size = _Of(size, "dp_replicate")
+    dp_shard_size = _Of(size, "dp_shard")
+    fsdp_size = _Of(size, "fsdp")
+    ep_size = _Of(size, "ep")
+    tp_size = _Of(size, "tp")
+    ulysses_size = _Of(size, "sp")
+    sp_size = _Of(size, "sp")
+    cp_size = _Of(size, "cp")
+    sequence_size = _Of(size, "sequence")
+    pp_size = _Of(size, "pp")
+    dp_rank = _Of(rank_in, "dp")
+    dp_replicate_rank = _Of(rank_in, "dp_replicate")
+    dp_shard_rank = _Of(rank_in, "dp_shard")
+    fsdp_rank = _Of(rank_in, "fsdp")
+    ep_rank = _Of(rank_in, "ep")
+    tp_rank = _Of(rank_in, "tp")
+    ulysses_rank = _Of(rank_in, "sp")
+    sp_rank = _Of(rank_in, "sp")
+    cp_rank = _Of(rank_in, "cp")
+    sequence_rank = _Of(rank_in, "sequence")
+    pp_rank = _Of(rank_in, "pp")
+    dp_enabled = _Of(is_enabled, "dp")
+    fsdp_enabled = _Of(is_enabled, "fsdp")
+    ep_enabled = _Of(is_enabled, "ep")
+    tp_enabled = _Of(is_enabled, "tp")
+    ulysses_enabled = _Of(is_enabled, "sp")
+    sp_enabled = _Of(is_enabled, "sp")
+    cp_enabled = _Of(is_enabled, "cp")
+    sequence_enabled = _Of(is_enabled, "sequence")
+    pp_enabled = _Of(is_enabled, "pp")
+    dp_mesh = _Of(mesh, "dp")
+    fsdp_mesh = _Of(mesh, "fsdp")
+    ep_fsdp_mesh = _Of(mesh, "ep_fsdp")
+    ep_mesh = _Of(mesh, "ep")
+    tp_mesh = _Of(mesh, "tp")
+    pp_mesh = _Of(mesh, "pp")
+    dp_group = _Of(group, "dp")
+    ep_group = _Of(group, "ep")
+    tp_group = _Of(group, "tp")
+    pp_group = _Of(group, "pp")
+    ulysses_group = _Of(group, "sp")
+    sp_group = _Of(group, "sp")
+    cp_group = _Of(group, "cp")
+    sequence_group = _Of(group, "sequence")
+    loss_group = _Of(group, "loss")
+    data_group = _Of(group, "data")
+    stage_group = _Of(group, "stage")
+    section_group = _Of(group, "all")
+    stage_ranks = _Of(ranks_along, "stage")
 
 
 _DEGREE_ARGUMENTS = {axis: f"{axis}_size" for axis in ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}

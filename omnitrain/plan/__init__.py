@@ -1,7 +1,6 @@
 """Plan a step without torch or a process group: equal inputs give equal plans on every rank."""
 
 from omnitrain.plan.placement import CallSite, Placement, Topology
-from omnitrain.plan.show import ComponentLine
 from omnitrain.plan.step import Call, RowRoutes, StepPlan, plan_step
 from omnitrain.plan.tables import (
     ItemFacts,
@@ -18,7 +17,6 @@ from omnitrain.plan.tables import (
 __all__ = [
     "Call",
     "CallSite",
-    "ComponentLine",
     "ItemFacts",
     "MicroBatchFacts",
     "Placement",

@@ -150,16 +150,15 @@ def fit_mesh(
     Raises:
         UserError: degrees that do not fit; the message lists degrees that would.
     """
-    given = {"pp": pp, "dp": dp, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
-    given |= {"cp": cp, "sp": sp, "tp": tp, "ep": ep}
+    model = {"pp": pp, "cp": cp, "sp": sp, "tp": tp}
+    given = {"pp": pp, "dp": dp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, **model, "ep": ep}
     key = {axis: keys.get(axis, axis) for axis in given}
     problems = [
         f"{key[axis]}={n!r} is not a whole number of at least 1"
         for axis, n in given.items()
-        if not (_is_degree(n) or (n is None and axis in _INFERRED))
+        if not ((type(n) is int and n >= 1) or (n is None and axis in _INFERRED))
     ]
     if not problems:
-        model = {"pp": pp, "cp": cp, "sp": sp, "tp": tp}
         problems = _model_problems(world_size, {key[axis]: degree for axis, degree in model.items()})
     if not problems:
         ranks_left = world_size // math.prod(model.values())
@@ -175,10 +174,6 @@ def fit_mesh(
         problems = [f"{key['ep']}={ep} must divide {product} = {fsdp}; {_would_fit(_divisors(fsdp))}"]
     noun = "rank" if world_size == 1 else "ranks"
     raise UserError("\n".join([f"these degrees do not fit {world_size} {noun}:", *problems]))
-
-
-def _is_degree(value: int | None) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _model_problems(world_size: int, degrees: Mapping[str, int]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -137,8 +137,7 @@ class Topology:
             object.__setattr__(self, "first_stage", tuple(range(self.world_size)))
         if not self.readers:
             object.__setattr__(self, "readers", tuple(range(self.world_size)))
-        problems = [*self._rank_problems(), *self._name_problems()]
-        if problems:
+        if problems := [*self._problems()]:
             raise ValueError("\n".join(problems))
 
     @cached_property
@@ -241,10 +240,14 @@ class Topology:
         media = [index for index in self.call_sites_of(component) if self.call_sites[index].kind == "encode"]
         return range(media[0], media[-1] + 1) if media else range(0)
 
-    def _rank_problems(self) -> Iterable[str]:
-        everyone, drawing = set(range(self.world_size)), self._drawing
-        listed = [rank for group in self.data_groups for rank in group]
-        if sorted(listed) != sorted(everyone):
+    def items_of(self, component: str, slot: np.ndarray) -> np.ndarray:
+        """Return the indices of the component's items, ascending; ``slot``: ``[items]``, as in the tables."""
+        medium, media = slot % max(1, len(self.media)), self.media_of(component)
+        return np.flatnonzero((medium >= media.start) & (medium < media.stop))
+
+    def _problems(self) -> Iterator[str]:
+        everyone = set(range(self.world_size))
+        if sorted(rank for group in self.data_groups for rank in group) != sorted(everyone):
             yield f"data groups {self.data_groups}: expected each of {self.world_size} ranks in exactly one group"
         for component in self.components:
             ranks = set(component.ranks)
@@ -252,43 +255,36 @@ class Topology:
                 yield f"{component.name}: found ranks {component.ranks}; expected distinct ranks of {self.world_size}"
             elif len(ranks) % component.num_replicas:
                 yield f"{component.name}: {len(ranks)} ranks do not hold {component.num_replicas} equal replicas"
-            elif (component.reads_packs or component.head is not None) and drawing - ranks:
-                missing = sorted(drawing - ranks)
-                yield f"{component.name}: it reads sequences, but ranks {missing}, which have some, do not hold it"
-            elif component.media:
-                yield from self._place_problems(component)
-                yield from self._call_group_problems(component)
-
-    def _place_problems(self, component: Placement) -> Iterable[str]:
-        ranks, drawing = set(component.ranks), self._drawing
-        if component.place == "local" and drawing - ranks:
-            missing = sorted(drawing - ranks)
-            yield f"{component.name}: `place: local`, but ranks {missing} do not hold it; use `place: world`"
-        without = [group for group in self.data_groups if ranks.isdisjoint(group) and not drawing.isdisjoint(group)]
-        if component.place == "group" and without:
-            yield f"{component.name}: `place: group`, but no rank of {without} holds it; use `place: world`"
-
-    def _call_group_problems(self, component: Placement) -> Iterable[str]:
-        groups = component.call_groups
-        if not groups:
-            return
-        if sorted(rank for group in groups for rank in group) != sorted(component.ranks):
-            yield f"{component.name}: call groups {groups}; expected each of its ranks in exactly one group"
-        elif len({len(group) for group in groups}) > 1:
-            yield f"{component.name}: call groups {groups}; expected groups of one size"
-        elif any(len({int(self.group_of[rank]) for rank in group}) > 1 for group in groups):
-            yield f"{component.name}: call groups {groups}; expected each within one of {self.data_groups}"
-
-    def _name_problems(self) -> Iterable[str]:
-        for kind, names in (
-            ("component", [component.name for component in self.components]),
-            ("media", self.media),
-            ("loss", self.losses),
-        ):
-            yield from (f"{kind} {name!r} exists {n} times" for name, n in Counter(names).items() if n > 1)
-        for component in self.components:
+            else:
+                found = (*self._place_problems(component), *self._call_group_problems(component))
+                yield from (f"{component.name}: {problem}" for problem in found)
             if component.head is not None and component.head not in self.losses:
                 yield f"{component.name}: its loss {component.head!r} is not in {list(self.losses)}"
+        names = Counter((*self.media, *(component.name for component in self.components if not component.media)))
+        yield from (f"{name!r} exists {n} times" for name, n in names.items() if n > 1)
+
+    def _place_problems(self, component: Placement) -> Iterator[str]:
+        """Ranks that draw samples have the components that they call."""
+        ranks = set(component.ranks)
+        missing = sorted(self._drawing - ranks)
+        without = [
+            group for group in self.data_groups if ranks.isdisjoint(group) and not self._drawing.isdisjoint(group)
+        ]
+        if missing and (component.reads_packs or component.head is not None):
+            yield f"it reads sequences, but ranks {missing}, which have some, do not hold it"
+        elif component.media and component.place == "local" and missing:
+            yield f"`place: local`, but ranks {missing} do not hold it; use `place: world`"
+        elif component.media and component.place == "group" and without:
+            yield f"`place: group`, but no rank of {without} holds it; use `place: world`"
+
+    def _call_group_problems(self, component: Placement) -> Iterator[str]:
+        groups = component.call_groups
+        if groups and sorted(rank for group in groups for rank in group) != sorted(component.ranks):
+            yield f"call groups {groups}; expected each of its ranks in exactly one group"
+        elif len({len(group) for group in groups}) > 1:
+            yield f"call groups {groups}; expected groups of one size"
+        elif any(len({int(self.group_of[rank]) for rank in group}) > 1 for group in groups):
+            yield f"call groups {groups}; expected each within one of {self.data_groups}"
 
 
 def _ranges(ranks: Iterable[int]) -> str:

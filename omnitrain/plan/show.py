@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
+
+_TITLES = ("micro-batch", "component", "calls", "items", "travel", "minimal on", "max/mean cost", "reduces")
 
 
-@dataclass(frozen=True)
-class ComponentLine:
+class ComponentLine(NamedTuple):
     """The work of a component in a micro-batch.
 
     Attributes:
@@ -33,20 +34,10 @@ class ComponentLine:
 
 def component_table(lines: Iterable[ComponentLine]) -> list[str]:
     """Return the text lines of a table: its titles, then one line for each of ``lines``."""
-    titles = ("micro-batch", "component", "calls", "items", "travel", "minimal on", "max/mean cost", "reduces")
     rows = [
-        (
-            str(line.micro_batch),
-            line.component,
-            str(line.calls),
-            str(line.items),
-            str(line.travelling),
-            f"{line.minimal_ranks} ranks",
-            f"{line.imbalance:.2f}",
-            "yes" if line.reduces else "",
-        )
+        (*map(str, line[:5]), f"{line.minimal_ranks} ranks", f"{line.imbalance:.2f}", "yes" if line.reduces else "")
         for line in lines
     ]
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (titles, *rows))
+    widths = [max(map(len, column)) for column in zip(_TITLES, *rows, strict=True)]
+    table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_TITLES, *rows))
     return [line.rstrip() for line in table]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -95,27 +96,17 @@ class Balance(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class StepPlan:
-    """Everything the ranks decide together for one optimizer step.
+class StepPlan(StepTables):
+    """Everything the ranks decide together for one optimizer step: what they drew, and who does what.
 
-    ``M`` is the number of micro-batches, ``E`` the number of call sites. Items are numbered across all ranks: by owner,
-    then micro-batch, medium, and order in the pack.
+    ``M`` is the number of micro-batches, ``E`` the number of call sites. Ranks that drew fewer micro-batches run empty
+    ones. ``slot`` has the first micro-batch of the window in which an item is encoded.
 
     Attributes:
         topology: components and ranks of the run.
-        num_micro_batches: micro-batches of every rank; ranks that drew fewer run empty ones.
-        loss_counts: loss name -> predicted tokens of the whole step, by which that loss is divided.
-        num_samples: ``[M, ranks]`` int64, samples drawn by each rank.
-        tokens: ``[M, ranks]`` int64, tokens drawn by each rank.
-        squares: ``[M, ranks]`` int64, sum of the squares of the lengths of these samples.
         calls: ``[M, E]`` int64, calls at each call site; the same on all ranks of its component.
         calls_with_data: ``[M, E, ranks]`` int64, calls for which a rank has data. Its other calls get minimal input.
-        owner: ``[items]`` int64, rank that drew the item.
         producer: ``[items]`` int64, rank that encodes it: the first one of the call group that does.
-        slot: ``[items]`` int64, ``micro-batch * media + medium``, with the first micro-batch of the window in which the
-            item is encoded.
-        item_tokens: ``[items]`` int64, tokens of the item, one for each of its features.
-        cost: ``[items]`` int64.
         work: ``[items]`` int64, all items sorted by slot, producer and call.
         call: ``[items]`` int64, in the order of ``work``: index of the call within its slot and producer.
         work_cell: ``[items]`` int64, ascending, in the order of ``work``: ``slot * ranks + producer``.
@@ -123,22 +114,23 @@ class StepPlan:
     """
 
     topology: Topology
-    num_micro_batches: int
-    loss_counts: dict[str, int]
-    num_samples: np.ndarray
-    tokens: np.ndarray
-    squares: np.ndarray
     calls: np.ndarray
     calls_with_data: np.ndarray
-    owner: np.ndarray
     producer: np.ndarray
-    slot: np.ndarray
-    item_tokens: np.ndarray
-    cost: np.ndarray
     work: np.ndarray
     call: np.ndarray
     work_cell: np.ndarray
-    rates: Rates | None = None
+    rates: Rates | None
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches of every rank."""
+        return len(self.counts)
+
+    @cached_property
+    def loss_counts(self) -> dict[str, int]:
+        """Loss name -> predicted tokens of the whole step, by which that loss is divided."""
+        return dict(zip(self.topology.losses, self.counts.sum(axis=(0, 2)).tolist(), strict=True))
 
     def is_active(self, component: str, micro_batch: int) -> bool:
         """Whether the component runs in this micro-batch. If it does, all of its ranks call it."""
@@ -182,29 +174,14 @@ class StepPlan:
         producer = groups[self.producer[item], nth[consumer]]
         return RowRoutes(item, producer, consumer, self.item_tokens[item])
 
-    def has_exchange(self, component: str, micro_batch: int, rank: int) -> bool:
-        """Whether ``rank`` takes part in an exchange of features.
-
-        With ``place: world`` all ranks take part if any item moves, otherwise the ranks of its data group.
-        """
-        if not self.topology.media_of(component) or not self.topology.moves(component):
-            return False
-        routes = self.routes(component, micro_batch)
-        is_sent = routes.producer != routes.consumer
-        if self.topology.component(component).place != "world":
-            is_sent &= self.topology.group_of[routes.consumer] == self.topology.group_of[rank]
-        return bool(is_sent.any())
-
     def loads(self, component: str) -> np.ndarray:
         """Return ``[M, ranks of the component]`` int64: the cost of the items that each rank encodes.
 
         Ranks that divide the work of a call each have an equal part of its cost, rounded up.
         """
-        micro_batch, medium = np.divmod(self.slot, max(1, len(self.topology.media)))
-        media = self.topology.media_of(component)
-        selected = (medium >= media.start) & (medium < media.stop)
-        cell = micro_batch[selected] * self.topology.world_size + self.producer[selected]
-        sums = np.bincount(cell, self.cost[selected], self.num_micro_batches * self.topology.world_size)
+        items = self.topology.items_of(component, self.slot)
+        cell = self._micro_batch(items) * self.topology.world_size + self.producer[items]
+        sums = np.bincount(cell, self.cost[items], self.num_micro_batches * self.topology.world_size)
         loads = sums.astype(np.int64).reshape(self.num_micro_batches, -1)
         planned, groups = self.topology.component(component), self.topology.call_group_of(component)
         loads = -(-loads[:, groups[:, 0]] // (groups.shape[1] if planned.is_shared else 1))
@@ -212,20 +189,17 @@ class StepPlan:
 
     def balance(self, component: str) -> Balance | None:
         """Return how the cost of an encoder is divided in this step; None: it has no items."""
-        medium, media = self.slot % max(1, len(self.topology.media)), self.topology.media_of(component)
-        selected = (medium >= media.start) & (medium < media.stop)
-        if not selected.any():
+        items, placement = self.topology.items_of(component, self.slot), self.topology.component(component)
+        if not len(items):
             return None
-        mean = self.cost[selected].sum() / len(self.topology.component(component).ranks)
         at_drawer = self.owner
-        placement = self.topology.component(component)
         if placement.edge == "message":  # no rank that draws items has it: as if items stayed where they came
             ranks = np.array(placement.ranks)
             at_drawer = ranks[np.searchsorted(self.topology.readers, self.owner) % len(ranks)]
+        mean = self.cost[items].sum() / len(placement.ranks)
         as_drawn = replace(self, producer=at_drawer)
-        drawn, planned = (plan.loads(component).max(axis=1).sum() for plan in (as_drawn, self))
-        is_moved = selected & (self.producer != self.owner)
-        return Balance(int(selected.sum()), int(is_moved.sum()), float(drawn / mean), float(planned / mean))
+        drawn, planned = (float(plan.loads(component).max(axis=1).sum() / mean) for plan in (as_drawn, self))
+        return Balance(len(items), int((self.producer != self.owner)[items].sum()), drawn, planned)
 
     def features_moved(self, component: str) -> int:
         """Return the number of features that a step sends from a rank to another one, before their gradients return."""
@@ -259,8 +233,8 @@ class StepPlan:
         is_sent = (routes.producer != routes.consumer) & self.topology.moves(component.name)
         loads = self.loads(component.name)[micro_batch]
         return ComponentLine(
-            micro_batch=micro_batch,
-            component=component.name,
+            micro_batch,
+            component.name,
             calls=int(calls.sum()),
             items=len(np.unique(routes.item)),
             travelling=len(np.unique(routes.item[is_sent])),
@@ -280,23 +254,20 @@ class StepPlan:
         ]
         return "\n".join([*head, *component_table(self.component_lines())])
 
-    def _items(self, component: str, micro_batch: int) -> np.ndarray:
-        first, media = micro_batch * len(self.topology.media), self.topology.media_of(component)
-        return np.flatnonzero((self.slot >= first + media.start) & (self.slot < first + media.stop))
+    def _micro_batch(self, items: np.ndarray) -> np.ndarray:
+        """The micro-batch of items, or the first one of their window."""
+        return self.slot[items] // max(1, len(self.topology.media))
 
     def _consumers(self, component: str, micro_batch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the items of a component, each once per consumer, and their consumers."""
-        item, reader = self._items(component, micro_batch), self.topology.reader_of(component)
+        own, reader = self.topology.items_of(component, self.slot), self.topology.reader_of(component)
+        is_now = self._micro_batch(own) == micro_batch
         if reader is None:
-            return self._copies(item)
+            return self._copies(own[is_now])
         # All items are in the same order under both names.
-        read, own = (self._items_of_step(name) for name in (reader, component))
-        makers = self.topology.call_group_of(reader)[self.producer[read[np.searchsorted(own, item)]]]
-        return np.repeat(item, makers.shape[1]), makers.ravel()
-
-    def _items_of_step(self, component: str) -> np.ndarray:
-        medium, media = self.slot % max(1, len(self.topology.media)), self.topology.media_of(component)
-        return np.flatnonzero((medium >= media.start) & (medium < media.stop))
+        read = self.topology.items_of(reader, self.slot)
+        makers = self.topology.call_group_of(reader)[self.producer[read[is_now]]]
+        return np.repeat(own[is_now], makers.shape[1]), makers.ravel()
 
     def _copies(self, item: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Repeat each item once per consumer. Return the items and their consumers."""
@@ -327,26 +298,17 @@ def plan_step(topology: Topology, tables: StepTables, rates: Rates | None = None
     Returns:
         The same plan on every rank.
     """
-    num_micro_batches = len(tables.counts)
     tables = replace(tables, slot=_slots_of_windows(topology, tables))
     producer = _producers(topology, tables)
     work, call, work_cell, encodes = _work(topology, tables, producer)
     calls_with_data = np.concatenate([encodes, _other_calls(topology, tables)], axis=1)
-    counts = tables.counts.sum(axis=(0, 2)).tolist()
+    calls = calls_with_data.max(axis=2)
     return StepPlan(
+        **vars(tables),
         topology=topology,
-        num_micro_batches=num_micro_batches,
-        loss_counts=dict(zip(topology.losses, counts, strict=True)),
-        num_samples=tables.num_samples,
-        tokens=tables.tokens,
-        squares=tables.squares,
-        calls=calls_with_data.max(axis=2),
+        calls=calls,
         calls_with_data=calls_with_data,
-        owner=tables.owner,
         producer=producer,
-        slot=tables.slot,
-        item_tokens=tables.item_tokens,
-        cost=tables.cost,
         work=work,
         call=call,
         work_cell=work_cell,
@@ -366,12 +328,11 @@ def _slots_of_windows(topology: Topology, tables: StepTables) -> np.ndarray:
 def _producers(topology: Topology, tables: StepTables) -> np.ndarray:
     producer = tables.owner.copy()
     for component in topology.components:
-        media = topology.media_of(component.name)
-        micro_batch, medium = np.divmod(tables.slot, max(1, len(topology.media)))
-        items = np.flatnonzero((medium >= media.start) & (medium < media.stop))
+        items = topology.items_of(component.name, tables.slot)
         if len(items):
+            micro_batch = tables.slot[items] // len(topology.media)
             owner, cost = tables.owner[items], tables.cost[items]
-            producer[items] = _producers_of(topology, component, micro_batch[items], owner, cost)
+            producer[items] = _producers_of(topology, component, micro_batch, owner, cost)
     return producer
 
 
@@ -452,10 +413,8 @@ def _over_limits(
 ) -> np.ndarray:
     """Return ``[items]``, in the order of ``work``: whether an item opens a call because the one before it is full."""
     opens = np.zeros(len(work), dtype=bool)
-    medium = tables.slot[work] % max(1, len(topology.media))
     for component in topology.components:
-        media = topology.media_of(component.name)
-        found = np.flatnonzero((medium >= media.start) & (medium < media.stop))
+        found = topology.items_of(component.name, tables.slot[work])
         if component.call_elements is None or not len(found):
             continue
         borders = np.flatnonzero((np.diff(cell[found]) != 0) | (np.diff(shape[found]) != 0)) + 1

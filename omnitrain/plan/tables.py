@@ -55,23 +55,21 @@ class MicroBatchFacts:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The samples that a rank drew for one global batch.
-
-    Attributes:
-        micro_batches: facts of its micro-batches, in order.
-    """
+    """The samples that a rank drew for the micro-batches of one global batch, in order."""
 
     micro_batches: tuple[MicroBatchFacts, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepTables:
     """The tables of all ranks. ``M`` is the largest number of micro-batches of any rank.
 
+    Items are numbered across all ranks: by owner, then micro-batch, medium, and order in the pack.
+
     Attributes:
-        num_micro_batches: ``[ranks]`` int64, micro-batches that each rank drew.
-        counts: ``[M, losses, ranks]`` int64.
-        num_samples: ``[M, ranks]`` int64.
+        num_drawn: ``[ranks]`` int64, micro-batches that each rank drew.
+        counts: ``[M, losses, ranks]`` int64, predicted tokens.
+        num_samples: ``[M, ranks]`` int64, samples drawn by each rank.
         tokens: ``[M, ranks]`` int64, sum of the lengths of the samples.
         squares: ``[M, ranks]`` int64, sum of the squares of these lengths.
         owner: ``[items]`` int64, ascending: the rank that listed the item.
@@ -82,7 +80,7 @@ class StepTables:
         shape: ``[items]`` int64, index of the shape key among all distinct keys.
     """
 
-    num_micro_batches: np.ndarray
+    num_drawn: np.ndarray
     counts: np.ndarray
     num_samples: np.ndarray
     tokens: np.ndarray
@@ -110,21 +108,19 @@ def encode_table(topology: Topology, facts: RankFacts) -> np.ndarray:
     Raises:
         ValueError: a loss or media that the topology does not have, or a negative number.
     """
-    _check_names(topology, facts)
     batches, media = facts.micro_batches, topology.media
+    for batch in batches:
+        if unknown := sorted((batch.counts.keys() - {*topology.losses}) | (batch.items.keys() - {*media})):
+            raise ValueError(
+                f"found {unknown}; expected losses of {list(topology.losses)} and media of {sorted(media)}"
+            )
     lengths = [length for batch in batches for length in batch.lengths]
     shapes: dict[int, int] = {}
+    of_slots = [batch.items.get(medium, ()) for batch in batches for medium in media]
     items = [
-        (
-            batch_index * len(media) + medium_index,
-            item.num_tokens,
-            item.cost,
-            item.elements,
-            shapes.setdefault(item.shape, len(shapes)),
-        )
-        for batch_index, batch in enumerate(batches)
-        for medium_index, medium in enumerate(media)
-        for item in batch.items.get(medium, ())
+        (slot, item.num_tokens, item.cost, item.elements, shapes.setdefault(item.shape, len(shapes)))
+        for slot, of_slot in enumerate(of_slots)
+        for item in of_slot
     ]
     words = [0, len(batches), len(lengths), len(shapes), len(items)]
     words += [len(batch.lengths) for batch in batches]
@@ -145,11 +141,7 @@ def padded(table: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def needed_capacity(gathered: Sequence[np.ndarray] | np.ndarray) -> int:
-    """Return the words of the longest table. If they exceed the capacity, all ranks gather again with more.
-
-    Args:
-        gathered: see :func:`decode_tables`.
-    """
+    """Return the words of the longest table. If they exceed the capacity, all ranks gather again with more."""
     return max(int(words[0]) for words in gathered)
 
 
@@ -184,7 +176,7 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
     first_shape = np.cumsum(keys) - keys
     shape = shape_index[first_shape[owner] + shape] if len(shape_index) else shape
     return StepTables(
-        num_micro_batches=batches,
+        num_drawn=batches,
         counts=np.ascontiguousarray(counts.reshape(most, ranks, num_losses).transpose(0, 2, 1)),
         num_samples=num_samples.reshape(most, ranks),
         tokens=tokens.reshape(most, ranks),
@@ -213,13 +205,3 @@ def _columns(gathered: Sequence[np.ndarray] | np.ndarray, num_losses: int) -> tu
     sizes = np.stack([batches, batches * num_losses, samples, keys, num_items * _ITEM])
     first = begins + _HEADER + np.cumsum(sizes, axis=0) - sizes
     return header, [words[ranges(*parts)] for parts in zip(first, sizes, strict=True)]
-
-
-def _check_names(topology: Topology, facts: RankFacts) -> None:
-    media = topology.media
-    for batch in facts.micro_batches:
-        unknown = sorted((batch.counts.keys() - set(topology.losses)) | (batch.items.keys() - set(media)))
-        if unknown:
-            raise ValueError(
-                f"found {unknown}; expected losses of {list(topology.losses)} and media of {sorted(media)}"
-            )

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from omnitrain.errors import UserError
-from omnitrain.plan.placement import Placement, Topology
+from omnitrain.plan.placement import Topology
 from omnitrain.plan.schedule.actions import ENCODES, Action, Kind, Schedule
 from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
 from omnitrain.plan.schedule.simulate import simulate
@@ -49,7 +49,7 @@ class WindowChooser:
     Args:
         choices: the components whose windows depend on the step.
         passes: number of micro-batches -> forwards and backwards of the step. Picklable.
-        num_parameters: component -> the parameters that a token meets, from which ``auto`` estimates times.
+        num_parameters: component -> active parameters per token, from which ``auto`` estimates times.
     """
 
     def __init__(self, choices: Sequence[WindowChoice], passes: Passes, num_parameters: Mapping[str, int]) -> None:
@@ -84,8 +84,8 @@ class WindowChooser:
         passes = self.passes(len(tables.counts))
         planned = _with_window(topology, component, size)
         loads = plan_step(planned, tables).loads(component).max(axis=1)
-        costs = tables.cost[_items(topology, tables, component)].sum()
-        tokens = tables.item_tokens[_items(topology, tables, component)].sum()
+        items = topology.items_of(component, tables.slot)
+        tokens, costs = tables.item_tokens[items].sum(), tables.cost[items].sum()
         encodes = self.num_parameters[component] * tokens / max(1, costs) * loads
         reads = next(c.name for c in topology.components if c.reads_packs)
         forwards = self.num_parameters[reads] / passes.num_stages * tables.tokens.max(axis=1)
@@ -103,7 +103,7 @@ class WindowChooser:
 
 def features_of(topology: Topology, tables: StepTables, component: str) -> np.ndarray:
     """Return ``[M, ranks]`` int64: the features of a component that the samples of each rank have."""
-    items = _items(topology, tables, component)
+    items = topology.items_of(component, tables.slot)
     cell = tables.slot[items] // len(topology.media) * topology.world_size + tables.owner[items]
     number = len(tables.counts)
     sums = np.bincount(cell, tables.item_tokens[items], number * topology.world_size)
@@ -111,16 +111,10 @@ def features_of(topology: Topology, tables: StepTables, component: str) -> np.nd
 
 
 def peak(passes: Schedule, size: int, is_trained: bool, features: np.ndarray) -> int:
-    """Return the most features that wait on a rank of the first stage at a time.
+    """Return the most ``features`` (:func:`features_of`) that wait on a rank of the first stage at a time.
 
-    They wait from the exchange of their window to its backward; features of a frozen encoder to the backward of their
-    micro-batch.
-
-    Args:
-        passes: forwards and backwards of the step.
-        size: number of micro-batches in a window.
-        is_trained: whether the encoder has a backward.
-        features: see :func:`features_of`.
+    They wait from the exchange of their window, of ``size`` micro-batches, to its backward; features of a frozen
+    encoder to the backward of their micro-batch. ``passes``: forwards and backwards of the step.
     """
     return int((_waiting(passes, size, is_trained) @ features).max())
 
@@ -156,22 +150,15 @@ def _sizes(number: int, choice: WindowChoice) -> list[int]:
 
 
 def _with_window(topology: Topology, component: str, size: int) -> Topology:
-    def sized(planned: Placement) -> Placement:
-        return replace(planned, window=size) if planned.name == component else planned
-
-    return replace(topology, components=tuple(map(sized, topology.components)))
-
-
-def _items(topology: Topology, tables: StepTables, component: str) -> np.ndarray:
-    medium, media = tables.slot % max(1, len(topology.media)), topology.media_of(component)
-    return np.flatnonzero((medium >= media.start) & (medium < media.stop))
+    components = (replace(c, window=size) if c.name == component else c for c in topology.components)
+    return replace(topology, components=tuple(components))
 
 
 def _too_small(topology: Topology, tables: StepTables, choice: WindowChoice, features: np.ndarray, needed: int) -> str:
     found = f"parallel.components.{choice.component}.feature_bytes: found {choice.max_bytes:,}"
-    largest = int(tables.item_tokens[_items(topology, tables, choice.component)].max())
-    if choice.bytes_per_feature * largest > (choice.max_bytes or 0):
-        bytes_ = choice.bytes_per_feature * largest
+    largest = int(tables.item_tokens[topology.items_of(choice.component, tables.slot)].max())
+    bytes_ = choice.bytes_per_feature * largest
+    if bytes_ > (choice.max_bytes or 0):
         of_item = f"{largest:,} features of {choice.bytes_per_feature:,} bytes: {bytes_:,} bytes"
         return f"{found}, but one item has {of_item}; allow at least as many, or make items smaller"
     micro_batch, rank = np.unravel_index(features.argmax(), features.shape)

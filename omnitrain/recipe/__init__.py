@@ -1,43 +1,31 @@
 """Recipes: one typed configuration tree, written as YAML, as overrides, or in Python."""
 
-from omnitrain.recipe.data import ChatFormat, Columns, Data, DataSource
-from omnitrain.recipe.evaluation import Evaluation, Sampling
-from omnitrain.recipe.layout import Layout, parse_layout
-from omnitrain.recipe.model import Decoder, Encoder, HFSource, Model, Ops, Projector
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
-from omnitrain.recipe.save import json_schema, save_recipe
-from omnitrain.recipe.shipped import copy_recipe, find_recipe, list_recipes, recipes_folder, summary
-from omnitrain.recipe.train import Compile, ExpertsBalance, Optimizer, Train
-from omnitrain.recipe.tree import Recipe
-
-__all__ = [
-    "ChatFormat",
-    "Columns",
-    "Compile",
-    "ComponentPlan",
-    "Data",
-    "DataSource",
-    "Decoder",
-    "Encoder",
-    "Evaluation",
-    "ExpertsBalance",
-    "HFSource",
-    "Layout",
-    "Model",
-    "Ops",
-    "Optimizer",
-    "ParallelPlan",
-    "Precision",
-    "Projector",
-    "Recipe",
-    "Sampling",
-    "Train",
-    "copy_recipe",
-    "find_recipe",
-    "json_schema",
-    "list_recipes",
-    "parse_layout",
-    "recipes_folder",
-    "save_recipe",
-    "summary",
-]
+from omnitrain.recipe.data import ChatFormat as ChatFormat
+from omnitrain.recipe.data import Columns as Columns
+from omnitrain.recipe.data import Data as Data
+from omnitrain.recipe.data import DataSource as DataSource
+from omnitrain.recipe.evaluation import Evaluation as Evaluation
+from omnitrain.recipe.evaluation import Sampling as Sampling
+from omnitrain.recipe.layout import Layout as Layout
+from omnitrain.recipe.layout import parse_layout as parse_layout
+from omnitrain.recipe.model import Decoder as Decoder
+from omnitrain.recipe.model import Encoder as Encoder
+from omnitrain.recipe.model import HFSource as HFSource
+from omnitrain.recipe.model import Model as Model
+from omnitrain.recipe.model import Ops as Ops
+from omnitrain.recipe.model import Projector as Projector
+from omnitrain.recipe.parallel import ComponentPlan as ComponentPlan
+from omnitrain.recipe.parallel import ParallelPlan as ParallelPlan
+from omnitrain.recipe.parallel import Precision as Precision
+from omnitrain.recipe.save import json_schema as json_schema
+from omnitrain.recipe.save import save_recipe as save_recipe
+from omnitrain.recipe.shipped import copy_recipe as copy_recipe
+from omnitrain.recipe.shipped import find_recipe as find_recipe
+from omnitrain.recipe.shipped import list_recipes as list_recipes
+from omnitrain.recipe.shipped import recipes_folder as recipes_folder
+from omnitrain.recipe.shipped import summary as summary
+from omnitrain.recipe.train import Compile as Compile
+from omnitrain.recipe.train import ExpertsBalance as ExpertsBalance
+from omnitrain.recipe.train import Optimizer as Optimizer
+from omnitrain.recipe.train import Train as Train
+from omnitrain.recipe.tree import Recipe as Recipe

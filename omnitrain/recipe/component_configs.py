@@ -11,9 +11,6 @@ class OmniConfig(PreTrainedConfig):
     """Config of ``OmniModel``: the config of every component, as plain dicts with ``model_type``.
 
     Attributes:
-        foundation: config of a HF causal language model.
-        encoders: component name -> config of a model with ``EncoderMixin``.
-        decoders: component name -> config of a model with ``DecoderMixin``.
         teachers: component name -> config of a ``Teacher``; like its weights, it is not saved.
         unused_tensors: name prefix -> number of tensors in the foundation's checkpoint that the foundation does not
             have.
@@ -37,15 +34,10 @@ class OmniConfig(PreTrainedConfig):
 
 
 class VisionEncoderConfig(PreTrainedConfig):
-    """Config of ``VisionEncoder``.
+    """Config of ``VisionEncoder``: of the HF tower, its image processor and the projector, as dicts.
 
-    Attributes:
-        tower: the HF tower's config as a dict.
-        processor: the HF image processor's settings, ``image_processor_type`` included.
-        projector: ``{"kind": ..., "factor": ...}``.
-        hidden_size: hidden size of the foundation.
-        max_frames: maximum number of frames to read from a video.
-        fps: frames to read from a second of a video; None: all, up to ``max_frames``.
+    ``hidden_size`` is the foundation's. Of a video, ``fps`` frames of each second are read, all if None, at most
+    ``max_frames``.
     """
 
     model_type = "omnitrain_vision_encoder"
@@ -59,14 +51,7 @@ class VisionEncoderConfig(PreTrainedConfig):
 
 
 class AudioEncoderConfig(PreTrainedConfig):
-    """Config of ``AudioEncoder``.
-
-    Attributes:
-        tower: the HF tower's config as a dict.
-        processor: the HF feature extractor's settings, ``feature_extractor_type`` included.
-        projector: ``{"kind": ..., "factor": ...}``.
-        hidden_size: hidden size of the foundation.
-    """
+    """Config of ``AudioEncoder``: as :class:`VisionEncoderConfig`, with a HF feature extractor."""
 
     model_type = "omnitrain_audio_encoder"
 
@@ -77,11 +62,7 @@ class AudioEncoderConfig(PreTrainedConfig):
 
 
 class TeacherConfig(PreTrainedConfig):
-    """Config of ``Teacher``.
-
-    Attributes:
-        model: the config of a HF causal language model as a dict.
-    """
+    """Config of ``Teacher``: that of a HF causal language model."""
 
     model_type = "omnitrain_teacher"
 
@@ -89,10 +70,9 @@ class TeacherConfig(PreTrainedConfig):
 
 
 class TokenDecoderConfig(PreTrainedConfig):
-    """Config of ``TokenDecoder``.
+    """Config of ``TokenDecoder``: of the HF media tokenizer, as a dict.
 
     Attributes:
-        tokenizer: the HF media tokenizer's config as a dict.
         hidden_size: hidden size of the foundation.
         image_size: side of target images, pixels (images only).
         num_codebooks: number of codebooks of a residual codec, flattened in time order (audio only).

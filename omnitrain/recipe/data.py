@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field
 
-from omnitrain.recipe.located_problem import located
+from omnitrain.recipe.located_problem import Problem
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.useless_keys import Idle
@@ -46,40 +46,34 @@ def _known(roles: dict[str, str]) -> dict[str, str]:
 class Columns(Strict):
     """Column names of a data set."""
 
-    id: str = Field("id", description="Unique string id of a row. Without this column, the id is SOURCE[POSITION].")
-    source: str = Field(
-        "task", description="String column by which metrics are split. Without this column: the name of the data set."
-    )
-    messages: str = Field("messages", description="Messages: role and content (OpenAI), or from and value (ShareGPT).")
-    images: str = Field("images", description="Images of the row, in the order of its image parts.")
-    audios: str = Field("audios", description="Audio clips of the row, in the order of its audio parts.")
-    videos: str = Field("videos", description="Videos of the row, in the order of its video parts.")
-    tools: str | None = Field(
-        "tools",
-        description="Tools that the assistant may call: a list of JSON schemas (OpenAI), or the list as JSON text. "
-        "`null`: no column has any.",
-    )
+    id: str = "id"
+    """Unique string id of a row. Without this column, the id is SOURCE[POSITION]."""
+    source: str = "task"
+    """String column by which metrics are split. Without this column: the name of the data set."""
+    messages: str = "messages"
+    """Messages: role and content (OpenAI), or from and value (ShareGPT)."""
+    images: str = "images"
+    """Images of the row, in the order of its image parts."""
+    audios: str = "audios"
+    """Audio clips of the row, in the order of its audio parts."""
+    videos: str = "videos"
+    """Videos of the row, in the order of its video parts."""
+    tools: str | None = "tools"
+    """Tools that the assistant may call: a list of JSON schemas (OpenAI), or the list as JSON text. `null`: no column
+    has any."""
 
-    text: str | None = Field(
-        None,
-        description="Text of a document to train on, in place of messages. A text longer than `pack_tokens` becomes "
-        "several samples.",
-    )
-    response: str | None = Field(
-        None, description="Text of an assistant's only message, in place of `messages`. The row's media come before."
-    )
-    prompt: str | list[str] | None = Field(
-        None,
-        description="With `response`: text of the user's message, after the row's media; or several columns, whose "
-        "texts become lines.",
-    )
-    history: str | None = Field(
-        None, description="With `response`: earlier questions and answers, as in `[[question, answer], ...]`."
-    )
-    system: str | None = Field(
-        "system",
-        description="Text of a system message before the others; rows may have none. `null`: no column has any.",
-    )
+    text: str | None = None
+    """Text of a document to train on, in place of messages. A text longer than `pack_tokens` becomes several
+    samples."""
+    response: str | None = None
+    """Text of an assistant's only message, in place of `messages`. The row's media come before."""
+    prompt: str | list[str] | None = None
+    """With `response`: text of the user's message, after the row's media; or several columns, whose texts become
+    lines."""
+    history: str | None = None
+    """With `response`: earlier questions and answers, as in `[[question, answer], ...]`."""
+    system: str | None = "system"
+    """Text of a system message before the others; rows may have none. `null`: no column has any."""
 
     def unused(self) -> Iterator[Idle]:
         """Yield columns that the way in which rows are read does not use."""
@@ -112,85 +106,59 @@ class Columns(Strict):
 class DataSource(Strict):
     """One data set."""
 
-    path: str = Field(
-        description="Files of data (parquet, Arrow, JSON Lines, JSON, csv, tar shards or text), as a path, a URL, a "
-        "glob, a range `{00..12}` or a folder; or a Hub data set id."
-    )
-    name: str | None = Field(
-        None,
-        description="Name in metrics. Unset: the file name without its suffix, with its folder if several file names "
-        "are equal.",
-    )
-    split: str = Field("train", description="Split to use if `path` is a Hub data set.")
-    subset: str | None = Field(None, description="Subset (configuration) to use if `path` is a Hub data set.")
-    revision: str | None = Field(None, description="Branch, tag or commit to use if `path` is a Hub data set.")
-    streaming: bool = Field(
-        False,
-        description="Read a Hub data set as it arrives, row by row in its order, and do not download it first.",
-    )
-    copy_parquet: bool = Field(
-        False,
-        description="Copy parquet files into the cache of HF `datasets` first. Rows are then shuffled over the whole "
-        "data set, and not over a few row groups at a time.",
-    )
-    read_seconds: float = Field(
-        60.0,
-        gt=0,
-        description="Seconds in which a file, or a part of it, must arrive from a URL, all tries together. A row that "
-        "misses them is skipped.",
-    )
-    sample_seconds: float | None = Field(
-        120.0,
-        gt=0,
-        description="Seconds in which a row must become a sample: its media read, decoded and prepared. A row that "
-        "misses them is skipped for the rest of the run. null: no limit.",
-    )
-    weight: float = Field(
-        1.0,
-        ge=0,
-        description="Relative share of this source among all drawn samples, or their tokens (`weights_by`). 0: it is "
-        "drawn only in `stages` that give it a weight.",
-    )
-    epochs: float | None = Field(
-        None, gt=0, description="How often the rows are drawn; then the other sources share its draws. Unset: no limit."
-    )
-    overlong: Overlong | None = Field(
-        None, description="What to do with a sample that does not fit into a pack. Unset: `overlong` of `data`."
-    )
-    limit: int | None = Field(None, ge=1, description="Use only this number of rows, from the first. Unset: all.")
-    format: RowFormat | None = Field(
-        None,
-        description="Format of the rows. It names their columns; `columns` may rename them. Unset: that of `columns`; "
-        "without a column of messages, a format is recognised by its columns.",
-    )
-    columns: Columns = Field(default_factory=Columns, description="Column names.")
-    roles: Annotated[dict[str, str], AfterValidator(_known)] = Field(
-        default_factory=dict,
-        description="Speaker in the data -> `system`, `developer`, `user`, `assistant`, `tool`, or `tool_call` (its "
-        "text is a call); or the same name again, if the chat template knows it. Usual speakers need no entry.",
-    )
-    media_markers: list[Literal["image", "audio", "video"]] | None = Field(
-        None,
-        description="Modalities that texts mark with `<image>`, `<audio>` or `<video>`, as in LLaVA's data. Unset: "
-        "none, or those that a format marks and the data has columns for.",
-    )
-    media_folder: str | None = Field(
-        None,
-        description="Folder or URL that media paths are relative to. Unset: the working folder; for a folder with a "
-        "file `metadata.*` of rows, this folder.",
-    )
-    fps: float | None = Field(
-        None, gt=0, description="Frames to read from a second of its videos. Unset: `fps` of `data` or of the encoder."
-    )
-    max_frames: int | None = Field(
-        None, ge=1, description="Most frames to read from each of its videos. Unset: that of `data` or of the encoder."
-    )
-    min_pixels: int | None = Field(
-        None, ge=1, description="Least pixels of its images and frames. Unset: that of `data`, or the HF processor's."
-    )
-    max_pixels: int | None = Field(
-        None, ge=1, description="Most pixels of its images and frames. Unset: that of `data`, or the HF processor's."
-    )
+    path: str
+    """Files of data (parquet, Arrow, JSON Lines, JSON, csv, tar shards or text), as a path, a URL, a glob, a range
+    `{00..12}` or a folder; or a Hub data set id."""
+    name: str | None = None
+    """Name in metrics. Unset: the file name without its suffix, with its folder if several file names are equal."""
+    split: str = "train"
+    """Split to use if `path` is a Hub data set."""
+    subset: str | None = None
+    """Subset (configuration) to use if `path` is a Hub data set."""
+    revision: str | None = None
+    """Branch, tag or commit to use if `path` is a Hub data set."""
+    streaming: bool = False
+    """Read a Hub data set as it arrives, row by row in its order, and do not download it first."""
+    copy_parquet: bool = False
+    """Copy parquet files into the cache of HF `datasets` first. Rows are then shuffled over the whole data set, and not
+    over a few row groups at a time."""
+    read_seconds: float = Field(60.0, gt=0)
+    """Seconds in which a file, or a part of it, must arrive from a URL, all tries together. A row that misses them is
+    skipped."""
+    sample_seconds: float | None = Field(120.0, gt=0)
+    """Seconds in which a row must become a sample: its media read, decoded and prepared. A row that misses them is
+    skipped for the rest of the run. null: no limit."""
+    weight: float = Field(1.0, ge=0)
+    """Relative share of this source among all drawn samples, or their tokens (`weights_by`). 0: it is drawn only in
+    `stages` that give it a weight."""
+    epochs: float | None = Field(None, gt=0)
+    """How often the rows are drawn; then the other sources share its draws. Unset: no limit."""
+    overlong: Overlong | None = None
+    """What to do with a sample that does not fit into a pack. Unset: `overlong` of `data`."""
+    limit: int | None = Field(None, ge=1)
+    """Use only this number of rows, from the first. Unset: all."""
+    format: RowFormat | None = None
+    """Format of the rows. It names their columns; `columns` may rename them. Unset: that of `columns`; without a column
+    of messages, a format is recognised by its columns."""
+    columns: Columns = Field(default_factory=Columns)
+    """Column names."""
+    roles: Annotated[dict[str, str], AfterValidator(_known)] = Field(default_factory=dict)
+    """Speaker in the data -> `system`, `developer`, `user`, `assistant`, `tool`, or `tool_call` (its text is a call);
+    or the same name again, if the chat template knows it. Usual speakers need no entry."""
+    media_markers: list[Literal["image", "audio", "video"]] | None = None
+    """Modalities that texts mark with `<image>`, `<audio>` or `<video>`, as in LLaVA's data. Unset: none, or those that
+    a format marks and the data has columns for."""
+    media_folder: str | None = None
+    """Folder or URL that media paths are relative to. Unset: the working folder; for a folder with a file `metadata.*`
+    of rows, this folder."""
+    fps: float | None = Field(None, gt=0)
+    """Frames to read from a second of its videos. Unset: `fps` of `data` or of the encoder."""
+    max_frames: int | None = Field(None, ge=1)
+    """Most frames to read from each of its videos. Unset: that of `data` or of the encoder."""
+    min_pixels: int | None = Field(None, ge=1)
+    """Least pixels of its images and frames. Unset: that of `data`, or the HF processor's."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Most pixels of its images and frames. Unset: that of `data`, or the HF processor's."""
 
     def idle(self) -> Iterator[Idle]:
         """Yield roles of documents, and columns that the way in which rows are read does not use."""
@@ -201,43 +169,48 @@ class DataSource(Strict):
             yield Idle("roles", "but `columns.text` is set, so no messages are read; remove it")
 
 
-CHAT_TEXTS = (
-    "system",
-    "user",
-    "assistant",
-    "end",
-    "separator",
-)  # in ChatFormat; the rest are start tokens
+CHAT_TEXTS = ("system", "user", "assistant", "end", "separator")  # in ChatFormat; the rest are start tokens
 
 
 class ChatFormat(Strict):
     """Text format of a conversation; only the text after `assistant`, up to and including `end`, is trained."""
 
-    system: str = Field("<|im_start|>system\n", description="Text before a system message.")
-    user: str = Field("<|im_start|>user\n", description="Text before a user message.")
-    assistant: str = Field("<|im_start|>assistant\n", description="Text before an assistant message.")
-    end: str = Field("<|im_end|>", description="Token after every message; ends generation.")
-    separator: str = Field("\n", description="Text after `end`.")
-    image: str = Field("<|image|>", description="Start token of an image in a prompt or an answer.")
-    audio: str = Field("<|audio|>", description="Start token of an audio clip in a prompt or an answer.")
-    video: str = Field("<|video|>", description="Start token of a video.")
+    system: str = "<|im_start|>system\n"
+    """Text before a system message."""
+    user: str = "<|im_start|>user\n"
+    """Text before a user message."""
+    assistant: str = "<|im_start|>assistant\n"
+    """Text before an assistant message."""
+    end: str = "<|im_end|>"
+    """Token after every message; ends generation."""
+    separator: str = "\n"
+    """Text after `end`."""
+    image: str = "<|image|>"
+    """Start token of an image in a prompt or an answer."""
+    audio: str = "<|audio|>"
+    """Start token of an audio clip in a prompt or an answer."""
+    video: str = "<|video|>"
+    """Start token of a video."""
 
 
 class ProcessorArguments(Strict):
     """Additional arguments of every call of a HF processor, by its components."""
 
-    images_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments for the image processor.")
-    videos_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments for the video processor.")
-    audio_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments for the feature extractor.")
+    images_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments for the image processor."""
+    videos_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments for the video processor."""
+    audio_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments for the feature extractor."""
 
 
 class Stage(Strict):
     """Weights of the training data sets from a step on."""
 
-    from_step: int = Field(ge=1, description="Number of steps before the stage begins.")
-    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        min_length=1, description="Name of a training data set -> its weight. The others keep the weight they had."
-    )
+    from_step: int = Field(ge=1)
+    """Number of steps before the stage begins."""
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(min_length=1)
+    """Name of a training data set -> its weight. The others keep the weight they had."""
 
 
 def source_names(sources: Sequence[DataSource]) -> list[str]:
@@ -258,74 +231,48 @@ def _end_of(path: Path, paths: Sequence[Path]) -> str:
 class Data(Strict):
     """Data sets, the conversion of rows to samples, and packing."""
 
-    train: list[DataSource] = Field(min_length=1, description="Training data sets, mixed by weight.")
-    weights_by: Literal["samples", "tokens"] = Field(
-        "samples",
-        description="Whether weights are shares of the samples or of their tokens. `tokens`: the mean length of each "
-        "source's first 64 samples turns its weight into a share of samples.",
-    )
-    stages: list[Stage] = Field(default_factory=list, description="Other weights from given steps on.")
-    heldout: list[DataSource] = Field(default_factory=list, description="Evaluation data sets.")
-    chat: ChatFormat | None = Field(
-        None, description="The chat format. Unset: the one saved with `model.checkpoint`, or the defaults below."
-    )
-    processor: str | None = Field(
-        None,
-        description="Folder or Hub id of a HF processor (or tokenizer) whose chat template renders the "
-        "conversations. Unset: the foundation's own processor, if the foundation reads media itself or "
-        "`chat` is unset.",
-    )
-    processor_arguments: ProcessorArguments = Field(
-        default_factory=lambda: ProcessorArguments(),
-        description="Additional arguments for every call of the HF processor.",
-    )
-    audio_in_video: bool = Field(
-        False, description="Read videos together with their sound, if the HF processor supports it."
-    )
-    fps: float | None = Field(
-        None,
-        gt=0,
-        description="Frames to read from a second of a video. Unset: those of the HF processor, 2 for one that reads "
-        "`fps` and has none.",
-    )
-    max_frames: int | None = Field(
-        None,
-        ge=1,
-        description="Most frames to read from a video, evenly spaced in time. Unset: the HF processor's own limit, "
-        "or 768.",
-    )
-    min_pixels: int | None = Field(
-        None, ge=1, description="Least pixels of an image or frame, which is enlarged. Unset: the HF processor's own."
-    )
-    max_pixels: int | None = Field(
-        None, ge=1, description="Most pixels of an image or frame, which is reduced. Unset: the HF processor's own."
-    )
-    pack_tokens: int = Field(
-        4096, ge=1, description="Maximum length of a pack (one micro-batch), in tokens. Packs are not padded."
-    )
-    pack_elements: dict[str, Annotated[int, Field(ge=1)]] = Field(
-        default_factory=dict,
-        description="Encoder -> maximum number of input elements that it reads in a pack, such as values of pixels. "
-        "Encoders without an entry have no limit.",
-    )
-    overlong: Overlong = Field(
-        "drop",
-        description="What to do with a sample that does not fit into a pack: `drop` (skip, count and list it), "
-        "`error`, or `split` (cut the conversation between turns). `overlong` of a data set comes first.",
-    )
-    packing_buffer: int = Field(64, ge=1, description="Number of samples to choose from when filling a pack.")
-    cached_samples: int = Field(
-        0,
-        ge=0,
-        description="Number of prepared samples that each worker caches. Data that fits is decoded once instead of "
-        "once per epoch.",
-    )
-    workers: int = Field(
-        1,
-        ge=0,
-        description="Background processes: one makes packs, the others prepare rows for it. A single process does "
-        "both, except for rows with media, which one more process prepares (`sample_seconds`).",
-    )
+    train: list[DataSource] = Field(min_length=1)
+    """Training data sets, mixed by weight."""
+    weights_by: Literal["samples", "tokens"] = "samples"
+    """Whether weights are shares of the samples or of their tokens. `tokens`: the mean length of each source's first 64
+    samples turns its weight into a share of samples."""
+    stages: list[Stage] = Field(default_factory=list)
+    """Other weights from given steps on."""
+    heldout: list[DataSource] = Field(default_factory=list)
+    """Evaluation data sets."""
+    chat: ChatFormat | None = None
+    """The chat format. Unset: the one saved with `model.checkpoint`, or the defaults below."""
+    processor: str | None = None
+    """Folder or Hub id of a HF processor (or tokenizer) whose chat template renders the conversations. Unset: the
+    foundation's own processor, if the foundation reads media itself or `chat` is unset."""
+    processor_arguments: ProcessorArguments = Field(default_factory=lambda: ProcessorArguments())
+    """Additional arguments for every call of the HF processor."""
+    audio_in_video: bool = False
+    """Read videos together with their sound, if the HF processor supports it."""
+    fps: float | None = Field(None, gt=0)
+    """Frames to read from a second of a video. Unset: those of the HF processor, 2 for one that reads `fps` and has
+    none."""
+    max_frames: int | None = Field(None, ge=1)
+    """Most frames to read from a video, evenly spaced in time. Unset: the HF processor's own limit, or 768."""
+    min_pixels: int | None = Field(None, ge=1)
+    """Least pixels of an image or frame, which is enlarged. Unset: the HF processor's own."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Most pixels of an image or frame, which is reduced. Unset: the HF processor's own."""
+    pack_tokens: int = Field(4096, ge=1)
+    """Maximum length of a pack (one micro-batch), in tokens. Packs are not padded."""
+    pack_elements: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Encoder -> maximum number of input elements that it reads in a pack, such as values of pixels. Encoders without
+    an entry have no limit."""
+    overlong: Overlong = "drop"
+    """What to do with a sample that does not fit into a pack: `drop` (skip, count and list it), `error`, or `split`
+    (cut the conversation between turns). `overlong` of a data set comes first."""
+    packing_buffer: int = Field(64, ge=1)
+    """Number of samples to choose from when filling a pack."""
+    cached_samples: int = Field(0, ge=0)
+    """Number of prepared samples that each worker caches. Data that fits is decoded once instead of once per epoch."""
+    workers: int = Field(1, ge=0)
+    """Background processes: one makes packs, the others prepare rows for it. A single process does both, except for
+    rows with media, which one more process prepares (`sample_seconds`)."""
 
     def idle(self) -> Iterator[Idle]:
         """Yield weights of data sets that are not mixed, and chat texts that a chat template replaces."""
@@ -340,50 +287,32 @@ class Data(Strict):
             for key in CHAT_TEXTS:
                 yield Idle(f"chat.{key}", "but `processor` has its own chat template; remove it")
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> Self:
-        """Require weights of known sources, stages in order, and a source to draw from in every stage."""
-        names, problems = source_names(self.train), []
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield weights of unknown sources, stages that are not in order, stages and sources without any draw."""
+        names, weights = source_names(self.train), self.stage_weights()
         for number, stage in enumerate(self.stages):
-            at = ("stages", number, "weights")
-            problems += [
-                located(f"unknown data set; {hint(name, names)}", (*at, name), weight)
-                for name, weight in stage.weights.items()
-                if name not in names
-            ]
+            for name in stage.weights:
+                if name not in names:
+                    yield ("stages", number, "weights", name), f"unknown data set; {hint(name, names)}"
         for number, (earlier, later) in enumerate(pairwise(self.stages), 1):
             if later.from_step <= earlier.from_step:
-                why = f"found {later.from_step}, but the stage before begins at {earlier.from_step}; put them in order"
-                problems.append(located(why, ("stages", number, "from_step"), later.from_step))
-        weights = self.stage_weights()
+                before = f"found {later.from_step}, but the stage before begins at {earlier.from_step}"
+                yield ("stages", number, "from_step"), f"{before}; put them in order"
         for number, of_stage in enumerate(weights):
             if not any(of_stage):
                 at = ("stages", number - 1, "weights") if number else ("train", 0, "weight")
-                problems.append(located("all weights are 0; expected one above 0", at, of_stage))
+                yield at, "all weights are 0; expected one above 0"
         for number, of_source in enumerate(zip(*weights, strict=True)):
             if not any(of_source):
-                why = "found 0.0, and no stage has another weight for it; remove the data set, or name it in `stages`"
-                problems.append(located(why, ("train", number, "weight"), 0.0))
-        if problems:
-            raise ValidationError.from_exception_data(type(self).__name__, problems)
-        return self
-
-    @model_validator(mode="after")
-    def _check_streams(self) -> Self:
-        """Require a limit of rows where the length of a stream must be known."""
-        problems = [
-            located(f"a streamed data set has no known length, which {why} needs; set `limit`", at, value)
-            for kind, sources in (("train", self.train), ("heldout", self.heldout))
-            for number, source in enumerate(sources)
-            for at, value, why in (
-                ((kind, number, "epochs"), source.epochs, "`epochs`"),
-                ((kind, number, "streaming"), kind == "heldout" or None, "evaluation"),
-            )
-            if source.streaming and source.limit is None and value is not None
-        ]
-        if problems:
-            raise ValidationError.from_exception_data(type(self).__name__, problems)
-        return self
+                why = "no stage has another weight for it; remove the data set, or name it in `stages`"
+                yield ("train", number, "weight"), f"found 0.0, and {why}"
+        for kind, sources in (("train", self.train), ("heldout", self.heldout)):
+            for number, source in enumerate(sources):
+                is_endless, why = source.streaming and source.limit is None, "a streamed data set has no known length"
+                if is_endless and source.epochs is not None:
+                    yield (kind, number, "epochs"), f"{why}, which `epochs` needs; set `limit`"
+                if is_endless and kind == "heldout":
+                    yield (kind, number, "streaming"), f"{why}, which evaluation needs; set `limit`"
 
     def overlong_of_sources(self) -> list[Overlong]:
         """Return what to do with samples that are too long, for each training data set."""

@@ -14,11 +14,12 @@ from omnitrain.recipe.useless_keys import Idle
 class Sampling(Strict):
     """Sampling of the next token."""
 
-    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy decoding.")
-    top_k: int | None = Field(None, ge=1, description="Sample from the k most likely tokens.")
-    top_p: float | None = Field(
-        None, gt=0, le=1, description="Sample from the smallest set of tokens with this probability mass."
-    )
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature; 0 is greedy decoding."""
+    top_k: int | None = Field(None, ge=1)
+    """Sample from the k most likely tokens."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Sample from the smallest set of tokens with this probability mass."""
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that greedy decoding does not use."""
@@ -30,27 +31,20 @@ class Sampling(Strict):
 class Evaluation(Strict):
     """Held-out loss and generated answers at the end of a run, and during it."""
 
-    every: int | None = Field(
-        None,
-        ge=1,
-        description="Steps between two evaluations with generated answers and scores during the run. Unset: only at "
-        "the end.",
-    )
-    loss_every: int | None = Field(
-        None,
-        ge=1,
-        description="Steps between two held-out losses in metrics.jsonl. Unset: as often as `every`, and at the end.",
-    )
-    examples_per_source: int | None = Field(None, ge=1, description="Number of held-out rows per source. Unset: all.")
-    batch_size: int = Field(64, ge=1, description="Number of prompts to generate for at once.")
-    max_new_tokens: int = Field(256, ge=1, description="Maximum length of an answer, text and media tokens together.")
-    sampling: dict[str, Sampling] = Field(
-        default_factory=dict,
-        description="`text` or the name of a decoder -> how its tokens are sampled. Unset: greedy.",
-    )
-    scorer: FunctionName | None = Field(
-        None,
-        description="`FILE.py:FUNCTION` or `MODULE:FUNCTION`. The function takes the list of answers and returns "
-        "{name: number}. Unset: exact match of the text, per source.",
-    )
-    saved_samples: int = Field(4, ge=0, description="Number of generated answers per source to write to `samples/`.")
+    every: int | None = Field(None, ge=1)
+    """Steps between two evaluations with generated answers and scores during the run. Unset: only at the end."""
+    loss_every: int | None = Field(None, ge=1)
+    """Steps between two held-out losses in metrics.jsonl. Unset: as often as `every`, and at the end."""
+    examples_per_source: int | None = Field(None, ge=1)
+    """Number of held-out rows per source. Unset: all."""
+    batch_size: int = Field(64, ge=1)
+    """Number of prompts to generate for at once."""
+    max_new_tokens: int = Field(256, ge=1)
+    """Maximum length of an answer, text and media tokens together."""
+    sampling: dict[str, Sampling] = Field(default_factory=dict)
+    """`text` or the name of a decoder -> how its tokens are sampled. Unset: greedy."""
+    scorer: FunctionName | None = None
+    """`FILE.py:FUNCTION` or `MODULE:FUNCTION`. The function takes the list of answers and returns {name: number}.
+    Unset: exact match of the text, per source."""
+    saved_samples: int = Field(4, ge=0)
+    """Number of generated answers per source to write to `samples/`."""

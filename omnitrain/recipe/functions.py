@@ -31,11 +31,7 @@ def _name_of(value: Any) -> Any:
 
 
 def _with_function(name: str) -> str:
-    """Return a name that says both where the function is and what it is called.
-
-    Raises:
-        ValueError: it lacks one of the two.
-    """
+    """Return a name that says both where the function is and what it is called."""
     source, _, function = name.rpartition(":")
     if source and function.isidentifier():
         return name
@@ -48,15 +44,7 @@ FunctionName = Annotated[str, BeforeValidator(_name_of, json_schema_input_type=s
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
-    """Load the function or class ``FILE.py:NAME`` or ``MODULE:NAME``.
-
-    Args:
-        name: its name.
-        key: key of the recipe, for the message.
-
-    Raises:
-        UserError: the file, module or function does not exist or cannot be loaded.
-    """
+    """Load the function or class ``FILE.py:NAME`` or ``MODULE:NAME``; raise a UserError for ``key`` if that fails."""
     source, _, function = name.rpartition(":")
     try:
         module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)

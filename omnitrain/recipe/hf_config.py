@@ -8,52 +8,32 @@ import functools
 import importlib.util
 import inspect
 import re
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-from pydantic_core import InitErrorDetails
-
-from omnitrain.recipe.located_problem import located
+from omnitrain.recipe.located_problem import Problem, raise_located
 from omnitrain.recipe.suggest import hint
 
 Location = tuple[str | int, ...]
 
 # Accepted by every config class, without being a field.
 _COMMON_KEYS = {
-    "model_type",
-    "num_labels",
-    "output_attentions",
-    "per_layer_config",
-    "tie_word_embeddings",
-    "torch_dtype",
+    *("model_type", "num_labels", "output_attentions", "per_layer_config", "tie_word_embeddings", "torch_dtype")
 }
 # Older keys that every class with `rope_parameters` converts.
 _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 # Read by some models, but missing in HF's `RopeParameters`.
 _MORE_ROPE_PARAMETERS = {
-    "alpha",
-    "llama_4_scaling_beta",
-    "long_mscale",
-    "max_position_embeddings",
-    "mrope_interleaved",
-    "short_mscale",
-    "type",
+    *("alpha", "llama_4_scaling_beta", "max_position_embeddings", "mrope_interleaved", "type"),
+    *("long_mscale", "short_mscale"),
 }
 # Integers that must be positive; HF accepts 0 and divides by it later.
 _SIZES = {
-    "codebook_size",
-    "hidden_size",
-    "hop_length",
-    "image_size",
-    "n_fft",
-    "num_attention_heads",
-    "num_embeddings",
-    "num_mel_bins",
-    "patch_size",
-    "sampling_rate",
-    "vocab_size",
+    *("hidden_size", "num_attention_heads", "vocab_size"),
+    *("image_size", "patch_size"),
+    *("hop_length", "n_fft", "num_mel_bins", "sampling_rate"),
+    *("codebook_size", "num_embeddings"),
 }
 _KEY_READ_FROM_KWARGS = re.compile(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)["']""")
 # A key with a default that is derived from fields: `getattr(config, "head_dim", config.hidden_size // ...)`.
@@ -63,22 +43,14 @@ _FIELD_IN_MESSAGE = re.compile(r"Validation error for field '(\w+)':\s*(?:\w+Err
 
 
 def check_hf_config_keys(value: Any) -> Any:
-    """Check the dict of a HF config, including sub-configs, before a model is built from it.
-
-    Args:
-        value: keys of a HF config with ``model_type``; pydantic checks anything that is not a dict.
-
-    Returns:
-        ``value``, unchanged.
+    """Check the dict of a HF config, including sub-configs, before a model is built from it, and return it unchanged.
 
     Raises:
         ValidationError: every unknown ``model_type``, every key that the config class does not have (with the
             nearest valid key) and every value that the class refuses, located at the key.
     """
     if isinstance(value, dict):
-        problems = _problems(value, ())
-        if problems:
-            raise ValidationError.from_exception_data("HF config", problems)
+        raise_located("HF config", _problems(value, ()))
     return value
 
 
@@ -88,27 +60,26 @@ def config_keys(config_class: type[Any]) -> frozenset[str]:
     parameters = inspect.signature(config_class.__init__).parameters.values()
     fields = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"}
     keys = fields | _saved_keys(config_class) | _COMMON_KEYS
-    keys |= _keys_read_after_init(config_class) | _keys_read_by_model(config_class, fields)
+    hooks = [vars(base).get("__post_init__") for base in _classes_of_architecture(config_class)]
+    keys |= {key for hook in hooks if hook for key in _KEY_READ_FROM_KWARGS.findall(inspect.getsource(hook))}
+    keys |= _keys_read_by_model(config_class, fields)
     if "rope_parameters" in fields:
         keys |= _ROPE_KEYS
     return frozenset(key for key in keys if not key.startswith("_"))
 
 
-def _problems(value: dict[Any, Any], at: Location, config_class: type | None = None) -> list[InitErrorDetails]:
+def _problems(value: dict[Any, Any], at: Location, config_class: type | None = None) -> list[Problem]:
+    config_class = config_class or _config_class(value.get("model_type"))
     if config_class is None:
-        config_class = _config_class(value.get("model_type"))
-    if config_class is None:
-        return [_model_type_problem(value, at)]
-    valid = config_keys(config_class)
-    problems = [
-        located(
-            f"unknown key of {config_class.__name__}, found {given!r}; {hint(str(key), valid)}", (*at, str(key)), given
-        )
+        return [((*at, "model_type"), _model_type_problem(value.get("model_type")))]
+    valid, name = config_keys(config_class), config_class.__name__
+    problems: list[Problem] = [
+        ((*at, str(key)), f"unknown key of {name}, found {given!r}; {hint(str(key), valid)}")
         for key, given in value.items()
         if key not in valid
     ]
     problems += [
-        located(f"found {given!r}; expected a number greater than 0; change it", (*at, key), given)
+        ((*at, key), f"found {given!r}; expected a number greater than 0; change it")
         for key, given in value.items()
         if key in _SIZES and isinstance(given, int) and given <= 0
     ]
@@ -130,21 +101,17 @@ def _config_class(model_type: Any) -> type | None:
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (its `get` does not load the class)
 
 
-def _model_type_problem(value: dict[Any, Any], at: Location) -> InitErrorDetails:
+def _model_type_problem(model_type: Any) -> str:
     from transformers import CONFIG_MAPPING
 
-    model_type = value.get("model_type")
     if model_type is None:
-        message = "missing; expected the name of a HF architecture, such as qwen3 or siglip_vision_model; add it"
-    else:
-        known = [name for name in CONFIG_MAPPING if isinstance(name, str)]
-        match = hint(str(model_type), known)
-        advice = match if match.startswith("did you mean") else "see the model types of AutoConfig"
-        message = f"found {model_type!r}; expected a model type of the installed transformers; {advice}"
-    return located(message, (*at, "model_type"), model_type)
+        return "missing; expected the name of a HF architecture, such as qwen3 or siglip_vision_model; add it"
+    match = hint(str(model_type), [name for name in CONFIG_MAPPING if isinstance(name, str)])
+    advice = match if match.startswith("did you mean") else "see the model types of AutoConfig"
+    return f"found {model_type!r}; expected a model type of the installed transformers; {advice}"
 
 
-def _rope_problems(value: Any, at: Location, config_class: type) -> list[InitErrorDetails]:
+def _rope_problems(value: Any, at: Location, config_class: type) -> Iterator[Problem]:
     """Check rotary parameters: one dict, or one dict per layer type."""
     from transformers.configuration_utils import ALLOWED_LAYER_TYPES
     from transformers.modeling_rope_utils import RopeParameters
@@ -152,16 +119,14 @@ def _rope_problems(value: Any, at: Location, config_class: type) -> list[InitErr
     from omnitrain.transformers_private import labels_of_rope_types
 
     if not isinstance(value, dict):
-        return []
+        return
     parameters = {*RopeParameters.__annotations__, *_MORE_ROPE_PARAMETERS}
     layer_types = {*ALLOWED_LAYER_TYPES, *labels_of_rope_types(config_class)}
-    problems = []
     for key, given in value.items():
         valid = layer_types if isinstance(given, dict) else parameters
         if key not in valid and not (given is None and key in layer_types):
-            problems.append(located(f"unknown key, found {given!r}; {hint(str(key), valid)}", (*at, str(key)), given))
-        problems += _rope_problems(given, (*at, str(key)), config_class)
-    return problems
+            yield (*at, str(key)), f"unknown key, found {given!r}; {hint(str(key), valid)}"
+        yield from _rope_problems(given, (*at, str(key)), config_class)
 
 
 def _saved_keys(config_class: Any) -> set[str]:
@@ -172,12 +137,6 @@ def _saved_keys(config_class: Any) -> set[str]:
     with contextlib.suppress(Exception):  # a class without defaults cannot be made without values
         derived = vars(config_class())
     return {*config_class.attribute_map, *derived, *properties}
-
-
-def _keys_read_after_init(config_class: type) -> set[str]:
-    hooks = [vars(base).get("__post_init__") for base in _classes_of_architecture(config_class)]
-    sources = [inspect.getsource(hook) for hook in hooks if hook is not None]
-    return {key for source in sources for key in _KEY_READ_FROM_KWARGS.findall(source)}
 
 
 def _keys_read_by_model(config_class: type, fields: Set[str]) -> set[str]:
@@ -216,25 +175,21 @@ def _sub_config_classes(config_class: type[Any], value: dict[Any, Any]) -> dict[
     return classes
 
 
-def _refused_values(value: dict[Any, Any], at: Location, config_class: type) -> list[InitErrorDetails]:
+def _refused_values(value: dict[Any, Any], at: Location, config_class: type) -> list[Problem]:
     """Create the config without the fields that were refused, until the class accepts it."""
     arguments = copy.deepcopy(value)
     arguments.pop("model_type", None)
-    problems: list[InitErrorDetails] = []
+    problems: list[Problem] = []
     while True:
         try:
             config_class(**arguments)
         except Exception as error:  # classes raise different types; the user sees all of them
             field = _FIELD_IN_MESSAGE.match(str(error))
+            reason = " ".join(_FIELD_IN_MESSAGE.sub("", str(error)).split())
             if field is None or field[1] not in arguments:
                 # Without the removed fields the config may be inconsistent, so report only the earlier problems.
-                return problems or [located(f"{config_class.__name__} refuses it: {_one_line(error)}", at, value)]
+                return problems or [(at, f"{config_class.__name__} refuses it: {' '.join(str(error).split())}")]
             given = arguments.pop(field[1])
-            reason = _one_line(_FIELD_IN_MESSAGE.sub("", str(error)))
-            problems.append(located(f"found {given!r}; {reason}; change the value", (*at, field[1]), given))
+            problems.append(((*at, field[1]), f"found {given!r}; {reason}; change the value"))
         else:
             return problems
-
-
-def _one_line(message: object) -> str:
-    return " ".join(str(message).split())

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from typing import Any
 
-from pydantic import ValidationError
-from pydantic_core import InitErrorDetails
-
-from omnitrain.recipe.located_problem import located
+from omnitrain.recipe.located_problem import Problem, raise_located
 from omnitrain.recipe.suggest import hint
 
 _TYPE_KEYS = {"image_processor_type", "feature_extractor_type"}
@@ -22,55 +19,47 @@ _UNNAMED = (
 
 
 def check_hf_processor_keys(value: Any) -> Any:
-    """Check the arguments of a HF image processor or feature extractor, including sizes.
-
-    Args:
-        value: keyword arguments; pydantic checks anything that is not a dict.
-
-    Returns:
-        ``value``, unchanged.
+    """Check the arguments of a HF image processor or feature extractor, including sizes, and return them unchanged.
 
     Raises:
         ValidationError: every unknown type, and every key that the class does not have (without a named type: that no
             default class has), located at the key, with the nearest valid key.
     """
     if isinstance(value, dict):
-        problems = _problems(value)
-        if problems:
-            raise ValidationError.from_exception_data("HF processor", problems)
+        raise_located("HF processor", _problems(value))
     return value
 
 
-def _problems(value: dict[Any, Any]) -> list[InitErrorDetails]:
+def _problems(value: dict[Any, Any]) -> Iterator[Problem]:
     from transformers.image_utils import SizeDict
 
     named = [(key, str(value[key])) for key in sorted(_TYPE_KEYS & value.keys())]
     for key, name in named:
         if _class_of(key, name) is None:
-            return [located(f"found {name!r}; expected a class of the installed transformers; change it", (key,), name)]
-    valid = _TYPE_KEYS.union(*(_argument_names(_class_of(key, name)) for key, name in named or _UNNAMED))
-    problems = _unknown_keys(value, valid)
-    counts = set().union(*(_counts(_class_of(key, name)) for key, name in named or _UNNAMED))
-    problems += [problem for key, given in value.items() if key in counts for problem in _not_positive(given, (key,))]
+            yield (key,), f"found {name!r}; expected a class of the installed transformers; change it"
+            return
+    classes = [_class_of(key, name) for key, name in named or _UNNAMED]
+    yield from _unknown_keys(value, _TYPE_KEYS.union(*map(_argument_names, classes)))
+    # Arguments whose default is a positive integer (rates, lengths, numbers of bins): none may be 0.
+    defaults = [entry for found in classes for entry in found().to_dict().items()]
+    counts = {name for name, default in defaults if type(default) is int and default > 0}
     for key, given in value.items():
+        yield from _not_positive(given, (key,)) if key in counts else ()
         if str(key).endswith("size") and isinstance(given, dict):
-            problems += _unknown_keys(given, set(SizeDict.__annotations__), (str(key),))
-            problems += [problem for side, length in given.items() for problem in _not_positive(length, (key, side))]
-    return problems
+            yield from _unknown_keys(given, set(SizeDict.__annotations__), (str(key),))
+            for side, length in given.items():
+                yield from _not_positive(length, (key, side))
 
 
-def _unknown_keys(value: dict[Any, Any], valid: Set[str], at: tuple[str, ...] = ()) -> list[InitErrorDetails]:
-    return [
-        located(f"unknown key, found {given!r}; {hint(str(key), valid)}", (*at, str(key)), given)
-        for key, given in value.items()
-        if key not in valid
-    ]
+def _unknown_keys(value: dict[Any, Any], valid: Set[str], at: tuple[str, ...] = ()) -> Iterator[Problem]:
+    for key, given in value.items():
+        if key not in valid:
+            yield (*at, str(key)), f"unknown key, found {given!r}; {hint(str(key), valid)}"
 
 
-def _not_positive(given: Any, at: tuple[str, ...]) -> list[InitErrorDetails]:
-    if not isinstance(given, (int, float)) or given > 0:
-        return []
-    return [located(f"found {given!r}; expected a number greater than 0; change it", at, given)]
+def _not_positive(given: Any, at: tuple[str, ...]) -> Iterator[Problem]:
+    if isinstance(given, (int, float)) and given <= 0:
+        yield at, f"found {given!r}; expected a number greater than 0; change it"
 
 
 def _class_of(type_key: str, name: str) -> Any:
@@ -89,8 +78,3 @@ def _argument_names(processor_class: Any) -> set[str]:
     parameters = {name for init in inits for name in inspect.signature(init).parameters} - {"self", "args", "kwargs"}
     declared = getattr(processor_class, "valid_kwargs", None)
     return parameters | set(processor_class().to_dict()) | set(declared.__annotations__ if declared else ())
-
-
-def _counts(processor_class: Any) -> set[str]:
-    """Return arguments whose default is a positive integer (rates, lengths, numbers of bins); none may be 0."""
-    return {name for name, default in processor_class().to_dict().items() if type(default) is int and default > 0}

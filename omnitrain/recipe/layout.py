@@ -30,37 +30,18 @@ _SECTIONS = {
     "audio_projector": ["audio_encoder.projector"],
     "projectors": ["image_encoder.projector", "audio_encoder.projector"],
 }
+_FLAGS_OF_SECTION: dict[str, tuple[str, Any]] = {
+    "twice": ("encode_twice", True),
+    "ahead": ("ahead", 1),
+    "nixl": ("carrier", "nixl"),
+}
 _OF_SECTION = {"window": "micro_batch", "slots": "slots", "flight": "in_flight"}
 _EXAMPLES = {word: f"{word}2" for word in _NUMBERED} | {"hsdp": "hsdp2x2"} | {flag: flag for flag in _FLAGS}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to distribute training, which must not change its result.
-
-    Attributes:
-        dp_replicate: number of copies of the parameters.
-        dp_shard: number of ranks over which a copy is sharded.
-        tp: number of tensor parallel ranks.
-        ulysses: number of ranks that share a sequence by exchanging tokens for heads.
-        cp: number of ranks that share a sequence in a ring.
-        ep: number of expert parallel ranks, among the data-parallel and sequence ranks.
-        pp: number of pipeline ranks.
-        chunks: number of pipeline stages per rank.
-        gpipe: the pipeline runs all forwards, then all backwards.
-        zbv: the pipeline runs the schedule ``zbv``.
-        paired: the forward of a micro-batch and the backward of another run in turn.
-        mode: how the parameters are distributed over the data-parallel ranks.
-        accumulation: micro-batches per optimizer step.
-        recompute: the backward recomputes activations.
-        offload: activations, parameters and optimizer state are kept in CPU memory.
-        world: any rank encodes an item; with ``pp``, ranks of all stages.
-        group: any of the ranks that hold a sample encodes its items.
-        bf16: compute in bf16, with fp32 weights.
-        bf16_param: the weights are bf16, too.
-        window: micro-batches whose items are encoded together; 1: the default of the plan.
-        sections: names and settings of sections, which have ranks of their own.
-    """
+    """A way to distribute training, which must not change its result: the words of :func:`parse_layout`, by field."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -85,11 +66,7 @@ class Layout:
     sections: tuple[tuple[str, Section], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the degrees.
-
-        Raises:
-            UserError: a degree is not an integer of at least 1.
-        """
+        """Raise a UserError if a degree is not an integer of at least 1."""
         for field in (*_DEGREES, "chunks", "accumulation", "window"):
             degree = getattr(self, field)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
@@ -193,12 +170,8 @@ def _parse_section(text: str) -> tuple[str, Section] | None:
     fields: dict[str, Any] = {}
     for word in words:
         setting = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
-        if word == "twice":
-            fields["encode_twice"] = True
-        elif word == "ahead":
-            fields["ahead"] = 1
-        elif word == "nixl":
-            fields["carrier"] = "nixl"
+        if word in _FLAGS_OF_SECTION:
+            fields |= [_FLAGS_OF_SECTION[word]]
         elif setting is not None and setting[1] in _OF_SECTION:
             fields[_OF_SECTION[setting[1]]] = int(setting[2])
         else:
@@ -213,8 +186,7 @@ def _section_words(name: str, section: Section) -> str:
         for word, field in _OF_SECTION.items()
         if (value := getattr(section, field)) != Section.model_fields[field].default
     ]
-    flags = [*(["twice"] if section.encode_twice else []), *(["ahead"] if section.ahead else [])]
-    flags += ["nixl"] if section.carrier == "nixl" else []
+    flags = [word for word, (field, value) in _FLAGS_OF_SECTION.items() if getattr(section, field) == value]
     return ".".join([f"{name}{section.ranks}", *flags, *numbers])
 
 

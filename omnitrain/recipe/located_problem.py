@@ -1,22 +1,23 @@
-"""Problems at a key below the node that a validator checks."""
+"""Problems at keys below the node that a validator checks."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
+from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+Problem = tuple[tuple[str | int, ...], str]  # keys from a node to a value, and what is wrong with it
 
 LOCATED = "located"  # pydantic type of these problems; their message needs no additions
 
 
-def located(message: str, at: tuple[str | int, ...], given: Any) -> InitErrorDetails:
-    """Return a problem for ``ValidationError.from_exception_data``, which a validator may raise.
-
-    Args:
-        message: says what was found, what was expected and what to change.
-        at: keys from the validated node to the value.
-        given: the value.
-    """
+def raise_located(node: str, problems: Iterable[Problem]) -> None:
+    """Raise a ValidationError of ``node`` with all problems, if there are any."""
     # The message is passed in the context: in a template, its braces would be read as fields.
-    error = PydanticCustomError(LOCATED, "{message}", {"message": message})
-    return InitErrorDetails(type=error, loc=at, input=given)
+    found = [
+        InitErrorDetails(type=PydanticCustomError(LOCATED, "{message}", {"message": message}), loc=path, input=None)
+        for path, message in problems
+    ]
+    if found:
+        raise ValidationError.from_exception_data(node, found)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from omnitrain.recipe.hf_config import check_hf_config_keys
 from omnitrain.recipe.hf_processor import check_hf_processor_keys
+from omnitrain.recipe.located_problem import Problem
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.useless_keys import Idle
 
@@ -16,19 +17,16 @@ from omnitrain.recipe.useless_keys import Idle
 class HFSource(Strict):
     """Origin of a HuggingFace model: pretrained weights (``path``) or random weights from a ``config``."""
 
-    path: str | None = Field(None, description="Hub id or local folder of a pretrained model.")
-    config: Annotated[dict[str, Any], BeforeValidator(check_hf_config_keys)] | None = Field(
-        None, description="Keys of a HF config with `model_type`. The model starts from random weights."
-    )
+    path: str | None = None
+    """Hub id or local folder of a pretrained model."""
+    config: Annotated[dict[str, Any], BeforeValidator(check_hf_config_keys)] | None = None
+    """Keys of a HF config with `model_type`. The model starts from random weights."""
 
-    @model_validator(mode="after")
-    def _exactly_one_source(self) -> HFSource:
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the node, unless it has exactly one source."""
         if (self.path is None) == (self.config is None):
             given = "both" if self.path is not None else "neither"
-            raise ValueError(
-                f"give exactly one of `path` (pretrained weights) and `config` (random weights), found {given}"
-            )
-        return self
+            yield (), f"give exactly one of `path` (pretrained weights) and `config` (random weights), found {given}"
 
 
 def _path_shorthand(value: Any) -> Any:
@@ -41,12 +39,11 @@ Source = Annotated[HFSource, BeforeValidator(_path_shorthand, json_schema_input_
 class Projector(Strict):
     """Maps a tower's features to the foundation's hidden size."""
 
-    kind: Literal["linear", "mlp", "pixel_shuffle"] = Field(
-        "mlp",
-        description="`linear`: one layer; `mlp`: two layers with GELU; `pixel_shuffle`: merges `factor` x `factor` "
-        "neighbouring patches (for audio: `factor` neighbouring frames) into one feature, then an MLP.",
-    )
-    factor: int = Field(2, ge=1, description="Merge factor of `pixel_shuffle`; the other kinds do not merge.")
+    kind: Literal["linear", "mlp", "pixel_shuffle"] = "mlp"
+    """`linear`: one layer; `mlp`: two layers with GELU; `pixel_shuffle`: merges `factor` x `factor` neighbouring
+    patches (for audio: `factor` neighbouring frames) into one feature, then an MLP."""
+    factor: int = Field(2, ge=1)
+    """Merge factor of `pixel_shuffle`; the other kinds do not merge."""
 
     def idle(self) -> Iterator[Idle]:
         """Yield the key that the kind does not use."""
@@ -57,112 +54,88 @@ class Projector(Strict):
 class Encoder(Strict):
     """A tower that reads a modality, and its projector into the foundation."""
 
-    tower: Source = Field(description="The HF vision or audio tower. A string is short for {path: ...}.")
-    projector: Projector = Field(
-        default_factory=Projector, description="Maps the tower's features to the foundation's hidden size."
-    )
-    fps: float | None = Field(
-        None, gt=0, description="Frames to read from a second of a video. Unset: all, up to `max_frames`."
-    )
-    max_frames: int = Field(
-        32, ge=1, description="Most frames to read from a video. Of longer videos, they are evenly spaced in time."
-    )
-    min_pixels: int | None = Field(
-        None, ge=1, description="Least pixels of an image or frame, which is enlarged. Unset: the HF processor's own."
-    )
-    max_pixels: int | None = Field(
-        None, ge=1, description="Most pixels of an image or frame, which is reduced. Unset: the HF processor's own."
-    )
-    processor: Annotated[str | dict[str, Any] | None, BeforeValidator(check_hf_processor_keys)] = Field(
-        None,
-        description="The HF image processor or feature extractor: a folder, a Hub id, or its arguments. Unset: the "
-        "one saved with the tower, or one derived from the tower's config.",
-    )
+    tower: Source
+    """The HF vision or audio tower. A string is short for {path: ...}."""
+    projector: Projector = Field(default_factory=Projector)
+    """Maps the tower's features to the foundation's hidden size."""
+    fps: float | None = Field(None, gt=0)
+    """Frames to read from a second of a video. Unset: all, up to `max_frames`."""
+    max_frames: int = Field(32, ge=1)
+    """Most frames to read from a video. Of longer videos, they are evenly spaced in time."""
+    min_pixels: int | None = Field(None, ge=1)
+    """Least pixels of an image or frame, which is enlarged. Unset: the HF processor's own."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Most pixels of an image or frame, which is reduced. Unset: the HF processor's own."""
+    processor: Annotated[str | dict[str, Any] | None, BeforeValidator(check_hf_processor_keys)] = None
+    """The HF image processor or feature extractor: a folder, a Hub id, or its arguments. Unset: the one saved with the
+    tower, or one derived from the tower's config."""
 
 
 class Decoder(Strict):
     """A modality that the model writes as discrete tokens of a frozen tokenizer."""
 
-    tokenizer: Source = Field(
-        description="The frozen media tokenizer: a HF VQ model (Janus, Emu3, Chameleon VQ) for images; a HF codec "
-        "(EnCodec, DAC, Mimi) or omnitrain's mel-VQ for audio. A string is short for {path: ...}."
-    )
-    image_size: int | None = Field(None, ge=1, description="Side of the square target images, in pixels. Images only.")
-    num_codebooks: int = Field(
-        1, ge=1, description="Number of codebooks of a residual codec to model, flattened in time order."
-    )
-    max_tokens: int = Field(1024, ge=1, description="Maximum number of tokens to generate for one item.")
+    tokenizer: Source
+    """The frozen media tokenizer: a HF VQ model (Janus, Emu3, Chameleon VQ) for images; a HF codec (EnCodec, DAC, Mimi)
+    or omnitrain's mel-VQ for audio. A string is short for {path: ...}."""
+    image_size: int | None = Field(None, ge=1)
+    """Side of the square target images, in pixels. Images only."""
+    num_codebooks: int = Field(1, ge=1)
+    """Number of codebooks of a residual codec to model, flattened in time order."""
+    max_tokens: int = Field(1024, ge=1)
+    """Maximum number of tokens to generate for one item."""
 
 
 class Ops(Strict):
     """Implementation of each operation; `auto`: the fastest measured one on the device."""
 
-    attention: Literal["auto", "flash", "varlen", "sdpa", "flex", "reference"] = Field(
-        "auto", description="Attention over packs. Naming a backend that does not support a layer is an error."
-    )
-    rms_norm: Literal["auto", "torch", "fused", "liger"] = Field(
-        "auto", description="RMSNorm. `fused`: a custom backward; the forward has the same bits. `auto` uses it on CPU."
-    )
-    swiglu: Literal["auto", "torch", "liger"] = Field(
-        "auto", description="Activation and product of a gated MLP with SiLU."
-    )
-    rotary: Literal["auto", "torch", "fused", "liger"] = Field(
-        "auto",
-        description="Rotary positions of query and key. `fused`: same bits with a custom backward; `auto` uses it on "
-        "CPU.",
-    )
-    patch_embed: Literal["auto", "torch", "linear"] = Field(
-        "auto",
-        description="Convolutions whose kernel equals their stride. `linear`: compute them as one matrix product.",
-    )
-    unread_rows: Literal["auto", "torch", "skip"] = Field(
-        "auto",
-        description="Tokens whose last hidden state no loss reads. `skip`: after the last layer that mixes tokens, "
-        "do not compute them; `auto` does so on CPU.",
-    )
-    experts: Literal["auto", "torch", "grouped_mm", "batched_mm", "sonicmoe", "deepgemm"] = Field(
-        "auto",
-        description="Experts of a layer. `torch`: omnitrain's implementation; the others are functions of "
-        "transformers.",
-    )
-    cross_entropy: Literal["auto", "torch", "compiled", "liger"] = Field(
-        "auto",
-        description="Softmax of the loss inside the head, which always processes the logits in chunks. `compiled`: "
-        "in place, by torch.compile; `auto` uses it on CUDA.",
-    )
+    attention: Literal["auto", "flash", "varlen", "sdpa", "flex", "reference"] = "auto"
+    """Attention over packs. Naming a backend that does not support a layer is an error."""
+    rms_norm: Literal["auto", "torch", "fused", "liger"] = "auto"
+    """RMSNorm. `fused`: a custom backward; the forward has the same bits. `auto` uses it on CPU."""
+    swiglu: Literal["auto", "torch", "liger"] = "auto"
+    """Activation and product of a gated MLP with SiLU."""
+    rotary: Literal["auto", "torch", "fused", "liger"] = "auto"
+    """Rotary positions of query and key. `fused`: same bits with a custom backward; `auto` uses it on CPU."""
+    patch_embed: Literal["auto", "torch", "linear"] = "auto"
+    """Convolutions whose kernel equals their stride. `linear`: compute them as one matrix product."""
+    unread_rows: Literal["auto", "torch", "skip"] = "auto"
+    """Tokens whose last hidden state no loss reads. `skip`: after the last layer that mixes tokens, do not compute
+    them; `auto` does so on CPU."""
+    experts: Literal["auto", "torch", "grouped_mm", "batched_mm", "sonicmoe", "deepgemm"] = "auto"
+    """Experts of a layer. `torch`: omnitrain's implementation; the others are functions of transformers."""
+    cross_entropy: Literal["auto", "torch", "compiled", "liger"] = "auto"
+    """Softmax of the loss inside the head, which always processes the logits in chunks. `compiled`: in place, by
+    torch.compile; `auto` uses it on CUDA."""
 
 
 class Model(Strict):
     """The omni model: a checkpoint, or its components."""
 
-    checkpoint: str | None = Field(
-        None, description="Folder of a saved omni model. It contains the whole model, so give no other parts."
-    )
-    foundation: Source | None = Field(None, description="The language model. A string is short for {path: ...}.")
-    tokenizer: str | None = Field(
-        None, description="Folder or Hub id of the text tokenizer. Unset: the one saved with the foundation."
-    )
-    encoders: dict[str, Encoder] = Field(default_factory=dict, description="Component name -> encoder.")
-    decoders: dict[str, Decoder] = Field(default_factory=dict, description="Component name -> decoder.")
-    teachers: dict[Annotated[str, Field(pattern=r"^[a-z]\w*$")], str] = Field(
-        default_factory=dict,
-        description="Component name -> Hub id or folder of a frozen language model with the foundation's tokenizer. A "
-        "function of `train.losses` or `train.metrics` reads its last hidden states. It is not saved with the model.",
-    )
-    freeze: list[str] = Field(
-        default_factory=list,
-        description="Components or modules that do not train: `foundation`, `image_encoder.tower`, ... A name that "
-        "matches nothing is an error.",
-    )
-    ops: Ops = Field(default_factory=Ops, description="Implementations of operations during training.")
+    checkpoint: str | None = None
+    """Folder of a saved omni model. It contains the whole model, so give no other parts."""
+    foundation: Source | None = None
+    """The language model. A string is short for {path: ...}."""
+    tokenizer: str | None = None
+    """Folder or Hub id of the text tokenizer. Unset: the one saved with the foundation."""
+    encoders: dict[str, Encoder] = Field(default_factory=dict)
+    """Component name -> encoder."""
+    decoders: dict[str, Decoder] = Field(default_factory=dict)
+    """Component name -> decoder."""
+    teachers: dict[Annotated[str, Field(pattern=r"^[a-z]\w*$")], str] = Field(default_factory=dict)
+    """Component name -> Hub id or folder of a frozen language model with the foundation's tokenizer. A function of
+    `train.losses` or `train.metrics` reads its last hidden states. It is not saved with the model."""
+    freeze: list[str] = Field(default_factory=list)
+    """Components or modules that do not train: `foundation`, `image_encoder.tower`, ... A name that matches nothing is
+    an error."""
+    ops: Ops = Field(default_factory=Ops)
+    """Implementations of operations during training."""
 
-    @model_validator(mode="after")
-    def _checkpoint_or_parts(self) -> Model:
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the node, unless it has either a checkpoint or parts, each with a name of its own."""
         parts = [name for name in ("foundation", "tokenizer", "encoders", "decoders") if getattr(self, name)]
         if self.checkpoint is not None and parts:
-            raise ValueError(f"`checkpoint` already contains the whole model; remove {parts}")
+            yield (), f"`checkpoint` already contains the whole model; remove {parts}"
         if self.checkpoint is None and self.foundation is None:
-            raise ValueError("give `checkpoint` (a saved omni model) or `foundation` (a language model)")
+            yield (), "give `checkpoint` (a saved omni model) or `foundation` (a language model)"
         if taken := sorted(self.teachers.keys() & {"foundation", *self.encoders, *self.decoders}):
-            raise ValueError(f"`teachers`: {taken[0]!r} is the name of another component; choose another one")
-        return self
+            yield (), f"`teachers`: {taken[0]!r} is the name of another component; choose another one"

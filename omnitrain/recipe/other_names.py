@@ -13,11 +13,9 @@ from omnitrain.recipe.suggest import nearest
 
 
 class Here(NamedTuple):
-    """What a recipe has in the place of another trainer's key.
+    """What a recipe has in the place of another trainer's key; without a key, it needs none.
 
-    Attributes:
-        key: of a recipe, or a key with a value; empty: a recipe needs no such key.
-        remark: what to know if the two do not mean the same; without a key, what to do.
+    The ``remark`` says what to know if the two do not mean the same; without a key, what to do.
     """
 
     key: str
@@ -31,286 +29,184 @@ class Here(NamedTuple):
         return f"use `{self.key}`{f' ({self.remark})' if self.remark else ''}"
 
 
-_SAMPLES = "samples of a step, over all ranks; or `train.micro_batches` packs of `data.pack_tokens` tokens"
-_LENGTH = "the length of a pack; longer samples: `data.overlong`"
-_GLOBS = "`all-linear` (the default), or a list of globs"
-_LIST = "a list of data sets, each with a `path`"
-_PROCESSOR = "a folder or Hub id; unset: the chat template saved with the foundation"
-_STEPS = "a number of steps"
-_BALANCE = "with `train.experts.loss`"
-_REMOVE = "remove it:"
-_PACKED = f"{_REMOVE} samples are always packed, without padding"
-_NO_PREFERENCES = f"{_REMOVE} there is no training on preferences or rewards"
-_ANSWERS = f"{_REMOVE} only the assistant's messages are trained"
-_DIVIDED = f"{_REMOVE} ranks divide the packs of a step among themselves"
-_NO_DORA = f"{_REMOVE} there is no DoRA, whose magnitudes need whole matrices in every forward"
-_QUANTIZED = f"{_REMOVE} a quantized checkpoint is dequantized when it is loaded"
-_PROJECTOR = "`image_encoder.projector`, or the name of the module in the foundation"
-_FRAMES = "of an image, and of a frame of a video"
+# Key, or key and value, of a recipe (`none`: it needs no such key) | remark | trainers: their names; ... The names of
+# HF Trainer also hold for the trainers that pass them on to it.
+_TABLE = """
+model.ops | `liger` of each operation, such as `model.ops.rms_norm=liger` | HF Trainer: use_liger_kernel; \
+    LLaMA-Factory: enable_liger_kernel
+model.ops | | VeOmni: ops_implementation
+model.tokenizer | | HF Trainer: tokenizer_name
+model.foundation | | TRL, LLaMA-Factory: model_name_or_path; axolotl: base_model; VeOmni: model_path
+model.ops.attention | | TRL, axolotl: attn_implementation; ms-swift: attn_impl
+model.ops.attention | `auto` chooses | LLaMA-Factory, axolotl: flash_attn
+model.ops.attention=flash | `auto` chooses | axolotl: flash_attention
+model.freeze=[image_encoder] | | LLaMA-Factory: freeze_vision_tower; ms-swift: freeze_vit; axolotl: \
+    freeze_mm_modules
+model.freeze | `image_encoder.projector`, or the name of the module in the foundation | LLaMA-Factory: \
+    freeze_multi_modal_projector; ms-swift: freeze_aligner
+model.freeze | names what does not train | axolotl: unfrozen_parameters
+model.freeze=[foundation] | | LLaMA-Factory: freeze_language_model; ms-swift: freeze_llm
+model.freeze=[audio_encoder] | | VeOmni: freeze_audio_tower
+model.checkpoint | the folder of a run with adapters | LLaMA-Factory: adapter_name_or_path; ms-swift: adapters
+model.foundation.config | with random weights | VeOmni: config_path
+data.workers | | HF Trainer: dataloader_num_workers; LLaMA-Factory: preprocessing_num_workers; ms-swift: \
+    dataset_num_proc; VeOmni: dataloader
+data.train | a list of data sets, each with a `path` | HF Trainer: train_file dataset_name; LLaMA-Factory, ms-swift: \
+    dataset; axolotl: datasets; VeOmni: train_path
+data.train | with `columns.text` | axolotl: pretraining_dataset
+data.heldout | a list of data sets, each with a `path` | HF Trainer: validation_file; LLaMA-Factory: eval_dataset; \
+    ms-swift: val_dataset; axolotl: test_datasets; VeOmni: eval_path
+data.heldout | a list of data sets, each with a `path`; split the rows before the run | LLaMA-Factory: val_size; \
+    ms-swift: split_dataset_ratio; axolotl: val_set_size
+data.pack_tokens | the length of a pack; longer samples: `data.overlong` | Others: max_seq_length; TRL, ms-swift: \
+    max_length; LLaMA-Factory: cutoff_len; axolotl: sequence_len; VeOmni: max_seq_len
+data.processor | a folder or Hub id; unset: the chat template saved with the foundation | LLaMA-Factory, ms-swift: \
+    template; TRL: chat_template_path; axolotl: chat_template; VeOmni: tokenizer_path
+data.train.0.streaming | of a data set of the Hub; files are read where they are | LLaMA-Factory, ms-swift, axolotl: \
+    streaming
+data.train.0.columns.text | | TRL: dataset_text_field
+data.train.0.split | | TRL: dataset_train_split
+data.heldout.0.split | | TRL: dataset_test_split
+data.train.0.subset | | TRL: dataset_config
+data.overlong | `drop`, `error` or `split`; nothing is truncated | TRL: truncation_mode; ms-swift: \
+    truncation_strategy; axolotl: excess_length_strategy
+data.train.0.path | | LLaMA-Factory: dataset_dir; axolotl: data_files
+data.train.0.format | `llama_factory` | LLaMA-Factory: formatting
+data.train.0.media_folder | | LLaMA-Factory: media_dir
+data.train.0.limit | | LLaMA-Factory: max_samples
+data.train.0.weight | of each data set | LLaMA-Factory: mix_strategy interleave_probs; ms-swift: interleave_prob
+data.train.0.columns.system | a column with the text | LLaMA-Factory: default_system
+data.train.0.columns.system | | axolotl: field_system
+data.max_pixels | of an image, and of a frame of a video | LLaMA-Factory: image_max_pixels video_max_pixels; \
+    ms-swift: max_pixels
+data.min_pixels | of an image, and of a frame of a video | LLaMA-Factory: image_min_pixels
+data.fps | | LLaMA-Factory: video_fps
+data.max_frames | | LLaMA-Factory: video_maxlen
+data.audio_in_video | | LLaMA-Factory: use_audio_in_video
+data.train.0.columns | | ms-swift: columns
+data.train.0.columns.messages | | axolotl: field_messages
+data.train.0.columns.messages | or `columns.text` | VeOmni: text_keys
+data.train.0.columns.prompt | | axolotl: field_instruction
+data.train.0.columns.prompt | a list of both columns | axolotl: field_input
+data.train.0.columns.response | | axolotl: field_output
+data.train.0.columns.tools | | axolotl: field_tools
+data.packing_buffer | | VeOmni: dyn_bsz_buffer_size
+data.processor_arguments | | VeOmni: mm_configs
+train.steps | | HF Trainer: max_steps
+train.epochs | | HF Trainer: num_train_epochs; Others: epochs; axolotl: num_epochs
+train.samples_per_step | samples of a step, over all ranks; or `train.micro_batches` packs of `data.pack_tokens` \
+    tokens | HF Trainer: train_batch_size per_device_train_batch_size; Others: batch_size; axolotl: micro_batch_size; \
+    VeOmni: global_batch_size
+train.micro_batches | packs in a step, over all ranks; a rank accumulates its share | HF Trainer: \
+    gradient_accumulation_steps
+train.optimizer.learning_rate | | HF Trainer: learning_rate; Others: lr
+train.optimizer.weight_decay | | HF Trainer: weight_decay
+train.optimizer.betas | both in a list | HF Trainer: adam_beta1 adam_beta2
+train.optimizer.eps | | HF Trainer: adam_epsilon
+train.optimizer.max_grad_norm | | HF Trainer: max_grad_norm
+train.optimizer.warmup_steps | | HF Trainer: warmup_steps
+train.optimizer.warmup_steps | a number of steps | HF Trainer: warmup_ratio; VeOmni: lr_warmup_ratio
+train.optimizer.schedule | | HF Trainer: lr_scheduler_type; axolotl: lr_scheduler; VeOmni: lr_decay_style
+train.optimizer.kind | `adamw` or `muon` | HF Trainer: optim
+train.optimizer.kind=muon | | LLaMA-Factory: use_muon
+train.precision=bf16 | | HF Trainer: bf16
+train.precision=bf16 | there is no fp16, which would need loss scaling | HF Trainer: fp16
+train.precision=bf16 | weights that train stay fp32 | LLaMA-Factory: pure_bf16
+train.precision | weights that train are fp32 | ms-swift: torch_dtype
+train.seed | | HF Trainer: seed data_seed
+train.device=cpu | | HF Trainer: use_cpu no_cuda
+train.log_every | | HF Trainer: logging_steps
+train.save_every | | HF Trainer: save_steps
+train.save_every | a number of steps | HF Trainer: save_strategy; axolotl: saves_per_epoch
+train.keep_last | | HF Trainer: save_total_limit
+train.keep_best | also keeps that checkpoint | HF Trainer: load_best_model_at_end
+train.keep_best | | HF Trainer: metric_for_best_model
+train.track.to | a list | HF Trainer: report_to
+train.track.to=[tensorboard] | | axolotl: use_tensorboard
+train.track.to=[wandb] | | VeOmni: wandb
+train.track.name | | HF Trainer: run_name; axolotl: wandb_name
+train.compile | | HF Trainer: torch_compile
+train.stall_seconds | | HF Trainer: ddp_timeout
+train.experts.weight | with `train.experts.loss` | TRL: router_aux_loss_coef; LLaMA-Factory: moe_aux_loss_coef; \
+    ms-swift: moe_aux_loss_coeff
+train.early_stopping.patience | with `metric` | LLaMA-Factory: early_stopping_steps; axolotl: \
+    early_stopping_patience
+train.report | report.html has the curves | LLaMA-Factory: plot_loss
+train.optimizer.learning_rates | `{image_encoder: ...}` | ms-swift: vit_lr
+train.optimizer.learning_rates | `{image_encoder.projector: ...}` | ms-swift: aligner_lr
+train.optimizer.final_ratio | | axolotl: cosine_min_lr_ratio
+train.optimizer.final_ratio | a share of the learning rate | VeOmni: lr_min
+train.optimizer | its `kind`: `adamw` or `muon` | axolotl: optimizer
+train.track.project | with `train.track.to=[wandb]` | axolotl: wandb_project
+parallel.default.recompute=full | | HF Trainer: gradient_checkpointing
+parallel.default | | HF Trainer: fsdp fsdp_config; VeOmni: accelerator
+parallel.default | FSDP2 is the default | HF Trainer: deepspeed
+parallel.default.tp | | Others: tp_size; ms-swift: tensor_model_parallel_size; axolotl: tensor_parallel_size
+parallel.default.lora.rank | | Others: r; TRL, axolotl: lora_r; LLaMA-Factory, ms-swift: lora_rank
+parallel.default.lora.rslora | | Others: use_rslora
+parallel.default.lora.targets | `all-linear` (the default), or a list of globs | TRL, axolotl: lora_target_modules; \
+    LLaMA-Factory: lora_target; ms-swift: target_modules; axolotl: lora_target_linear
+parallel.default.lora.targets | only adapters train in that component | axolotl: lora_modules_to_save
+parallel.default.activation_offload | | TRL, axolotl: activation_offloading
+parallel.default.lora.alpha | | TRL, LLaMA-Factory, ms-swift, axolotl: lora_alpha
+parallel.default.lora.dropout | | TRL, LLaMA-Factory, ms-swift, axolotl: lora_dropout
+parallel.default.lora | | TRL: use_peft; VeOmni: lora_config
+parallel.default.lora | for `lora`; unset, all weights train | LLaMA-Factory: finetuning_type; ms-swift: tuner_type \
+    train_type; axolotl: adapter
+parallel.default.ulysses | | ms-swift: sequence_parallel_size; VeOmni: ulysses_size ulysses_parallel_size
+parallel.default.ep | | ms-swift: expert_model_parallel_size; axolotl: expert_parallel_size; VeOmni: ep_size
+parallel.default.pp | | ms-swift: pipeline_model_parallel_size
+parallel.default.cp | | ms-swift: context_parallel_size; axolotl: sequence_parallel_degree; VeOmni: cp_size
+parallel.default.dp_shard | | axolotl: dp_shard_size
+parallel.default.mode | | VeOmni: data_parallel_mode
+parallel.default.dp_replicate | | VeOmni: dp_replicate_size
+parallel.default.async_ulysses | | VeOmni: enable_async
+parallel.default.place=world | of all encoders | VeOmni: encoder_data_balance
+evaluation.batch_size | | HF Trainer: per_device_eval_batch_size
+evaluation.loss_every | or `evaluation.every`, with generated answers | HF Trainer: eval_steps
+evaluation.loss_every | a number of steps | HF Trainer: eval_strategy evaluation_strategy; axolotl: evals_per_epoch
+evaluation.every | a number of steps | HF Trainer: predict_with_generate
+evaluation | with `data.heldout` | HF Trainer: do_eval
+none | `omnitrain run` trains | HF Trainer: do_train
+none | `omnitrain resume RUN` continues a run | HF Trainer: resume_from_checkpoint
+none | samples are always packed, without padding | HF Trainer: group_by_length; TRL, LLaMA-Factory, ms-swift: \
+    packing; TRL, ms-swift: padding_free; TRL: eval_packing; LLaMA-Factory: neat_packing; axolotl: sample_packing \
+    eval_sample_packing pad_to_sequence_len; VeOmni: dyn_bsz rmpad rmpad_with_pos_ids pad_to_length
+none | an earlier run in `output_dir` is moved aside | HF Trainer: overwrite_output_dir
+none | a rank without media calls its encoders, too | HF Trainer: ddp_find_unused_parameters
+none | scorers get all columns | HF Trainer: remove_unused_columns
+none | there is no DoRA, whose magnitudes need whole matrices in every forward | Others: use_dora dora
+none | a quantized checkpoint is dequantized when it is loaded | TRL, axolotl: load_in_4bit load_in_8bit; \
+    LLaMA-Factory: quantization_bit; ms-swift: quant_bits
+none | code of a checkpoint is not run; `plugins` import your own classes | TRL, LLaMA-Factory, axolotl: \
+    trust_remote_code
+none | only the assistant's messages are trained | TRL: completion_only_loss assistant_only_loss; LLaMA-Factory: \
+    train_on_prompt; axolotl: roles_to_train train_on_inputs
+none | `omnitrain run` trains on answers, or on documents (`columns.text`) | LLaMA-Factory: stage
+none | there is no training on preferences or rewards | LLaMA-Factory: pref_loss; ms-swift: rlhf_type; axolotl: rl
+none | a message with `weight: 0` is not trained | LLaMA-Factory: mask_history; ms-swift: loss_scale
+none | rows are read where they are, and no copy is prepared | LLaMA-Factory: overwrite_cache; axolotl: \
+    dataset_prepared_path
+none | `omnitrain export RUN FOLDER` writes the model | LLaMA-Factory: export_dir
+none | any model of transformers is read by its config | ms-swift: model_type
+none | `omnitrain profile RECIPE` profiles steps | VeOmni: profile
+none | no rank holds the whole model | VeOmni: init_device
+none | a run depends on `train.seed` alone | VeOmni: enable_full_determinism
+"""
 
-# Trainers -> their name -> what a recipe has. HF Trainer's names also hold for those that pass them on to it.
-OF_TRAINERS: dict[str, dict[str, Here]] = {
-    "HF Trainer": {
-        "max_steps": Here("train.steps"),
-        "num_train_epochs": Here("train.epochs"),
-        "train_batch_size": Here("train.samples_per_step", _SAMPLES),
-        "per_device_train_batch_size": Here("train.samples_per_step", _SAMPLES),
-        "per_device_eval_batch_size": Here("evaluation.batch_size"),
-        "gradient_accumulation_steps": Here(
-            "train.micro_batches", "packs in a step, over all ranks; a rank accumulates its share"
-        ),
-        "learning_rate": Here("train.optimizer.learning_rate"),
-        "weight_decay": Here("train.optimizer.weight_decay"),
-        "adam_beta1": Here("train.optimizer.betas", "both in a list"),
-        "adam_beta2": Here("train.optimizer.betas", "both in a list"),
-        "adam_epsilon": Here("train.optimizer.eps"),
-        "max_grad_norm": Here("train.optimizer.max_grad_norm"),
-        "warmup_steps": Here("train.optimizer.warmup_steps"),
-        "warmup_ratio": Here("train.optimizer.warmup_steps", _STEPS),
-        "lr_scheduler_type": Here("train.optimizer.schedule"),
-        "optim": Here("train.optimizer.kind", "`adamw` or `muon`"),
-        "bf16": Here("train.precision=bf16"),
-        "fp16": Here("train.precision=bf16", "there is no fp16, which would need loss scaling"),
-        "seed": Here("train.seed"),
-        "data_seed": Here("train.seed"),
-        "use_cpu": Here("train.device=cpu"),
-        "no_cuda": Here("train.device=cpu"),
-        "logging_steps": Here("train.log_every"),
-        "save_steps": Here("train.save_every"),
-        "save_strategy": Here("train.save_every", _STEPS),
-        "save_total_limit": Here("train.keep_last"),
-        "load_best_model_at_end": Here("train.keep_best", "also keeps that checkpoint"),
-        "metric_for_best_model": Here("train.keep_best"),
-        "eval_steps": Here("evaluation.loss_every", "or `evaluation.every`, with generated answers"),
-        "eval_strategy": Here("evaluation.loss_every", _STEPS),
-        "evaluation_strategy": Here("evaluation.loss_every", _STEPS),
-        "predict_with_generate": Here("evaluation.every", _STEPS),
-        "report_to": Here("train.track.to", "a list"),
-        "run_name": Here("train.track.name"),
-        "torch_compile": Here("train.compile"),
-        "gradient_checkpointing": Here("parallel.default.recompute=full"),
-        "fsdp": Here("parallel.default"),
-        "fsdp_config": Here("parallel.default"),
-        "deepspeed": Here("parallel.default", "FSDP2 is the default"),
-        "use_liger_kernel": Here("model.ops", "`liger` of each operation, such as `model.ops.rms_norm=liger`"),
-        "ddp_timeout": Here("train.stall_seconds"),
-        "dataloader_num_workers": Here("data.workers"),
-        "train_file": Here("data.train", _LIST),
-        "dataset_name": Here("data.train", _LIST),
-        "validation_file": Here("data.heldout", _LIST),
-        "tokenizer_name": Here("model.tokenizer"),
-        "do_train": Here("", f"{_REMOVE} `omnitrain run` trains"),
-        "do_eval": Here("evaluation", "with `data.heldout`"),
-        "resume_from_checkpoint": Here("", f"{_REMOVE} `omnitrain resume RUN` continues a run"),
-        "group_by_length": Here("", _PACKED),
-        "overwrite_output_dir": Here("", f"{_REMOVE} an earlier run in `output_dir` is moved aside"),
-        "ddp_find_unused_parameters": Here("", f"{_REMOVE} a rank without media calls its encoders, too"),
-        "remove_unused_columns": Here("", f"{_REMOVE} scorers get all columns"),
-    },
-    "Others": {
-        "epochs": Here("train.epochs"),
-        "batch_size": Here("train.samples_per_step", _SAMPLES),
-        "lr": Here("train.optimizer.learning_rate"),
-        "max_seq_length": Here("data.pack_tokens", _LENGTH),
-        "tp_size": Here("parallel.default.tp"),
-        "r": Here("parallel.default.lora.rank"),
-        "use_rslora": Here("parallel.default.lora.rslora"),
-        "use_dora": Here("", _NO_DORA),
-        "dora": Here("", _NO_DORA),
-    },
-    "TRL, LLaMA-Factory": {"model_name_or_path": Here("model.foundation")},
-    "TRL, axolotl": {
-        "attn_implementation": Here("model.ops.attention"),
-        "lora_r": Here("parallel.default.lora.rank"),
-        "lora_target_modules": Here("parallel.default.lora.targets", _GLOBS),
-        "load_in_4bit": Here("", _QUANTIZED),
-        "load_in_8bit": Here("", _QUANTIZED),
-        "activation_offloading": Here("parallel.default.activation_offload"),
-    },
-    "TRL, LLaMA-Factory, ms-swift": {"packing": Here("", _PACKED)},
-    "TRL, ms-swift": {"max_length": Here("data.pack_tokens", _LENGTH), "padding_free": Here("", _PACKED)},
-    "TRL, LLaMA-Factory, ms-swift, axolotl": {
-        "lora_alpha": Here("parallel.default.lora.alpha"),
-        "lora_dropout": Here("parallel.default.lora.dropout"),
-    },
-    "LLaMA-Factory, ms-swift": {
-        "lora_rank": Here("parallel.default.lora.rank"),
-        "template": Here("data.processor", _PROCESSOR),
-        "dataset": Here("data.train", _LIST),
-    },
-    "TRL, LLaMA-Factory, axolotl": {
-        "trust_remote_code": Here("", f"{_REMOVE} code of a checkpoint is not run; `plugins` import your own classes")
-    },
-    "LLaMA-Factory, ms-swift, axolotl": {
-        "streaming": Here("data.train.0.streaming", "of a data set of the Hub; files are read where they are")
-    },
-    "LLaMA-Factory, axolotl": {"flash_attn": Here("model.ops.attention", "`auto` chooses")},
-    "TRL": {
-        "use_peft": Here("parallel.default.lora"),
-        "dataset_text_field": Here("data.train.0.columns.text"),
-        "dataset_train_split": Here("data.train.0.split"),
-        "dataset_test_split": Here("data.heldout.0.split"),
-        "dataset_config": Here("data.train.0.subset"),
-        "chat_template_path": Here("data.processor", _PROCESSOR),
-        "completion_only_loss": Here("", _ANSWERS),
-        "assistant_only_loss": Here("", _ANSWERS),
-        "eval_packing": Here("", _PACKED),
-        "truncation_mode": Here("data.overlong", "`drop`, `error` or `split`; nothing is truncated"),
-        "router_aux_loss_coef": Here("train.experts.weight", _BALANCE),
-    },
-    "LLaMA-Factory": {
-        "stage": Here("", f"{_REMOVE} `omnitrain run` trains on answers, or on documents (`columns.text`)"),
-        "finetuning_type": Here("parallel.default.lora", "for `lora`; unset, all weights train"),
-        "lora_target": Here("parallel.default.lora.targets", _GLOBS),
-        "eval_dataset": Here("data.heldout", _LIST),
-        "dataset_dir": Here("data.train.0.path"),
-        "formatting": Here("data.train.0.format", "`llama_factory`"),
-        "media_dir": Here("data.train.0.media_folder"),
-        "cutoff_len": Here("data.pack_tokens", _LENGTH),
-        "max_samples": Here("data.train.0.limit"),
-        "val_size": Here("data.heldout", f"{_LIST}; split the rows before the run"),
-        "mix_strategy": Here("data.train.0.weight", "of each data set"),
-        "interleave_probs": Here("data.train.0.weight", "of each data set"),
-        "neat_packing": Here("", _PACKED),
-        "default_system": Here("data.train.0.columns.system", "a column with the text"),
-        "pref_loss": Here("", _NO_PREFERENCES),
-        "train_on_prompt": Here("", _ANSWERS),
-        "mask_history": Here("", f"{_REMOVE} a message with `weight: 0` is not trained"),
-        "preprocessing_num_workers": Here("data.workers"),
-        "overwrite_cache": Here("", f"{_REMOVE} rows are read where they are, and no copy is prepared"),
-        "image_max_pixels": Here("data.max_pixels", _FRAMES),
-        "image_min_pixels": Here("data.min_pixels", _FRAMES),
-        "video_max_pixels": Here("data.max_pixels", _FRAMES),
-        "video_fps": Here("data.fps"),
-        "video_maxlen": Here("data.max_frames"),
-        "use_audio_in_video": Here("data.audio_in_video"),
-        "freeze_vision_tower": Here("model.freeze=[image_encoder]"),
-        "freeze_multi_modal_projector": Here("model.freeze", _PROJECTOR),
-        "freeze_language_model": Here("model.freeze=[foundation]"),
-        "adapter_name_or_path": Here("model.checkpoint", "the folder of a run with adapters"),
-        "quantization_bit": Here("", _QUANTIZED),
-        "enable_liger_kernel": Here("model.ops", "`liger` of each operation, such as `model.ops.rms_norm=liger`"),
-        "moe_aux_loss_coef": Here("train.experts.weight", _BALANCE),
-        "pure_bf16": Here("train.precision=bf16", "weights that train stay fp32"),
-        "use_muon": Here("train.optimizer.kind=muon"),
-        "early_stopping_steps": Here("train.early_stopping.patience", "with `metric`"),
-        "plot_loss": Here("train.report", "report.html has the curves"),
-        "export_dir": Here("", f"{_REMOVE} `omnitrain export RUN FOLDER` writes the model"),
-    },
-    "ms-swift": {
-        "tuner_type": Here("parallel.default.lora", "for `lora`; unset, all weights train"),
-        "train_type": Here("parallel.default.lora", "for `lora`; unset, all weights train"),
-        "target_modules": Here("parallel.default.lora.targets", _GLOBS),
-        "columns": Here("data.train.0.columns"),
-        "adapters": Here("model.checkpoint", "the folder of a run with adapters"),
-        "rlhf_type": Here("", _NO_PREFERENCES),
-        "val_dataset": Here("data.heldout", _LIST),
-        "split_dataset_ratio": Here("data.heldout", f"{_LIST}; split the rows before the run"),
-        "interleave_prob": Here("data.train.0.weight", "of each data set"),
-        "dataset_num_proc": Here("data.workers"),
-        "max_pixels": Here("data.max_pixels", _FRAMES),
-        "truncation_strategy": Here("data.overlong", "`drop`, `error` or `split`; nothing is truncated"),
-        "loss_scale": Here("", f"{_REMOVE} a message with `weight: 0` is not trained"),
-        "torch_dtype": Here("train.precision", "weights that train are fp32"),
-        "attn_impl": Here("model.ops.attention"),
-        "sequence_parallel_size": Here("parallel.default.ulysses"),
-        "freeze_llm": Here("model.freeze=[foundation]"),
-        "freeze_vit": Here("model.freeze=[image_encoder]"),
-        "freeze_aligner": Here("model.freeze", _PROJECTOR),
-        "vit_lr": Here("train.optimizer.learning_rates", "`{image_encoder: ...}`"),
-        "aligner_lr": Here("train.optimizer.learning_rates", "`{image_encoder.projector: ...}`"),
-        "model_type": Here("", f"{_REMOVE} any model of transformers is read by its config"),
-        "quant_bits": Here("", _QUANTIZED),
-        "expert_model_parallel_size": Here("parallel.default.ep"),
-        "tensor_model_parallel_size": Here("parallel.default.tp"),
-        "pipeline_model_parallel_size": Here("parallel.default.pp"),
-        "context_parallel_size": Here("parallel.default.cp"),
-        "moe_aux_loss_coeff": Here("train.experts.weight", _BALANCE),
-    },
-    "axolotl": {
-        "base_model": Here("model.foundation"),
-        "adapter": Here("parallel.default.lora", "for `lora`; unset, all weights train"),
-        "rl": Here("", _NO_PREFERENCES),
-        "lora_target_linear": Here("parallel.default.lora.targets", _GLOBS),
-        "lora_modules_to_save": Here("parallel.default.lora.targets", "only adapters train in that component"),
-        "datasets": Here("data.train", _LIST),
-        "test_datasets": Here("data.heldout", _LIST),
-        "pretraining_dataset": Here("data.train", "with `columns.text`"),
-        "val_set_size": Here("data.heldout", f"{_LIST}; split the rows before the run"),
-        "dataset_prepared_path": Here("", f"{_REMOVE} rows are read where they are, and no copy is prepared"),
-        "data_files": Here("data.train.0.path"),
-        "field_messages": Here("data.train.0.columns.messages"),
-        "field_instruction": Here("data.train.0.columns.prompt"),
-        "field_input": Here("data.train.0.columns.prompt", "a list of both columns"),
-        "field_output": Here("data.train.0.columns.response"),
-        "field_system": Here("data.train.0.columns.system"),
-        "field_tools": Here("data.train.0.columns.tools"),
-        "roles_to_train": Here("", _ANSWERS),
-        "train_on_inputs": Here("", _ANSWERS),
-        "chat_template": Here("data.processor", _PROCESSOR),
-        "sequence_len": Here("data.pack_tokens", _LENGTH),
-        "excess_length_strategy": Here("data.overlong", "`drop`, `error` or `split`; nothing is truncated"),
-        "sample_packing": Here("", _PACKED),
-        "eval_sample_packing": Here("", _PACKED),
-        "pad_to_sequence_len": Here("", _PACKED),
-        "micro_batch_size": Here("train.samples_per_step", _SAMPLES),
-        "num_epochs": Here("train.epochs"),
-        "lr_scheduler": Here("train.optimizer.schedule"),
-        "cosine_min_lr_ratio": Here("train.optimizer.final_ratio"),
-        "optimizer": Here("train.optimizer", "its `kind`: `adamw` or `muon`"),
-        "flash_attention": Here("model.ops.attention=flash", "`auto` chooses"),
-        "saves_per_epoch": Here("train.save_every", _STEPS),
-        "evals_per_epoch": Here("evaluation.loss_every", _STEPS),
-        "early_stopping_patience": Here("train.early_stopping.patience", "with `metric`"),
-        "wandb_project": Here("train.track.project", "with `train.track.to=[wandb]`"),
-        "wandb_name": Here("train.track.name"),
-        "use_tensorboard": Here("train.track.to=[tensorboard]"),
-        "freeze_mm_modules": Here("model.freeze=[image_encoder]"),
-        "unfrozen_parameters": Here("model.freeze", "names what does not train"),
-        "dp_shard_size": Here("parallel.default.dp_shard"),
-        "sequence_parallel_degree": Here("parallel.default.cp"),
-        "tensor_parallel_size": Here("parallel.default.tp"),
-        "expert_parallel_size": Here("parallel.default.ep"),
-    },
-    "VeOmni": {
-        "model_path": Here("model.foundation"),
-        "config_path": Here("model.foundation.config", "with random weights"),
-        "tokenizer_path": Here("data.processor", _PROCESSOR),
-        "ops_implementation": Here("model.ops"),
-        "lora_config": Here("parallel.default.lora"),
-        "train_path": Here("data.train", _LIST),
-        "eval_path": Here("data.heldout", _LIST),
-        "text_keys": Here("data.train.0.columns.messages", "or `columns.text`"),
-        "max_seq_len": Here("data.pack_tokens", _LENGTH),
-        "dyn_bsz": Here("", _PACKED),
-        "dyn_bsz_buffer_size": Here("data.packing_buffer"),
-        "rmpad": Here("", _PACKED),
-        "rmpad_with_pos_ids": Here("", _PACKED),
-        "pad_to_length": Here("", _PACKED),
-        "global_batch_size": Here("train.samples_per_step", _SAMPLES),
-        "mm_configs": Here("data.processor_arguments"),
-        "dataloader": Here("data.workers"),
-        "lr_warmup_ratio": Here("train.optimizer.warmup_steps", _STEPS),
-        "lr_decay_style": Here("train.optimizer.schedule"),
-        "lr_min": Here("train.optimizer.final_ratio", "a share of the learning rate"),
-        "wandb": Here("train.track.to=[wandb]"),
-        "profile": Here("", f"{_REMOVE} `omnitrain profile RECIPE` profiles steps"),
-        "accelerator": Here("parallel.default"),
-        "data_parallel_mode": Here("parallel.default.mode"),
-        "dp_replicate_size": Here("parallel.default.dp_replicate"),
-        "ulysses_size": Here("parallel.default.ulysses"),
-        "ulysses_parallel_size": Here("parallel.default.ulysses"),
-        "cp_size": Here("parallel.default.cp"),
-        "ep_size": Here("parallel.default.ep"),
-        "enable_async": Here("parallel.default.async_ulysses"),
-        "init_device": Here("", f"{_REMOVE} no rank holds the whole model"),
-        "enable_full_determinism": Here("", f"{_REMOVE} a run depends on `train.seed` alone"),
-        "freeze_audio_tower": Here("model.freeze=[audio_encoder]"),
-        "encoder_data_balance": Here("parallel.default.place=world", "of all encoders"),
-    },
-}
 
-OTHER_NAMES: dict[str, Here] = {name: here for names in OF_TRAINERS.values() for name, here in names.items()}
+def _of_trainers() -> dict[str, dict[str, Here]]:
+    found: dict[str, dict[str, Here]] = {}
+    for row in _TABLE.strip().splitlines():
+        key, remark, names = (" ".join(cell.split()) for cell in row.split("|"))
+        here = Here("", f"remove it: {remark}") if key == "none" else Here(key, remark)
+        for trainers, theirs in (part.split(":") for part in names.split("; ")):
+            found.setdefault(trainers, {}).update(dict.fromkeys(theirs.split(), here))
+    return found
+
+
+OF_TRAINERS = _of_trainers()  # trainers, joined by commas -> their name -> what a recipe has
+OTHER_NAMES = {name: here for names in OF_TRAINERS.values() for name, here in names.items()}
 
 
 def name_here(name: str, root: type[BaseModel]) -> str | None:

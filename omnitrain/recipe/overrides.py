@@ -9,36 +9,25 @@ from omnitrain.recipe.yaml_text import parse_yaml
 
 
 def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
-    """Set values in ``tree``, in place and in order.
+    """Set ``key.sub=value`` in ``tree``, in place and in order; values are YAML, numbers index lists.
 
-    Does not check keys: validation of the tree finds unknown ones.
-
-    Args:
-        tree: the recipe as parsed YAML.
-        overrides: ``key.sub=value``; values are YAML, numbers index lists (``data.train.0.path=...``).
-
-    Returns:
-        One line per override that could not be applied.
+    Validation of the tree finds unknown keys. Returns one line per override that could not be applied.
     """
     problems = []
     for override in overrides:
         try:
-            path, value = _parse(override)
-            _assign(tree, path, value)
+            _apply(tree, override)
         except RecipeError as error:
             problems.append(str(error))
     return problems
 
 
-def _parse(override: str) -> tuple[list[str], Any]:
+def _apply(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     path = dotted.strip().split(".")
     if not equals or not all(path):
         raise RecipeError(f"override `{override}`: expected key.sub=value, such as train.steps=20")
-    return path, parse_yaml(text, f"override `{override}`")
-
-
-def _assign(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    value = parse_yaml(text, f"override `{override}`")
     node: Any = tree
     for depth, part in enumerate(path[:-1]):
         node = _child(node, _key(node, part, path[:depth]), path[depth + 1])

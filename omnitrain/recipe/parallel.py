@@ -7,13 +7,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError
 
 from omnitrain.errors import RecipeError, problem_list
-from omnitrain.page.html import Cell, heading, table
-from omnitrain.page.whole import part_of_notebook
 from omnitrain.recipe.globs import matches, matches_weight, unmatched
-from omnitrain.recipe.located_problem import located
+from omnitrain.recipe.located_problem import Problem
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
@@ -51,59 +49,47 @@ class PlanError(RecipeError):
 class Precision(Strict):
     """Dtypes. Unset: fp32 parameters and reductions; `train.precision` for computation."""
 
-    param: DType | None = Field(
-        None,
-        description="Dtype of the parameter shards and of the optimizer's state. Unset: fp32 for parameters that "
-        "train; frozen parameters keep their own.",
-    )
-    compute: DType | None = Field(None, description="Dtype of parameters and activations in forward and backward.")
-    reduce: DType | None = Field(None, description="Dtype in which gradients are summed over ranks.")
+    param: DType | None = None
+    """Dtype of the parameter shards and of the optimizer's state. Unset: fp32 for parameters that train; frozen
+    parameters keep their own."""
+    compute: DType | None = None
+    """Dtype of parameters and activations in forward and backward."""
+    reduce: DType | None = None
+    """Dtype in which gradients are summed over ranks."""
 
 
 class PipelineSchedule(Strict):
     """The order in which a pipeline's stages run the micro-batches of a step, and the blocks of each stage."""
 
-    kind: Literal["gpipe", "1f1b", "interleaved", "zbv"] | None = Field(
-        None,
-        description="`gpipe`: all forwards, then all backwards; `1f1b`: one forward, one backward in turn; "
-        "`interleaved`: the same with several stages per rank; `zbv`: zero bubble, two stages per rank. Unset: `1f1b`, "
-        "or `interleaved` if `chunks` is above 1.",
-    )
-    chunks: Degree = Field(None, description="Number of stages per rank. Unset: 1; 2 for `zbv`.")
-    group_size: Degree = Field(
-        None,
-        description="`interleaved` only: number of micro-batches that a rank runs through one stage before its next "
-        "stage; at least `pp`. Unset: `pp`.",
-    )
-    split: list[int] | None = Field(
-        None, description="Number of blocks of each stage, the first stage first. Unset: stages of equal cost."
-    )
+    kind: Literal["gpipe", "1f1b", "interleaved", "zbv"] | None = None
+    """`gpipe`: all forwards, then all backwards; `1f1b`: one forward, one backward in turn; `interleaved`: the same
+    with several stages per rank; `zbv`: zero bubble, two stages per rank. Unset: `1f1b`, or `interleaved` if `chunks`
+    is above 1."""
+    chunks: Degree = None
+    """Number of stages per rank. Unset: 1; 2 for `zbv`."""
+    group_size: Degree = None
+    """`interleaved` only: number of micro-batches that a rank runs through one stage before its next stage; at least
+    `pp`. Unset: `pp`."""
+    split: list[int] | None = None
+    """Number of blocks of each stage, the first stage first. Unset: stages of equal cost."""
 
-    overlap: bool | None = Field(
-        None,
-        description="`1f1b` and `interleaved`, also with `pp` 1: the forward of one micro-batch and the backward of "
-        "another run in turn, each while the other waits for an all-to-all of experts. Keeps the weights of all the "
-        "rank's blocks gathered through a step, and one micro-batch more.",
-    )
+    overlap: bool | None = None
+    """`1f1b` and `interleaved`, also with `pp` 1: the forward of one micro-batch and the backward of another run in
+    turn, each while the other waits for an all-to-all of experts. Keeps the weights of all the rank's blocks gathered
+    through a step, and one micro-batch more."""
 
-    @model_validator(mode="after")
-    def _fields_agree(self) -> PipelineSchedule:
-        problems = [located(message, (field,), getattr(self, field)) for field, message in self._contradictions()]
-        if problems:
-            raise ValidationError.from_exception_data("PipelineSchedule", problems)
-        return self
-
-    def _contradictions(self) -> Iterator[tuple[str, str]]:
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the fields that the kind does not have."""
         if self.kind in ("gpipe", "1f1b") and (self.chunks or 1) > 1:
-            yield "chunks", f"found {self.chunks} with `kind: {self.kind}`, which has one stage per rank"
+            yield ("chunks",), f"found {self.chunks} with `kind: {self.kind}`, which has one stage per rank"
         if self.kind == "zbv" and self.chunks not in (None, 2):
-            yield "chunks", f"found {self.chunks} with `kind: zbv`, which has two stages per rank"
+            yield ("chunks",), f"found {self.chunks} with `kind: zbv`, which has two stages per rank"
         if self.group_size is not None and self.resolved_kind != "interleaved":
-            yield "group_size", f"found {self.group_size} with `kind: {self.resolved_kind}`; it is for `interleaved`"
+            yield ("group_size",), f"found {self.group_size} with `kind: {self.resolved_kind}`; it is for `interleaved`"
         if self.overlap and self.kind in ("gpipe", "zbv"):
-            yield "overlap", f"found true with `kind: {self.kind}`; it is for `1f1b` and `interleaved`"
+            yield ("overlap",), f"found true with `kind: {self.kind}`; it is for `1f1b` and `interleaved`"
         if self.split is not None and min(self.split, default=0) < 1:
-            yield "split", f"found {self.split}; every stage needs at least one block"
+            yield ("split",), f"found {self.split}; every stage needs at least one block"
 
     @property
     def resolved_kind(self) -> str:
@@ -152,138 +138,99 @@ def _literal(value: Any) -> str:
 class ComponentPlan(Strict):
     """Distribution of one component over ranks. An unset field takes the default plan's value, then the state's."""
 
-    dp_replicate: Degree = Field(None, description="Number of copies of the parameters. Each copy gets different data.")
-    dp_shard: Degree = Field(
-        None, description="Number of ranks over which one copy of the parameters is sharded (FSDP)."
-    )
-    tp: Degree = Field(None, description="Number of tensor parallel ranks. Each computes with a shard of every matrix.")
-    sequence_parallel: bool | None = Field(
-        None,
-        description="Foundation only. Between blocks, each `tp` rank holds a slice of the tokens: this saves memory "
-        "and divides the work of norms. If that is not exact for a model, every rank keeps all tokens.",
-    )
-    ulysses: Degree = Field(
-        None,
-        description="Number of ranks that share a sequence and exchange tokens for heads in attention. For a tower: "
-        "the ranks that share the foundation's sequence (`cp` x `ulysses`) also share each call of the "
-        "tower.",
-    )
-    cp: Degree = Field(
-        None, description="Number of ranks that share a sequence and pass keys and values around a ring."
-    )
-    async_ulysses: bool | None = Field(
-        None,
-        description="Foundation only. The projections of attention overlap with their `ulysses` all-to-alls. Layers "
-        "for which that is not exact to the bit run without overlap.",
-    )
-    ep: Degree = Field(
-        None,
-        description="Number of ranks over which experts are distributed, among the data-parallel and sequence ranks.",
-    )
-    pp: Degree = Field(None, description="Foundation only. Number of pipeline ranks; each computes some of the blocks.")
-    schedule: PipelineSchedule | None = Field(None, description="Foundation only. How a pipeline (`pp`) runs a step.")
-    mode: Literal["fsdp2", "hsdp", "replicate"] | None = Field(
-        None,
-        description="`fsdp2`: parameters sharded over the data-parallel ranks; `hsdp`: `dp_replicate` copies, each "
-        "sharded over `dp_shard` ranks; `replicate`: a full copy on every rank.",
-    )
-    precision: Precision | None = Field(None, description="Dtypes of parameters, computation and reductions.")
-    recompute: Literal["none", "full", "selective", "parts"] | None = Field(
-        None,
-        description="Activations that the backward recomputes: `none`; `full`: whole blocks; `selective`: everything "
-        "except the outputs of `saved_ops`; `parts`: only `recomputed_parts`.",
-    )
-    recomputed_parts: list[RecomputedPart] | None = Field(
-        None,
-        description="Parts of each block that `parts` recomputes: `attention`, `router`, `expert_activation` "
-        "(between the two products of the experts). No token is sent to experts twice. Unset: all three.",
-    )
-    offloaded_tensors: list[OffloadedTensor] | None = Field(
-        None,
-        description="Tensors of expert layers to keep in CPU memory until the backward: `dispatched_rows`: the "
-        "tokens that this rank's experts received; `mlp_input`: the output of the norm before the layer.",
-    )
-    saved_ops: list[str] | None = Field(
-        None,
-        description="Ops whose outputs `selective` keeps: `aten.mm`, ... Unset: matrix products and attention.",
-    )
-    activation_offload: bool | None = Field(None, description="Keep activations in CPU memory until the backward.")
-    parameter_offload: bool | None = Field(None, description="Keep parameter shards in CPU memory between uses.")
-    optimizer_offload: bool | None = Field(None, description="Keep the optimizer's state in CPU memory.")
-    freeze: bool | None = Field(None, description="The component does not train.")
-    lora: Lora | None = Field(None, description="Freeze the component and train low-rank adapters of its matrices.")
-    compile: bool | None = Field(None, description="Compile the blocks with `torch.compile`.")
-    place: Literal["local", "group", "world"] | None = Field(
-        None,
-        description="Which rank encodes a media item: `local`: the rank that drew it; `group`: one of the ranks that "
-        "hold its sample (`cp` x `ulysses` x `tp`); `world`: any rank, balanced by cost; under `pp`, any rank of all "
-        "stages. Unset: `group` if several ranks hold a sample, else `local`. Of the foundation, which data-parallel "
-        "rank runs a pack: `local`: the rank that drew it; `world`: any, balanced by cost. Unset: `local`.",
-    )
-    window: Window = Field(
-        None,
-        description="Encoders with `place: world` or `group`. Number of micro-batches whose items are divided among "
-        "the ranks together, and encoded before the first of them; `step`: all of the step; `auto`: as many as give "
-        "the shortest simulated step. Unset: 1; `step` for `world` under `pp`.",
-    )
-    quadratic_cost: QuadraticCost = Field(
-        None,
-        description="With `place: group` or `world`, items are divided by the cost n + `quadratic_cost` * n^2 for an "
-        "item of n input elements; with `place: world` of the foundation, packs by the sum of this cost over their "
-        "samples of n tokens. `measured`: fitted in the first 16 steps and used from step 33 on. Unset: 0.",
-    )
-    features_on: Literal["device", "cpu"] | None = Field(
-        None,
-        description="With `window`, the memory in which features and their gradients wait. Unset: `device`.",
-    )
-    feature_bytes: Degree = Field(
-        None,
-        description="With `window`, the most bytes of features and their gradients that wait on a rank at a time. A "
-        "step has smaller windows where that is necessary. Unset: no limit.",
-    )
-    call_elements: Degree = Field(
-        None,
-        description="Encoders. Maximum number of input elements of one call, such as values of pixels; more items are "
-        "encoded in several calls. An item that is larger has a call of its own. Unset: no limit.",
-    )
-    expert_rows: Degree = Field(
-        None,
-        description="Maximum number of tokens (counted once per expert) that a layer's experts compute at a time. If "
-        "there are more, only inputs and results are kept for the backward, which recomputes the rest. "
-        "Unset: no limit.",
-    )
-    expert_chunks: Chunks = Field(
-        None,
-        description="Number of chunks of a rank's experts under `ep`. While the experts of one chunk compute, tokens "
-        "of the other chunks are in transit. 1: no overlap. `auto`: the fastest number in the run's "
-        "first steps. Unset: 1.",
-    )
-    expert_dispatcher: Literal["torch", "deepep", "auto"] | None = Field(
-        None,
-        description="Implementation that sends tokens to experts under `ep`: `torch`: all-to-alls; `deepep`: DeepEP, "
-        "which must be installed; `auto`: DeepEP if a test exchange at the start works, else `torch`. Unset: `torch`.",
-    )
-    delay_wgrad: bool | None = Field(
-        None,
-        description="Under `ep`, compute the gradients of the experts' weights while gradients of the tokens are in "
-        "transit.",
-    )
+    dp_replicate: Degree = None
+    """Number of copies of the parameters. Each copy gets different data."""
+    dp_shard: Degree = None
+    """Number of ranks over which one copy of the parameters is sharded (FSDP)."""
+    tp: Degree = None
+    """Number of tensor parallel ranks. Each computes with a shard of every matrix."""
+    sequence_parallel: bool | None = None
+    """Foundation only. Between blocks, each `tp` rank holds a slice of the tokens: this saves memory and divides the
+    work of norms. If that is not exact for a model, every rank keeps all tokens."""
+    ulysses: Degree = None
+    """Number of ranks that share a sequence and exchange tokens for heads in attention. For a tower: the ranks that
+    share the foundation's sequence (`cp` x `ulysses`) also share each call of the tower."""
+    cp: Degree = None
+    """Number of ranks that share a sequence and pass keys and values around a ring."""
+    async_ulysses: bool | None = None
+    """Foundation only. The projections of attention overlap with their `ulysses` all-to-alls. Layers for which that is
+    not exact to the bit run without overlap."""
+    ep: Degree = None
+    """Number of ranks over which experts are distributed, among the data-parallel and sequence ranks."""
+    pp: Degree = None
+    """Foundation only. Number of pipeline ranks; each computes some of the blocks."""
+    schedule: PipelineSchedule | None = None
+    """Foundation only. How a pipeline (`pp`) runs a step."""
+    mode: Literal["fsdp2", "hsdp", "replicate"] | None = None
+    """`fsdp2`: parameters sharded over the data-parallel ranks; `hsdp`: `dp_replicate` copies, each sharded over
+    `dp_shard` ranks; `replicate`: a full copy on every rank."""
+    precision: Precision | None = None
+    """Dtypes of parameters, computation and reductions."""
+    recompute: Literal["none", "full", "selective", "parts"] | None = None
+    """Activations that the backward recomputes: `none`; `full`: whole blocks; `selective`: everything except the
+    outputs of `saved_ops`; `parts`: only `recomputed_parts`."""
+    recomputed_parts: list[RecomputedPart] | None = None
+    """Parts of each block that `parts` recomputes: `attention`, `router`, `expert_activation` (between the two products
+    of the experts). No token is sent to experts twice. Unset: all three."""
+    offloaded_tensors: list[OffloadedTensor] | None = None
+    """Tensors of expert layers to keep in CPU memory until the backward: `dispatched_rows`: the tokens that this rank's
+    experts received; `mlp_input`: the output of the norm before the layer."""
+    saved_ops: list[str] | None = None
+    """Ops whose outputs `selective` keeps: `aten.mm`, ... Unset: matrix products and attention."""
+    activation_offload: bool | None = None
+    """Keep activations in CPU memory until the backward."""
+    parameter_offload: bool | None = None
+    """Keep parameter shards in CPU memory between uses."""
+    optimizer_offload: bool | None = None
+    """Keep the optimizer's state in CPU memory."""
+    freeze: bool | None = None
+    """The component does not train."""
+    lora: Lora | None = None
+    """Freeze the component and train low-rank adapters of its matrices."""
+    compile: bool | None = None
+    """Compile the blocks with `torch.compile`."""
+    place: Literal["local", "group", "world"] | None = None
+    """Which rank encodes a media item: `local`: the rank that drew it; `group`: one of the ranks that hold its sample
+    (`cp` x `ulysses` x `tp`); `world`: any rank, balanced by cost; under `pp`, any rank of all stages. Unset: `group`
+    if several ranks hold a sample, else `local`. Of the foundation, which data-parallel rank runs a pack: `local`: the
+    rank that drew it; `world`: any, balanced by cost. Unset: `local`."""
+    window: Window = None
+    """Encoders with `place: world` or `group`. Number of micro-batches whose items are divided among the ranks
+    together, and encoded before the first of them; `step`: all of the step; `auto`: as many as give the shortest
+    simulated step. Unset: 1; `step` for `world` under `pp`."""
+    quadratic_cost: QuadraticCost = None
+    """With `place: group` or `world`, items are divided by the cost n + `quadratic_cost` * n^2 for an item of n input
+    elements; with `place: world` of the foundation, packs by the sum of this cost over their samples of n tokens.
+    `measured`: fitted in the first 16 steps and used from step 33 on. Unset: 0."""
+    features_on: Literal["device", "cpu"] | None = None
+    """With `window`, the memory in which features and their gradients wait. Unset: `device`."""
+    feature_bytes: Degree = None
+    """With `window`, the most bytes of features and their gradients that wait on a rank at a time. A step has smaller
+    windows where that is necessary. Unset: no limit."""
+    call_elements: Degree = None
+    """Encoders. Maximum number of input elements of one call, such as values of pixels; more items are encoded in
+    several calls. An item that is larger has a call of its own. Unset: no limit."""
+    expert_rows: Degree = None
+    """Maximum number of tokens (counted once per expert) that a layer's experts compute at a time. If there are more,
+    only inputs and results are kept for the backward, which recomputes the rest. Unset: no limit."""
+    expert_chunks: Chunks = None
+    """Number of chunks of a rank's experts under `ep`. While the experts of one chunk compute, tokens of the other
+    chunks are in transit. 1: no overlap. `auto`: the fastest number in the run's first steps. Unset: 1."""
+    expert_dispatcher: Literal["torch", "deepep", "auto"] | None = None
+    """Implementation that sends tokens to experts under `ep`: `torch`: all-to-alls; `deepep`: DeepEP, which must be
+    installed; `auto`: DeepEP if a test exchange at the start works, else `torch`. Unset: `torch`."""
+    delay_wgrad: bool | None = None
+    """Under `ep`, compute the gradients of the experts' weights while gradients of the tokens are in transit."""
 
-    @model_validator(mode="after")
-    def _fields_agree(self) -> ComponentPlan:
-        problems = [located(message, (field,), getattr(self, field)) for field, message in self._contradictions()]
-        if problems:
-            raise ValidationError.from_exception_data("ComponentPlan", problems)
-        return self
-
-    def _contradictions(self) -> Iterator[tuple[str, str]]:
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the fields that make no sense together, and unknown ops."""
         for field, other, values, why in _CONTRADICTIONS:
             value, with_value = getattr(self, field), getattr(self, other)
             if value not in (None, _NOTHING.get(field, False)) and with_value in values:
-                yield field, f"{_said(value)} with `{other}: {_literal(with_value)}`{why}"
+                yield (field,), f"{_said(value)} with `{other}: {_literal(with_value)}`{why}"
         for op in self.saved_ops or ():
             if not re.fullmatch(r"\w+\.\w+(\.\w+)?", op):
-                yield "saved_ops", f"found {op!r}; expected NAMESPACE.OP, such as aten.mm"
+                yield ("saved_ops",), f"found {op!r}; expected NAMESPACE.OP, such as aten.mm"
 
     @property
     def num_ranks(self) -> int | None:
@@ -327,36 +274,26 @@ _OF_RANKS = (*AXES, "mode", "schedule", "place", "window", "sequence_parallel", 
 class Section(Strict):
     """Components on ranks of their own. They encode for the other ranks, which hold the rest of the model."""
 
-    components: list[str] = Field(
-        min_length=1,
-        description="The encoders of this section. The first one's degrees factorise its ranks. `NAME.tower` is an "
-        "encoder without its projector, which then is the component `NAME.projector`, in `main` or in another section.",
-    )
-    ranks: int = Field(ge=1, description="Number of ranks. Sections come after the other ranks, in this order.")
-    micro_batch: int = Field(
-        1, ge=1, description="Number of micro-batches of the other ranks whose items are encoded together."
-    )
-    slots: int = Field(2, ge=1, description="Number of messages with features for which each receiving rank has room.")
-    in_flight: Degree = Field(
-        None,
-        description="Of trained encoders: number of encoded micro-batches (of this section) whose activations are "
-        "kept at a time. Unset: no limit.",
-    )
-    encode_twice: bool = Field(
-        False, description="Keep no activations; the backward of trained encoders repeats their forward."
-    )
-    carrier: Literal["torch", "nixl"] = Field(
-        "torch",
-        description="What sends features to the other ranks: `torch`: its point-to-point operations; `nixl`: NIXL, "
-        "which must be installed, and writes from host memory to host memory while the receiver computes.",
-    )
-    ahead: int = Field(
-        0,
-        ge=0,
-        le=1,
-        description="Of frozen encoders: 1 encodes the items of the next step while this one trains, and keeps their "
-        "features for it. No step then waits for its first features.",
-    )
+    components: list[str] = Field(min_length=1)
+    """The encoders of this section. The first one's degrees factorise its ranks. `NAME.tower` is an encoder without its
+    projector, which then is the component `NAME.projector`, in `main` or in another section."""
+    ranks: int = Field(ge=1)
+    """Number of ranks. Sections come after the other ranks, in this order."""
+    micro_batch: int = Field(1, ge=1)
+    """Number of micro-batches of the other ranks whose items are encoded together."""
+    slots: int = Field(2, ge=1)
+    """Number of messages with features for which each receiving rank has room."""
+    in_flight: Degree = None
+    """Of trained encoders: number of encoded micro-batches (of this section) whose activations are kept at a time.
+    Unset: no limit."""
+    encode_twice: bool = False
+    """Keep no activations; the backward of trained encoders repeats their forward."""
+    carrier: Literal["torch", "nixl"] = "torch"
+    """What sends features to the other ranks: `torch`: its point-to-point operations; `nixl`: NIXL, which must be
+    installed, and writes from host memory to host memory while the receiver computes."""
+    ahead: int = Field(0, ge=0, le=1)
+    """Of frozen encoders: 1 encodes the items of the next step while this one trains, and keeps their features for it.
+    No step then waits for its first features."""
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that can have no effect."""
@@ -377,63 +314,28 @@ def _shard_dim(value: Any) -> Any:
 ShardDim = Annotated[int, BeforeValidator(_shard_dim, json_schema_input_type=int | str), Field(ge=0)]
 
 
-def _shown(value: Any) -> Cell:
-    """What a table shows of the value of a key."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {part}" for key, part in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else None if value is None else str(value)
-
-
 class ParallelPlan(Strict):
     """The plan of every component."""
 
-    default: ComponentPlan = Field(
-        default_factory=ComponentPlan, description="Plan for all components. The plan of a component overrides it."
-    )
-    components: dict[str, ComponentPlan] = Field(default_factory=dict, description="Component name -> its plan.")
-    sections: dict[str, Section] = Field(
-        default_factory=dict,
-        description="Section name -> encoders on ranks of their own. All other components are on the ranks that are "
-        "left, the section `main`.",
-    )
-    tp_plan: dict[str, str] | None = Field(
-        None,
-        description="Glob of module names -> tensor parallel style: `colwise`, `rowwise`, ... Unset: the model's own "
-        "plan.",
-    )
-    ep_plan: dict[str, ShardDim] | None = Field(
-        None,
-        description="Glob of parameter names -> dimension that counts the experts. Unset: the model's own plan, or "
-        "all experts.",
-    )
+    default: ComponentPlan = Field(default_factory=ComponentPlan)
+    """Plan for all components. The plan of a component overrides it."""
+    components: dict[str, ComponentPlan] = Field(default_factory=dict)
+    """Component name -> its plan."""
+    sections: dict[str, Section] = Field(default_factory=dict)
+    """Section name -> encoders on ranks of their own. All other components are on the ranks that are left, the section
+    `main`."""
+    tp_plan: dict[str, str] | None = None
+    """Glob of module names -> tensor parallel style: `colwise`, `rowwise`, ... Unset: the model's own plan."""
+    ep_plan: dict[str, ShardDim] | None = None
+    """Glob of parameter names -> dimension that counts the experts. Unset: the model's own plan, or all experts."""
 
-    @model_validator(mode="after")
-    def _components_agree_with_the_default(self) -> ParallelPlan:
-        problems = []
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what the plans of components contradict in the default plan."""
         for name in self.components:
             try:
                 self.of(name)
             except ValidationError as error:
-                problems += [
-                    located(problem["msg"], ("components", name, *problem["loc"]), problem["input"])
-                    for problem in error.errors()
-                ]
-        if problems:
-            raise ValidationError.from_exception_data("ParallelPlan", problems)
-        return self
-
-    def _repr_html_(self) -> str:
-        """A table of the keys that differ from their defaults."""
-        plans = {"default": self.default, **self.components, **self.sections}
-        named = {name: plan.model_dump(exclude_defaults=True) for name, plan in plans.items()}
-        keys = list(dict.fromkeys(key for plan in named.values() for key in plan))
-        rows = [[name, *(_shown(plan.get(key)) for key in keys)] for name, plan in named.items()]
-        globs = [
-            heading(name) + table(("glob", "value"), [[glob, str(value)] for glob, value in found.items()])
-            for name, found in (("tp_plan", self.tp_plan), ("ep_plan", self.ep_plan))
-            if found
-        ]
-        return part_of_notebook([heading("Parallel plan"), table(("", *keys), rows), *globs])
+                yield from ((("components", name, *problem["loc"]), problem["msg"]) for problem in error.errors())
 
     def of(self, component: str) -> ComponentPlan:
         """Return the component's plan, completed by the default plan; a section inherits nothing about ranks."""
@@ -543,10 +445,6 @@ class ParallelPlan(Strict):
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise one error for all problems of a parallel plan.
-
-    Raises:
-        PlanError: ``problems`` is not empty.
-    """
+    """Raise one PlanError for all problems of a parallel plan, if there are any."""
     if problems:
         raise PlanError(*problems)

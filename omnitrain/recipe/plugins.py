@@ -11,17 +11,9 @@ from omnitrain.errors import UserError
 
 
 def import_plugin(name: str) -> str:
-    """Import a module, unless it is already imported.
+    """Import ``package.module`` or ``folder/file.py``, unless it is imported, and return its name. Or a UserError.
 
-    Args:
-        name: ``package.module``, or ``folder/file.py``. The folder is added to the module search path, because new
-            processes such as data workers must find the module by its name.
-
-    Returns:
-        ``name``, unchanged.
-
-    Raises:
-        UserError: the module cannot be imported; the message says why.
+    The folder is added to the module search path, because new processes such as data workers must find the module.
     """
     try:
         _load_file(Path(name).resolve()) if name.endswith(".py") else importlib.import_module(name)

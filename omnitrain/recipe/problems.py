@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from omnitrain.recipe.located_problem import LOCATED
 from omnitrain.recipe.other_names import key_of, name_here
+from omnitrain.recipe.strict import descriptions
 from omnitrain.recipe.suggest import hint, nearest
 
 Path = tuple[str | int, ...]
@@ -29,23 +30,22 @@ class _Spot:
     """The key in the typed tree that an error points to."""
 
     path: Path
-    field: FieldInfo | None
-    sibling_keys: tuple[str, ...]
+    node: Any  # the class, list or dict that has the key
+
+    @property
+    def field(self) -> FieldInfo | None:
+        return _fields(self.node).get(str(self.path[-1])) if self.path else None
 
 
 def problem_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
-    """Return one line per problem, in pydantic's order.
+    """Return one line per problem of a tree of class ``root``, in pydantic's order.
 
     Omits a missing key if its misspelling is already a problem, and merges the branches of a union into one line.
-
-    Args:
-        error: raised by the validation of ``root``.
-        root: class of the root of the tree.
     """
     details = error.errors(include_url=False)
     spots = [_locate(detail["loc"], root) for detail in details]
     meant = {
-        (*spot.path[:-1], nearest(str(spot.path[-1]), spot.sibling_keys) or "")
+        (*spot.path[:-1], nearest(str(spot.path[-1]), _fields(spot.node)) or "")
         for spot, detail in zip(spots, details, strict=True)
         if detail["type"] == _UNKNOWN
     }
@@ -58,47 +58,42 @@ def problem_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
 
 def _locate(location: Path, root: type[BaseModel]) -> _Spot:
     """Follow pydantic's location through the tree, without the names of union branches in it."""
+    node: Any = None
     annotation: Any = root
-    field: FieldInfo | None = None
-    keys: tuple[str, ...] = ()
     path: list[str | int] = []
     for part in location:
         branches = _branches(annotation)
         if len(branches) > 1 and _names_a_branch(part, branches):
             annotation = Any
         elif part != "[key]":
-            node = branches[0]
-            field, keys, annotation = _step_into(node, part)
+            node, annotation = branches[0], _inside(branches[0], part)
             path.append(part)
-    return _Spot(tuple(path), field, keys)
+    return _Spot(tuple(path), node)
 
 
 def nearest_key(dotted: str, root: type[BaseModel]) -> str | None:
-    """Return ``dotted`` with each unknown key in it replaced by the nearest one; None: no key is near.
-
-    Args:
-        dotted: a path such as ``train.stepss``.
-        root: class of the root of the tree.
-    """
+    """Return ``dotted``, such as ``train.stepss``, with the nearest key for each unknown one; None: no key is near."""
     annotation: Any = root
     path = []
     for part in dotted.split("."):
         node = _branches(annotation)[0]
-        _, keys, annotation = _step_into(node, part)
-        if keys and part not in keys:
-            if (near := nearest(part, keys)) is None:
-                return None
-            part, annotation = near, _step_into(node, near)[2]
-        path.append(part)
+        known = nearest(part, keys) if (keys := _fields(node)) and part not in keys else part
+        if known is None:
+            return None
+        annotation = _inside(node, known)
+        path.append(known)
     return ".".join(path)
 
 
-def _step_into(node: Any, part: str | int) -> tuple[FieldInfo | None, tuple[str, ...], Any]:
-    if isinstance(node, type) and issubclass(node, BaseModel):
-        field = node.model_fields.get(str(part))
-        return field, tuple(node.model_fields), field.annotation if field is not None else Any
-    arguments = get_args(node)
-    return None, (), arguments[-1] if arguments else Any
+def _fields(node: Any) -> dict[str, FieldInfo]:
+    return node.model_fields if isinstance(node, type) and issubclass(node, BaseModel) else {}
+
+
+def _inside(node: Any, part: str | int) -> Any:
+    """Return the type of a key of a node, or of the entries of a list or a dict."""
+    if fields := _fields(node):
+        return fields[str(part)].annotation if part in fields else Any
+    return (get_args(node) or (Any,))[-1]
 
 
 def _branches(annotation: Any) -> list[Any]:
@@ -120,10 +115,11 @@ def _line(spot: _Spot, details: list[ErrorDetails], root: type[BaseModel]) -> st
     first = details[0]
     kind, found = first["type"], first["input"]
     if kind == _UNKNOWN:
-        name = str(spot.path[-1])
-        return f"{path}: unknown key, found {_shown(found)}; {_meant(name, spot.sibling_keys, root)}"
+        return f"{path}: unknown key, found {_shown(found)}; {_meant(str(spot.path[-1]), _fields(spot.node), root)}"
     if kind == "missing":
-        return f"{path}: required, but missing; add `{spot.path[-1]}`: {_description(spot.field)}"
+        name = str(spot.path[-1])
+        description = descriptions(spot.node).get(name, "a value")
+        return f"{path}: required, but missing; add `{name}`: {description.split('. ')[0].removesuffix('.')}"
     if kind == LOCATED:
         return f"{path}: {first['msg']}"
     if kind == "value_error":
@@ -132,7 +128,7 @@ def _line(spot: _Spot, details: list[ErrorDetails], root: type[BaseModel]) -> st
     return f"{path}: found {_shown(found)}; expected {expected}; {_advice(spot, details)}"
 
 
-def _meant(name: str, siblings: Sequence[str], root: type[BaseModel]) -> str:
+def _meant(name: str, siblings: Iterable[str], root: type[BaseModel]) -> str:
     """Return what to write for an unknown key: what HuggingFace calls so, a near key, a key of another node, or any."""
     elsewhere = None if nearest(name, siblings) else key_of(name, root)
     return name_here(name, root) or (f"use `{elsewhere}`" if elsewhere else hint(name, siblings))
@@ -153,11 +149,6 @@ def _advice(spot: _Spot, details: list[ErrorDetails]) -> str:
     if spot.field.default is None:
         return "change it, or remove it"
     return f"change it, or remove it for the default {_shown(spot.field.default)}"
-
-
-def _description(field: FieldInfo | None) -> str:
-    description = field.description if field is not None else None
-    return (description or "a value").split(". ")[0].removesuffix(".")
 
 
 def _shown(value: Any) -> str:

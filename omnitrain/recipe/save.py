@@ -7,24 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from omnitrain.errors import RecipeError
-from omnitrain.recipe.problems import problem_lines
 from omnitrain.recipe.tree import Recipe
 from omnitrain.recipe.yaml_text import dump_yaml
 
 
 def require_heads(recipe: Recipe, decoders: Iterable[str]) -> None:
-    """Run :meth:`Recipe.check_heads` on a recipe with a checkpoint, whose decoders are known only after loading.
-
-    Raises:
-        RecipeError: the recipe names heads that the model does not have; lists all of them.
-    """
-    try:
-        recipe.check_heads(decoders)
-    except ValidationError as error:
-        raise RecipeError(*problem_lines(error, Recipe)) from None
+    """Raise a RecipeError for heads that the recipe names and a model that was loaded does not have."""
+    if unknown := [f"{'.'.join(map(str, path))}: {why}" for path, why in recipe.unknown_heads(decoders)]:
+        raise RecipeError(*unknown)
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:

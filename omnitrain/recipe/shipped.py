@@ -52,15 +52,7 @@ def find_recipe(path: str | Path) -> Path:
 
 
 def copy_recipe(name: str, destination: str | Path, *, force: bool = False) -> Path:
-    """Copy a recipe, so that a user can edit it.
-
-    Args:
-        name: a shipped recipe's name, or a file.
-        destination: a file, or a folder to copy into.
-        force: overwrite what is there.
-
-    Returns:
-        The file written.
+    """Copy a shipped recipe, or a file, to a file or into a folder, so that a user can edit it; return the new file.
 
     Raises:
         RecipeError: no such recipe or folder; or the file cannot be written, is the recipe itself, or exists without

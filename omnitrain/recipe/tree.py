@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError
 
 from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import VISUAL_KEYS, Data
 from omnitrain.recipe.evaluation import Evaluation
-from omnitrain.recipe.located_problem import located
+from omnitrain.recipe.located_problem import Problem
 from omnitrain.recipe.model import Model
 from omnitrain.recipe.overrides import apply_overrides
-from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 from omnitrain.recipe.plugins import import_plugin
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.recipe.shipped import find_recipe
@@ -33,19 +33,20 @@ class Recipe(Strict):
     """Everything that a run needs. Every run saves its resolved recipe, which can be run again as it is."""
 
     # Must be the first field, so that plugins are imported before other fields are validated: they add model types.
-    plugins: list[Annotated[str, AfterValidator(import_plugin)]] = Field(
-        default_factory=list,
-        description="Your own modules (`MODULE` or `FILE.py`) that register classes; imported before the rest of the "
-        "recipe.",
-    )
-    output_dir: str = Field("runs/default", description="Folder of the run: recipe, metrics, checkpoints, evaluation.")
-    model: Model = Field(description="The omni model.")
-    data: Data = Field(description="Data sets and packing.")
-    train: Train = Field(default_factory=Train, description="The training loop.")
-    parallel: ParallelPlan = Field(
-        default_factory=ParallelPlan, description="How the components are distributed over ranks."
-    )
-    evaluation: Evaluation | None = Field(None, description="Evaluation at the end of the run. Unset: none.")
+    plugins: list[Annotated[str, AfterValidator(import_plugin)]] = Field(default_factory=list)
+    """Your own modules (`MODULE` or `FILE.py`) that register classes; imported before the rest of the recipe."""
+    output_dir: str = "runs/default"
+    """Folder of the run: recipe, metrics, checkpoints, evaluation."""
+    model: Model
+    """The omni model."""
+    data: Data
+    """Data sets and packing."""
+    train: Train = Field(default_factory=Train)
+    """The training loop."""
+    parallel: ParallelPlan = Field(default_factory=ParallelPlan)
+    """How the components are distributed over ranks."""
+    evaluation: Evaluation | None = None
+    """Evaluation at the end of the run. Unset: none."""
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that a different node makes idle."""
@@ -74,81 +75,62 @@ class Recipe(Strict):
             for key in VISUAL_KEYS:
                 yield Idle(f"data.{key}", f"{why}, or set it for each data set")
 
-    @model_validator(mode="after")
-    def _heads_exist(self) -> Recipe:
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what one node says and another one makes impossible."""
         if self.model.checkpoint is None:
-            self.check_heads(self.model.decoders)
-        return self
-
-    @model_validator(mode="after")
-    def _evaluation_has_data(self) -> Recipe:
+            yield from self.unknown_heads(self.model.decoders)
         if self.evaluation is not None and not self.data.heldout:
-            raise ValueError("`evaluation` needs `data.heldout`: add the held-out data, or remove `evaluation`")
-        return self
+            yield (), "`evaluation` needs `data.heldout`: add the held-out data, or remove `evaluation`"
+        for found in (self._unmeasured_best(), self._unmeasured_stop(), self._uncompiled()):
+            yield from (((), message) for message in found)
 
-    @model_validator(mode="after")
-    def _best_is_measured(self) -> Recipe:
+    def _unmeasured_best(self) -> Iterator[str]:
         train, measured = self.train, self._heldout_every
         if train.keep_best is None:
-            return self
-        key, period = "train.log_every", train.log_every
-        if train.keep_best.startswith("heldout."):
-            if measured is None:
-                raise ValueError(
-                    f"`train.keep_best: {train.keep_best}` needs `evaluation.loss_every`: set it, or use a loss of the "
-                    "training data, such as `loss`"
-                )
-            key, period = "evaluation.loss_every", measured
-        every = train.save_every
-        if isinstance(every, int) and not self.measures_best(every):
-            raise ValueError(
+            return
+        is_heldout, every = train.keep_best.startswith("heldout."), train.save_every
+        if is_heldout and measured is None:
+            yield (
+                f"`train.keep_best: {train.keep_best}` needs `evaluation.loss_every`: set it, or use a loss of the "
+                "training data, such as `loss`"
+            )
+        elif isinstance(every, int) and not self.measures_best(every):
+            key, period = ("evaluation.loss_every", measured) if is_heldout else ("train.log_every", train.log_every)
+            yield (
                 f"`train.keep_best: {train.keep_best}` is measured every {period} steps (`{key}`), but checkpoints are "
                 f"saved every {every} steps (`train.save_every`); set it to a multiple of {period}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _early_stopping_is_measured(self) -> Recipe:
-        stopping = self.train.early_stopping
-        if stopping is None:
-            return self
+    def _unmeasured_stop(self) -> Iterator[str]:
+        metric = self.train.early_stopping.metric if self.train.early_stopping else ""
         every = {"heldout": self._heldout_every, "scores": self.evaluation and self.evaluation.every}
-        kind = stopping.metric.split(".")[0]
+        kind = metric.split(".")[0]
         if kind in every and every[kind] is None:
             key = "evaluation.every" if kind == "scores" else "evaluation.loss_every"
-            raise ValueError(
-                f"`train.early_stopping.metric: {stopping.metric}` needs `{key}`: set it, or use a metric of the "
-                "training data, such as `loss`"
+            yield (
+                f"`train.early_stopping.metric: {metric}` needs `{key}`: set it, or use a metric of the training data, "
+                "such as `loss`"
             )
-        _, is_own, own = stopping.metric.partition("metrics.")
+        _, is_own, own = metric.partition("metrics.")
         if is_own and (name := own.split(".")[0]) not in self.train.metrics:
-            raise ValueError(
-                f"`train.early_stopping.metric: {stopping.metric}`: `train.metrics` has no {name!r}; "
-                f"{hint(name, self.train.metrics)}"
-            )
-        return self
+            known = f"`train.metrics` has no {name!r}; {hint(name, self.train.metrics)}"
+            yield f"`train.early_stopping.metric: {metric}`: {known}"
 
-    @model_validator(mode="after")
-    def _compile_agrees_with_plan(self) -> Recipe:
-        plan = self.parallel.of(FOUNDATION)
-        if not self.train.compile.enabled:
-            return self
+    def _uncompiled(self) -> Iterator[str]:
+        plan = self.parallel.of(FOUNDATION) if self.train.compile.enabled else ComponentPlan()
         if plan.recompute in ("full", "selective"):
-            raise ValueError(
+            yield (
                 f"`train.compile` with `recompute: {plan.recompute}` of the foundation, under which torch compiles "
                 "nothing; use one of the two"
             )
-        if plan.activation_offload:
-            raise ValueError(
+        elif plan.activation_offload:
+            yield (
                 "`train.compile` with `activation_offload` of the foundation: compiled blocks cannot offload "
                 "activations yet; use one of the two"
             )
-        if plan.compile is not None:
-            raise ValueError(
-                f"`train.compile` is set, and the foundation's plan says `compile: {str(plan.compile).lower()}`; set "
-                "it in one place"
-            )
-        return self
+        elif plan.compile is not None:
+            said = f"`compile: {str(plan.compile).lower()}`"
+            yield f"`train.compile` is set, and the foundation's plan says {said}; set it in one place"
 
     @property
     def _heldout_every(self) -> int | None:
@@ -186,34 +168,22 @@ class Recipe(Strict):
         is_heldout = self.train.keep_best.startswith("heldout.")
         return self.measures_heldout_loss(step) if is_heldout else self.writes_metrics(step)
 
-    def check_heads(self, decoders: Iterable[str]) -> None:
-        """Check that the heads that keys of the recipe name are ``text`` or in ``decoders``.
-
-        These keys are ``train.loss_weights``, ``train.losses``, ``train.keep_best``, ``train.early_stopping.metric``
-        and ``evaluation.sampling``.
-
-        Raises:
-            ValidationError: lists every other name with the nearest valid one.
-        """
+    def unknown_heads(self, decoders: Iterable[str]) -> Iterator[Problem]:
+        """Yield the keys that name another head than ``text`` and ``decoders``, with the nearest one."""
         heads = {"text", *decoders}
-        weights, sampling = self.train.loss_weights, self.evaluation.sampling if self.evaluation else {}
-        named: dict[tuple[str, ...], Any] = {("train", "loss_weights", name): value for name, value in weights.items()}
-        named |= {("train", "losses", name): function for name, function in self.train.losses.items()}
-        named |= {("evaluation", "sampling", name): rule for name, rule in sampling.items()}
-        problems = [
-            located(f"unknown name; {hint(path[-1], heads)}", path, value)
-            for path, value in named.items()
-            if path[-1] not in heads
-        ]
-        stopping = self.train.early_stopping
-        for where, metric in (
-            (("train", "keep_best"), self.train.keep_best),
-            (("train", "early_stopping", "metric"), stopping and stopping.metric),
+        sampling, stopping = self.evaluation.sampling if self.evaluation else {}, self.train.early_stopping
+        for *path, named in (
+            ("train", "loss_weights", self.train.loss_weights),
+            ("train", "losses", self.train.losses),
+            ("evaluation", "sampling", sampling),
         ):
-            if metric and (name := _head_of(metric)) not in {None, *heads}:
-                problems.append(located(f"unknown head; {hint(str(name), heads)}", where, metric))
-        if problems:
-            raise ValidationError.from_exception_data("Recipe", problems)
+            yield from (((*path, name), f"unknown name; {hint(name, heads)}") for name in named if name not in heads)
+        for path, metric in (
+            (["train", "keep_best"], self.train.keep_best),
+            (["train", "early_stopping", "metric"], stopping and stopping.metric),
+        ):
+            if metric and (head := _head_of(metric)) not in {None, *heads}:
+                yield tuple(path), f"unknown head; {hint(str(head), heads)}"
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:

@@ -10,47 +10,30 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from omnitrain.recipe.located_problem import Problem
+
 
 class Idle(NamedTuple):
-    """A key that can have no effect with the given other keys, model and data.
-
-    Attributes:
-        key: dotted path from a node of the recipe to the value; numbers index lists.
-        why: the reason, and what to do.
-    """
+    """A key that can have no effect: its dotted path from a node (numbers index lists), the reason, and what to do."""
 
     key: str
     why: str
 
 
-class IdleValue(NamedTuple):
-    """The value of an idle key that is set.
-
-    Attributes:
-        path: names and indices from the node to the value.
-        value: the value.
-        problem: message with the value, the reason why it has no effect, and what to do.
-    """
-
-    path: tuple[str | int, ...]
-    value: Any
-    problem: str
-
-
-def idle_values(node: BaseModel, idle: Iterable[Idle]) -> Iterator[IdleValue]:
-    """Yield the ``idle`` keys of ``node`` that are set; keys below a node that is None are not set."""
+def idle_values(node: BaseModel, idle: Iterable[Idle]) -> Iterator[Problem]:
+    """Yield the path and the problem of the ``idle`` keys of ``node`` that are set; no key below None is set."""
     for key, why in idle:
         path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
         value, default = _value_and_default(node, path)
         if value != default:
             has_nodes = any(isinstance(one, BaseModel) for one in (value if isinstance(value, list) else [value]))
-            yield IdleValue(path, value, f"{'set' if has_nodes else f'found {value!r}'}, {why}")
+            yield path, f"{'set' if has_nodes else f'found {value!r}'}, {why}"
 
 
 def idle_problems(node: BaseModel, idle: Iterable[Idle], place: str = "") -> list[str]:
     """Return one line per idle key that is set; ``place`` is the key of ``node`` in the recipe."""
-    values = idle_values(node, idle)
-    return [f"{'.'.join(map(str, (*filter(None, [place]), *found.path)))}: {found.problem}" for found in values]
+    found = idle_values(node, idle)
+    return [f"{'.'.join(map(str, (*filter(None, [place]), *path)))}: {problem}" for path, problem in found]
 
 
 def _value_and_default(node: Any, path: tuple[str | int, ...]) -> tuple[Any, Any]:

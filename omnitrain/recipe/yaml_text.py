@@ -31,11 +31,7 @@ _Dumper.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+0123456789"))
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """Parse one YAML document.
-
-    Args:
-        text: the document.
-        origin: file name or override, for messages.
+    """Parse one YAML document; ``origin`` is a file name or override, for messages.
 
     Returns:
         Dicts, lists and scalars; anchors and aliases become separate objects.

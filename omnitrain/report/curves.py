@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omnitrain.report.run_record import Line
-
+Line = Mapping[str, Any]  # of metrics
 Points = list[tuple[int, float | None]]  # step, value; None is a gap
 
 
@@ -32,52 +31,57 @@ class Curve:
         return [value for _, value in self.points if value is not None]
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def styles(curves: Sequence[Curve]) -> list[tuple[int, int]]:
+    """Return colour and dashes of each curve.
+
+    Names differ in colour, and runs in dashes; of one name, runs differ in colour. Of more than 10 colours, dashes
+    differ.
+    """
+    places = {name: index for index, name in enumerate(dict.fromkeys(curve.name for curve in curves))}
+    if len(places) == 1:
+        return [(curve.run % 10, curve.run // 10) for curve in curves]
+    return [(places[curve.name] % 10, curve.run + places[curve.name] // 10) for curve in curves]
+
+
+def numbers_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a line of metrics with their paths, such as ``heads/text/loss``."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}/")
+            yield from numbers_in(value, f"{prefix}{key}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield f"{prefix}{key}", value
 
 
 class Metrics:
-    """The numbers of all lines of several runs, by path. A path that was taken is not among the others.
+    """The numbers of all lines of several runs, by path. Each can be taken once.
 
     Args:
         lines: of each run, in the order of the report, its lines, which have ``step``.
     """
 
     def __init__(self, lines: Sequence[Sequence[Line]]) -> None:
-        self._rows = [[(line["step"], dict(flat(line))) for line in of_run] for of_run in lines]
+        self._rows = [[(line["step"], dict(numbers_in(line))) for line in of_run] for of_run in lines]
         self._left = dict.fromkeys(path for rows in self._rows for _, row in rows for path in row if path != "step")
 
-    def take(self, names: Mapping[str, str]) -> list[Curve]:
-        """Return the curves of paths; ``names``: path -> name. Runs without a path have no curve."""
-        for path in names:
-            self._left.pop(path, None)
-        curves = [
-            Curve(run, name, [(step, row.get(path)) for step, row in rows])
-            for path, name in names.items()
-            for run, rows in enumerate(self._rows)
-        ]
-        return [curve for curve in curves if curve.values]
+    def take(self, *patterns: str) -> dict[str, list[Curve]]:
+        """Return figure -> curves of the paths that match one of these expressions and were not taken yet.
 
-    def drop(self, start: str) -> None:
-        """Take all paths that begin with ``start``, for something that draws no curve of them."""
-        self._left = {path: None for path in self._left if not path.startswith(start)}
-
-    def matching(self, start: str, end: str = "") -> dict[str, str]:
-        """Return path -> what is between ``start`` and ``end``, for paths that nobody took."""
-        return {
-            path: path[len(start) : len(path) - len(end)]
-            for path in self._left
-            if path.startswith(start) and path.endswith(end) and len(path) > len(start) + len(end)
-        }
-
-    def others(self) -> list[str]:
-        """Return the paths that nobody took."""
-        return list(self._left)
+        A group ``figure`` of the expression divides the paths into figures; without it, there is one, ``""``. A group
+        ``name`` names the curve; without it, or where it is empty, its path does. Runs without a path have no curve.
+        """
+        figures: dict[str, list[Curve]] = {}
+        for pattern in patterns:
+            for path in [*self._left]:
+                if (found := re.fullmatch(pattern, path)) is None:
+                    continue
+                del self._left[path]
+                groups = found.groupdict()
+                curves = [
+                    Curve(run, groups.get("name") or path, [(step, row.get(path)) for step, row in rows])
+                    for run, rows in enumerate(self._rows)
+                ]
+                figures.setdefault(groups.get("figure") or "", []).extend(c for c in curves if c.values)
+        return {name: curves for name, curves in figures.items() if curves}
 
 
 def thinned(points: Points, most: int) -> Points:
@@ -98,9 +102,3 @@ def thinned(points: Points, most: int) -> Points:
         ends = {min(known)[1]: min(known)[0], max(known)[1]: max(known)[0]}
         kept += sorted(ends.items())
     return kept
-
-
-def is_wide(curves: Sequence[Curve]) -> bool:
-    """Return whether values spread so far that only a logarithmic axis shows all of them."""
-    values = [value for curve in curves for value in curve.values]
-    return min(values) > 0 and math.log10(max(values) / min(values)) > 2

@@ -57,7 +57,6 @@ BACKENDS = (
     Backend("tensorboard", "tensorboard", "draws metrics", "track"),
     Backend("wandb", "wandb", "draws metrics", "wandb"),
     Backend("trackio", "trackio", "draws metrics", "trackio"),
-    Backend("matplotlib", "matplotlib", "draws the report of a run", "report"),
 )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 import numpy as np
 import soundfile
+from markupsafe import Markup
 from PIL import Image
 
 _PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".gif": "image/gif", ".webp": "image/webp"}
@@ -38,7 +38,7 @@ class MediaBudget:
         self._room = room
         self.left_out = self.shown = 0
 
-    def show(self, file: Path) -> str:
+    def show(self, file: Path) -> Markup:
         """Return the HTML of a medium: an image, or a spectrogram with a player; words if it cannot be shown."""
         try:
             if file.suffix in _PICTURES:
@@ -49,24 +49,24 @@ class MediaBudget:
             return _note(f"{file.name} cannot be read")
         return _note(f"{file.name} is no image or sound")
 
-    def image(self, image: Image.Image, words: str) -> str:
+    def image(self, image: Image.Image, words: str) -> Markup:
         """Return the HTML of a decoded image; ``words``: what it is."""
         return self._fit(_img(*_compressed(image), words))
 
-    def frames(self, frames: Sequence[Image.Image], words: str) -> str:
+    def frames(self, frames: Sequence[Image.Image], words: str) -> Markup:
         """Return the HTML of a video as a strip of its frames, from the first to the last."""
         kept = [frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), _FRAMES)).round().astype(int)]
         left = f", {len(kept)} shown" if len(kept) < len(frames) else ""
         return self._fit(_img(*_compressed(_strip(kept), len(kept)), words + left))
 
-    def sound(self, samples: np.ndarray, rate: int, words: str) -> str:
+    def sound(self, samples: np.ndarray, rate: int, words: str) -> Markup:
         """Return the HTML of a sound: a spectrogram of all of it, and a player; ``samples``: ``[n]`` float."""
         stream = io.BytesIO()
         soundfile.write(stream, samples[: _SOUND_SECONDS * rate], rate, format="FLAC")
         cut = f", of which the player has {_SOUND_SECONDS} s" if len(samples) > _SOUND_SECONDS * rate else ""
         return self._fit(_player(samples, stream.getvalue(), "audio/flac", words + cut))
 
-    def _fit(self, html: str) -> str:
+    def _fit(self, html: Markup) -> Markup:
         if len(html) > self._room:
             self.left_out += 1
             return _note("left out")
@@ -91,7 +91,7 @@ def spectrogram(samples: np.ndarray) -> Image.Image:
     return Image.fromarray((255 * shade[::-1]).astype(np.uint8))
 
 
-def _picture(file: Path) -> str:
+def _picture(file: Path) -> Markup:
     data, kind = file.read_bytes(), _PICTURES[file.suffix]
     with Image.open(io.BytesIO(data)) as image:
         image.load()
@@ -100,7 +100,7 @@ def _picture(file: Path) -> str:
     return _img(data, kind, file.name)
 
 
-def _sound(file: Path) -> str:
+def _sound(file: Path) -> Markup:
     samples, rate = soundfile.read(file, always_2d=True)
     if not len(samples):
         return _note("no sound")
@@ -113,14 +113,15 @@ def _sound(file: Path) -> str:
     return _player(samples.mean(axis=1), data, kind, words)
 
 
-def _player(samples: np.ndarray, data: bytes, kind: str, words: str) -> str:
-    picture = _img(_saved(spectrogram(samples), "PNG"), "image/png", words, ' class="spectrogram"')
-    return f'<span class="sound">{picture}<audio controls preload="metadata" src="{_uri(data, kind)}"></audio></span>'
+def _player(samples: np.ndarray, data: bytes, kind: str, words: str) -> Markup:
+    picture = _img(_saved(spectrogram(samples), "PNG"), "image/png", words, "spectrogram")
+    player = Markup('<audio controls preload="metadata" src="{}"></audio>').format(_uri(data, kind))
+    return Markup('<span class="sound">{}{}</span>').format(picture, player)
 
 
-def _img(data: bytes, kind: str, words: str, attributes: str = "") -> str:
-    shown = escape(words)
-    return f'<img{attributes} src="{_uri(data, kind)}" alt="{shown}" title="{shown}">'
+def _img(data: bytes, kind: str, words: str, name: str = "") -> Markup:
+    look = Markup(' class="{}"').format(name) if name else ""
+    return Markup('<img{0} src="{1}" alt="{2}" title="{2}">').format(look, _uri(data, kind), words)
 
 
 def _compressed(image: Image.Image, parts: int = 1) -> tuple[bytes, str]:
@@ -159,5 +160,5 @@ def _uri(data: bytes, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _note(words: str) -> str:
-    return f'<span class="note">({escape(words)})</span>'
+def _note(words: str) -> Markup:
+    return Markup('<span class="note">({})</span>').format(words)

@@ -12,10 +12,9 @@ from typing import Any
 import yaml
 
 from omnitrain.errors import UserError
+from omnitrain.report.curves import Line
 
 LAYOUT_FILE, ENVIRONMENT_FILE = "layout.json", "environment.json"
-
-Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,6 @@ class RunRecord:
 
     Attributes:
         label: name of the run, another one for each run of a report.
-        folder: its folder.
         recipe_text: the resolved recipe as YAML.
         recipe: the same, read.
         lines: the lines of ``metrics.jsonl``, at least one; numbers that are not finite are None.
@@ -36,7 +34,6 @@ class RunRecord:
     """
 
     label: str
-    folder: Path
     recipe_text: str
     recipe: Mapping[str, Any]
     lines: Sequence[Line]
@@ -88,7 +85,6 @@ def _read(folder: Path, label: str) -> RunRecord:
     evaluations = _json_lines(folder / "evaluations.jsonl") or [*filter(None, [_json(folder / "eval.json")])]
     return RunRecord(
         label=label,
-        folder=folder,
         recipe_text=text,
         recipe=yaml.safe_load(text) or {},
         lines=lines,

@@ -1,29 +1,173 @@
-"""``omnitrain report``: write the page about runs to a file."""
+"""``omnitrain report``: one page about runs. A run writes its own when it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from omnitrain.page.write import require_matplotlib, write_page
-from omnitrain.report.run_record import read_runs
+from markupsafe import Markup
+
+from omnitrain.report import samples, traced_steps
+from omnitrain.report.curves import Curve, Line, Metrics, styles
+from omnitrain.report.html import rendered, swatch, table, write_page
+from omnitrain.report.mesh_picture import mesh_picture
+from omnitrain.report.run_record import RunRecord, read_runs
+from omnitrain.report.svg import draw_curves
+
+REPORT_FILE = "report.html"
+_LARGEST = 4_700_000  # bytes of a page, media included
+_MARKS = {True: "ok", False: Markup('<span class="bad">problem</span>'), None: "optional"}
+_MOST_CURVES = 24  # more in one figure cannot be told apart
+
+
+def report_at_end(folder: Path, say: Callable[[str], Any]) -> Callable[..., None]:
+    """Return an exit callback for an ``ExitStack``, which writes ``report.html`` unless an error ended the run.
+
+    Nothing that goes wrong with the report ends the run: ``say`` prints one line, which tells where the report is, or
+    why there is none.
+    """
+
+    def write(kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is not None:
+            return
+        try:
+            say(f"report: {write_report([folder], folder / REPORT_FILE)}")
+        except Exception as problem:  # a page that cannot be drawn must not fail hours of training
+            words = " ".join(str(problem).split()) or type(problem).__name__
+            say(f"no report was written: {words}; `omnitrain report {folder}` tries again")
+
+    return write
 
 
 def write_report(folders: Sequence[Path], output: Path) -> Path:
-    """Write one page about the runs in ``folders``.
-
-    Args:
-        folders: folders of runs, at least one.
-        output: the file. An older report there is replaced; its folder is created.
-
-    Returns:
-        ``output``.
+    """Write one page about the runs in ``folders`` to ``output``, and return it. An older report there is replaced.
 
     Raises:
-        UserError: matplotlib is missing, a folder has no run or a run without metrics, or the file cannot be written.
+        UserError: a folder has no run or a run without metrics, or the file cannot be written.
     """
     runs = read_runs(folders)
-    require_matplotlib("a report")
-    from omnitrain.report.page import page_of
+    labels = [run.label for run in runs]
+    steps, metrics = traced_steps.traced_steps(runs), Metrics([run.lines for run in runs])
+    body = rendered(
+        "report.html",
+        runs=runs,
+        overview=[_overview(run) for run in runs],
+        curves=partial(_figures, labels, metrics),
+        heldout=partial(_figures, labels, Metrics([_heldout_lines(run) for run in runs])),
+        scores=partial(_figures, labels, Metrics([run.evaluations for run in runs])),
+        worst_load=_figure(labels, "Tokens of the busiest expert / mean, in the worst layer", _worst_load(runs)),
+        skipped=_skipped,
+        costs_by_rank=_costs_by_rank,
+        take=metrics.take,
+        others=partial(_others, labels, metrics),
+        samples=partial(samples.samples, runs),
+        room=_LARGEST,
+        steps=steps,
+        legend=traced_steps.legend(steps),
+        mesh_picture=mesh_picture,
+        differences=_differences(runs),
+        named=lambda rows, keys: [[name, *map(row.get, keys)] for name, row in rows.items()],
+        machine=lambda found: [[*map(one.get, ("section", "name", "found")), _MARKS[one["ok"]]] for one in found],
+    )
+    return write_page(", ".join(labels), "report", body, output)
 
-    return write_page(page_of(runs), output)
+
+def _figures(labels: Sequence[str], metrics: Metrics, title: str, *patterns: str) -> Markup:
+    """The curves of the paths that match (see :meth:`Metrics.take`), each figure with its table; perhaps nothing."""
+    figures = sorted(metrics.take(*patterns).items())
+    return Markup("").join(_figure(labels, ": ".join(filter(None, (title, name))), curves) for name, curves in figures)
+
+
+def _figure(labels: Sequence[str], title: str, curves: Sequence[Curve]) -> Markup:
+    """Curves over steps, and a table that is their legend: first, last, lowest and highest value of each."""
+    if not curves:
+        return Markup("")
+    has_one_name = len({curve.name for curve in curves}) == 1
+    rows = []
+    for curve, (color, dash) in zip(curves, styles(curves), strict=True):
+        label, values = labels[curve.run], curve.values
+        name = curve.name if len(labels) == 1 else label if has_one_name else f"{curve.name}, {label}"
+        rows.append([swatch(color, name, dash), values[0], values[-1], min(values), max(values)])
+    legend = table(["", "first", "last", "lowest", "highest"], rows)
+    svg, left = draw_curves(curves[:_MOST_CURVES], title), len(curves) - _MOST_CURVES
+    return rendered("figure.html", title=title, svg=svg, legend=legend, left=left)
+
+
+def _others(labels: Sequence[str], metrics: Metrics) -> tuple[list[str], Markup]:
+    """What nobody took: names of figures that are 0 in every line, and the other figures."""
+    taken = metrics.take(r"(?P<figure>[^/]+)(?:/(?P<name>.+))?")
+    zeros = [name for name, curves in taken.items() if not any(any(curve.values) for curve in curves)]
+    return zeros, Markup("").join(_figure(labels, name, curves) for name, curves in taken.items() if name not in zeros)
+
+
+def _overview(run: RunRecord) -> list[Any]:
+    """The last values of a run."""
+    last, heldout = run.last, _heldout_lines(run)
+    return [
+        run.label,
+        last["step"],
+        run.recipe.get("train", {}).get("steps"),
+        last.get("loss"),
+        heldout[-1]["heldout"].get("loss") if heldout else None,
+        last.get("tokens_per_second"),
+        last.get("memory_mb"),
+        sum(last.get("rejected", {}).values()),
+        _num_ranks(run),
+    ]
+
+
+def _heldout_lines(run: RunRecord) -> list[Line]:
+    """Steps with held-out losses, from metrics and from evaluations, which also measure them."""
+    found = {line["step"]: line["losses"] for line in run.evaluations if line.get("losses")}
+    found |= {line["step"]: line["heldout"] for line in run.lines if line.get("heldout")}
+    return [{"step": step, "heldout": losses} for step, losses in sorted(found.items())]
+
+
+def _num_ranks(run: RunRecord) -> int | None:
+    if run.layout is None:
+        return None
+    return sum(math.prod(section["axes"].values()) for section in run.layout["sections"]) or 1
+
+
+def _worst_load(runs: Sequence[RunRecord]) -> list[Curve]:
+    curves = []
+    for index, run in enumerate(runs):
+        loads = [(line["step"], [row["load"] for row in line.get("experts", {}).values()]) for line in run.lines]
+        if any(of_layers for _, of_layers in loads):
+            curves.append(Curve(index, "load", [(step, max(known, default=None)) for step, known in loads]))
+    return curves
+
+
+def _skipped(run: RunRecord) -> list[tuple[str, str, int]]:
+    """Source, reason and number of rows skipped up to the last line; those of most rows first."""
+    reasons = run.last.get("rejected_reasons") or {}
+    rows = [(source, reason, count) for source, counts in reasons.items() for reason, count in counts.items()]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def _costs_by_rank(encoders: Mapping[str, Line]) -> list[list[Any]]:
+    """A table of the cost of each rank's items, its titles first; nothing if too many ranks are listed."""
+    costs = {name: row["cost"]["by_rank"] for name, row in encoders.items() if "by_rank" in row.get("cost", {})}
+    ranks = range(max(map(len, costs.values()), default=0))
+    titles = ["cost by rank", *(f"rank {rank}" for rank in ranks)]
+    return [titles, *([name, *of_ranks] for name, of_ranks in costs.items())] if costs else []
+
+
+def _differences(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Key of the recipes that differs, and its value in each run."""
+    leaves = [dict(_leaves(run.recipe)) for run in runs]
+    keys = dict.fromkeys(key for of_run in leaves for key in of_run)
+    differ = [key for key in keys if len({repr(of_run.get(key)) for of_run in leaves}) > 1]
+    return [[key, *(str(of_run[key]) if key in of_run else "" for of_run in leaves)] for key in differ]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

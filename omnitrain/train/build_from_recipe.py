@@ -22,9 +22,12 @@ from omnitrain.models.hf.load import as_dict, require_folder
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.attention import AUTO, require_trainable, use_omnitrain_attention
+from omnitrain.ops.attention.choose import AUTO, require_trainable
+from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import UNREAD_ROWS
-from omnitrain.ops.experts import EXPERTS, experts_in, use_omnitrain_experts
+from omnitrain.ops.experts.choose import EXPERTS
+from omnitrain.ops.experts.install import use_omnitrain_experts
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.fused.install import FUSED, FusedOp, backends_of, fuse_ops, has_operation
 from omnitrain.ops.loss.cross_entropy import CROSS_ENTROPY
 from omnitrain.ops.loss.token_functions import TokenFunction, further_parameters
@@ -42,12 +45,8 @@ from omnitrain.train.run_state.state import OPTIMIZER
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
     """Build the model of a recipe, with frozen components and LoRA adapters as it says, and its processor.
 
-    Args:
-        recipe: the recipe; fresh weights follow from its seed.
-        init_device: device of the weights; ``meta`` makes only shapes.
-
-    Raises:
-        UserError: parts of the recipe do not fit together.
+    On the device ``meta``, weights have only shapes; fresh weights follow from the recipe's seed. A UserError: parts of
+    the recipe do not fit together.
     """
     parts = recipe.model
     if parts.checkpoint is not None:
@@ -70,11 +69,7 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
 
 
 def build_without_tokenizer(recipe: Recipe) -> OmniModel:
-    """Build the model of a recipe on ``meta`` as :func:`build_from_recipe` does, with the vocabulary of its config.
-
-    Raises:
-        UserError: parts of the recipe do not fit together.
-    """
+    """Build a recipe's model on ``meta`` as :func:`build_from_recipe` does, with the vocabulary of its config."""
     if recipe.model.checkpoint is not None:
         parts = recipe.model
         model = build_omni_model(
@@ -115,8 +110,7 @@ def load_checkpoint(
     """Load a saved model, with its LoRA adapters if it has any, and its processor.
 
     Args:
-        folder: folder of a run, whose newest checkpoint is loaded, or of a model and processor saved with
-            ``save_pretrained``.
+        folder: a run, whose newest checkpoint is loaded, or a model and processor saved with ``save_pretrained``.
         frozen: names of components to freeze.
         init_device: device of the weights; ``meta`` makes only shapes.
         chat: chat format that replaces the saved one.
@@ -142,10 +136,7 @@ def load_checkpoint(
 
 
 def _add_adapters(model: OmniModel, plan: ParallelPlan) -> None:
-    """Add adapters before operations are replaced, as for a checkpoint with adapters, so both round alike.
-
-    Sharding the model raises for a plan that does not fit, with all its problems.
-    """
+    """Add adapters before operations are replaced, as for a checkpoint with them, so both round alike."""
     adapters, problems = adapters_for(model, plan)
     if not problems:
         add_lora(model, adapters)
@@ -185,16 +176,9 @@ def _refused_part(parts: Model) -> str:
 
 
 def require_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise for backends of ``model.ops`` that cannot train the model, before anything is written.
+    """Raise a UserError with a line for each backend of ``model.ops`` that cannot train the model on ``device``.
 
-    Args:
-        model: the model, on any device including ``meta``.
-        ops: the recipe's ``model.ops`` node.
-        device: device that the model will train on.
-        dtype: dtype in which the foundation computes.
-
-    Raises:
-        UserError: backends cannot train the model; the message has a line for each, with the reason and alternatives.
+    ``dtype`` is the one in which the foundation computes; the model may be on ``meta``.
     """
     problems, other_backends = [], {"cross_entropy": CROSS_ENTROPY, "unread_rows": UNREAD_ROWS, "experts": EXPERTS}
     for name, wanted in ops.model_dump(exclude={"attention"}).items():
@@ -234,17 +218,11 @@ def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype
 
     Media tokenizers keep their code, because different rounding would give different codes.
 
-    Args:
-        model: the model, on any device, because sharding will move it.
-        ops: the recipe's ``model.ops`` node.
-        device: device that the model will train on.
-        dtype: dtype in which the foundation computes.
-
     Returns:
         Component name -> operation -> the backend and the number of modules that use it.
 
     Raises:
-        UserError: a backend cannot train the model on its device.
+        UserError: a backend cannot train the model on ``device``.
     """
     require_ops(model, ops, device, dtype)
     for part in (model.runner, *model.decoders.values()):
@@ -298,11 +276,7 @@ def use_own_functions(model: OmniModel, train: Train) -> None:
 def _require_teachers(
     model: OmniModel, losses: Mapping[str, TokenFunction], metrics: Mapping[str, TokenFunction]
 ) -> None:
-    """Check the parameters of the user's functions: those after logits and labels are names of teachers.
-
-    Raises:
-        UserError: a parameter without a default is no teacher; a teacher is in no function that the text's head calls.
-    """
+    """Check the parameters of the user's functions: those after logits and labels are names of teachers."""
     named = [(f"train.losses.{head}", head, function) for head, function in losses.items()]
     named += [(f"train.metrics.{name}", "text", function) for name, function in metrics.items()]
     problems, unread = [], {*model.teachers}
@@ -380,11 +354,7 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def _require_same_tokens(teachers: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that each teacher has all tokens of the tokenizer, with the same ids.
-
-    Raises:
-        UserError: one line for each teacher that has not, with the first token.
-    """
+    """Check that each teacher has all tokens of the tokenizer, with the same ids."""
     problems, vocabulary = [], tokenizer.get_vocab()
     for name, path in teachers.items():
         of_teacher = load_tokenizer(path, f"model.teachers.{name}").get_vocab()
@@ -411,12 +381,7 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str]) -> list[i
 def _fit_vocabulary(
     model: OmniModel, tokenizer: PreTrainedTokenizerBase, source: HFSource, added: Sequence[int]
 ) -> None:
-    """Grow the foundation's embeddings if the tokenizer has more tokens than they have rows.
-
-    The model remembers which rows are new: those, and those of the tokens that were ``added``.
-
-    With pretrained embeddings, a tokenizer with far fewer tokens is an error.
-    """
+    """Grow the foundation's embeddings if the tokenizer has more tokens than rows, and remember which rows are new."""
     rows = model.foundation.get_input_embeddings().weight.size(0)
     if source.path is not None:
         require_vocabulary(tokenizer, rows, source.path)

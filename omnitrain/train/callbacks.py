@@ -53,11 +53,7 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def load_callbacks(names: Sequence[str]) -> list[Callback]:
-    """Make the callbacks that ``train.callbacks`` names: classes, or functions that return a callback.
-
-    Raises:
-        UserError: one cannot be loaded or made, or is no callback.
-    """
+    """Make the callbacks that ``train.callbacks`` names: classes, or functions that return a callback."""
     made = []
     for name in names:
         make = load_function(name, KEY)
@@ -71,11 +67,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
 
 class Callbacks:
-    """The callbacks of a run on one rank.
-
-    Args:
-        callbacks: in the order of their calls.
-        peers: all ranks of the run.
+    """The callbacks of a run on one rank, in the order of their calls; ``peers`` are all ranks.
 
     Raises:
         UserError: one is no :class:`Callback`, or has a method for an event that does not exist, or ranks have others.
@@ -101,11 +93,7 @@ class Callbacks:
         return bool(self._of_event[event])
 
     def call(self, event: str, trainer: Any, *arguments: Any) -> None:
-        """Call the methods for ``event``. Every rank calls this.
-
-        Raises:
-            CallbackError: one raised on some rank.
-        """
+        """Call the methods for ``event`` on all ranks; raise a CallbackError on all if one raised on some rank."""
         failure: tuple[str, Exception] | None = None
         for callback in self._of_event[event]:
             try:

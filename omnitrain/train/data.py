@@ -28,18 +28,10 @@ def open_data(
     state: LoaderState,
     measured: MeasuredCosts | None = None,
 ) -> tuple[StepLoader, list[RowSource]]:
-    """Open all data sets, and prepare the first row of every kind.
+    """Open all data sets, and prepare the first row of every kind; return this rank's loader and the held-out data.
 
-    Args:
-        recipe: recipe of the run.
-        model: sharded model, whose contract decides how samples are packed and steps planned.
-        processor: processor of the model.
-        ranks: ranks of the run.
-        state: state of the run's data.
-        measured: costs of items that the run measures.
-
-    Returns:
-        The loader of this rank's steps, and the held-out data sets.
+    The contract of the sharded ``model`` decides how samples are packed and steps planned; ``state`` is that of the
+    run's data, ``measured`` are the costs of items that the run measures.
 
     Raises:
         UserError: a data set cannot be read, the model cannot use a first row, no message shows some media, or a
@@ -76,12 +68,7 @@ def show_unread(recipe: Recipe, sources: Sequence[RowSource], processor: OmniPro
 
 
 def spared(recipe: Recipe, model: OmniModel) -> list[str]:
-    """Return the components that need no data: frozen components of a checkpoint, which the recipe cannot remove.
-
-    Args:
-        recipe: recipe of the run.
-        model: model with its frozen components.
-    """
+    """Return the components that need no data: frozen components of a checkpoint, which the recipe cannot remove."""
     if recipe.model.checkpoint is None:
         return []
     parameters_by_name = model.components.items()

@@ -13,7 +13,7 @@ from omnitrain.train.launch.environment import local_world_size
 def use_device(settings: Train) -> torch.device:
     """Return the device of ``settings``, and set torch's CPU threads and current CUDA device.
 
-    With several ranks on a machine, each uses the CUDA device of its local rank among those that it sees.
+    Each rank of a machine uses the CUDA device of its local rank among those that it sees.
 
     Raises:
         UserError: the device does not exist, or is one device for several ranks.
@@ -43,11 +43,7 @@ def use_device(settings: Train) -> torch.device:
 
 
 def require_devices(requested: torch.device, ranks: int) -> None:
-    """Check that this machine has a device for each of ``ranks`` ranks.
-
-    Raises:
-        UserError: several ranks would share a CUDA device.
-    """
+    """Raise a UserError if several of ``ranks`` ranks on this machine would share a CUDA device."""
     if machines_for(requested, ranks) > 1:
         devices = torch.cuda.device_count()
         raise UserError(

@@ -33,12 +33,8 @@ class EncoderCosts:
     """Fits the quadratic part of the cost of components with ``quadratic_cost: measured``.
 
     With sections, it also measures how long their encoders and the first stage take, from which steps are ordered; and
-    where packs are dealt by cost, how long the foundation and the encoders of a rank's own packs take.
-
-    Args:
-        model: the model, sharded or in one process.
-        ranks: ranks of the run.
-        state: what an earlier part of the run measured, and its steps. If it measured nothing, this part does.
+    where packs are dealt by cost, how long the foundation and the encoders of a rank's own packs take. If ``state``
+    has what an earlier part of the run measured, nothing is measured again.
 
     Attributes:
         settled: what was measured; None: nothing, or not yet.
@@ -92,27 +88,23 @@ class EncoderCosts:
     def add(self, step: int, plan: StepPlan, recorded: Recorded) -> None:
         """Add a measured step; after the last one all ranks agree on what was measured. All ranks call this."""
         for name in self._names if step > self._done_before + WARM_UP else ():
-            row = self._of_first_stage(plan, recorded) if name == FOUNDATION else self._of_encoder(name, plan, recorded)
+            if name == FOUNDATION:
+                row = self._of_first_stage(plan, recorded)
+            else:
+                seconds = seconds_of_forwards(recorded, name, has_actions=name in self._apart)
+                row = encoded_in(plan, self._rank, name, seconds)
             self._encoded[name].append(row)
         if step == self._done_before + MEASURED_STEPS:
             of_ranks = self._ranks.peers.gather(dict(self._encoded))
             rows = {name: [row for of_rank in of_ranks for row in of_rank.get(name, [])] for name in self._names}
             quadratic = {name: fitted_quadratic(rows[name]) for name in self._components}
             self.settled = Measured(
-                quadratic,
-                {n: _seconds_per_unit(rows[n], quadratic.get(n, 0.0)) for n in self._timed},
+                quadratic, {n: _seconds_per_unit(rows[n], quadratic.get(n, 0.0)) for n in self._timed}
             )
             publish(self._ranks.rendezvous, self.settled)
 
-    def _of_encoder(self, name: str, plan: StepPlan, recorded: Recorded) -> Encoded:
-        return encoded_in(plan, self._rank, name, seconds_of_forwards(recorded, name, has_actions=name in self._apart))
-
     def _of_first_stage(self, plan: StepPlan, recorded: Recorded) -> Encoded:
-        """The samples of this rank on the first stage, and the seconds of its forwards and backwards; elsewhere none.
-
-        A rank that waits for others in each layer takes as long as the rank with the longest samples in that
-        micro-batch.
-        """
+        """Samples and seconds of this rank's first stage; if ranks wait for each other, the longest samples count."""
         if self._rank not in plan.topology.readers or plan.topology.first_stage[self._rank] != self._rank:
             return Encoded(0, 0, 0, 0)
         spans = [span for span in recorded.spans if span.what.kind == "action" and Action.parse(span.what.name).passes]
@@ -127,14 +119,9 @@ class EncoderCosts:
 def foundation_seconds(spans: Sequence[Span], recorded: Recorded, inside: Sequence[str]) -> float:
     """Return the seconds of the foundation's forwards and backwards in a step of a rank.
 
-    Encoders inside of these forwards do not count. Nothing says how long their backwards take. So a backward of the
-    foundation is then taken to be twice as long as its forward; and if forwards and backwards overlap, those of the
+    The forwards of the encoders ``inside`` do not count. Nothing says how long their backwards take. So a backward of
+    the foundation is then taken to be twice as long as its forward; and if forwards and backwards overlap, those of the
     encoders are.
-
-    Args:
-        spans: of the actions that are forwards or backwards.
-        recorded: the step.
-        inside: the encoders.
     """
     encoding = sum(seconds_of_forwards(recorded, name, has_actions=False) for name in inside)
     if not encoding or any(Action.parse(span.what.name).parts for span in spans):
@@ -145,11 +132,7 @@ def foundation_seconds(spans: Sequence[Span], recorded: Recorded, inside: Sequen
 def seconds_of_forwards(recorded: Recorded, component: str, *, has_actions: bool) -> float:
     """Return the seconds in which an encoder encoded each item once.
 
-    Args:
-        recorded: a step.
-        component: the encoder.
-        has_actions: whether it has actions of its own. A backward that repeats the forward calls it, too, but its
-            ``ENCODE`` actions are only forwards.
+    If it has actions of its own, only its ``ENCODE`` actions count: a backward may repeat a forward.
     """
     if has_actions:
         actions = [(Action.parse(s.what.name), s.seconds) for s in recorded.spans if s.what.kind == "action"]

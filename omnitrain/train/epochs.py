@@ -23,12 +23,6 @@ def in_steps(recipe: Recipe) -> Recipe:
     """Return the recipe with ``steps`` in place of ``epochs``, and ``micro_batches`` in place of ``samples_per_step``.
 
     It packs the first rows of the run's order, in this process. The result depends on the recipe and its data only.
-
-    Args:
-        recipe: any recipe; one that counts in steps and packs is returned as it is.
-
-    Raises:
-        UserError: the model cannot be built, or cannot use the data.
     """
     if not counts_samples(recipe):
         return recipe
@@ -45,11 +39,7 @@ def in_steps(recipe: Recipe) -> Recipe:
 
 
 class _Measured:
-    """The packs of a recipe's data, as a run fills them.
-
-    Attributes:
-        rows: rows of all data sets.
-    """
+    """The packs of a recipe's data, as a run fills them; ``rows``: of all data sets."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, (self._model, self._processor) = recipe, build_from_recipe(recipe, "meta")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from omnitrain.models.omni.model import OmniModel
@@ -17,19 +15,7 @@ from omnitrain.train.run_state.state import TrainingState
 
 
 class ExpertsOfRun:
-    """Everything that a run does with its experts; it does nothing if the model has none.
-
-    Args:
-        model: the model, sharded or in one process.
-        recipe: recipe of the run.
-        ranks: ranks of the run.
-        spans: times of the step.
-        state: state of the run.
-
-    Attributes:
-        routers: losses, biases and load of the routers.
-        routing: recorded or replayed routing decisions.
-        chunks: number of chunks of the dispatch.
+    """Everything that a run does with its experts: balance, recorded or replayed routing, the number of chunks.
 
     Raises:
         UserError: the recipe has settings for experts, but the model has none.
@@ -44,28 +30,14 @@ class ExpertsOfRun:
         self.chunks = ExpertChunks(model, state.expert_chunks)
         self._spans = spans
 
-    @contextmanager
-    def measured(self, tokens: int) -> Iterator[None]:
-        """Measure an optimizer step, which has ``tokens`` tokens over all ranks."""
-        with self.chunks.measured(tokens, self._ranks.peers):
-            yield
-
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last measured step over all ranks. Every rank calls this."""
-        return {**self._load(), **self._replayed()}
-
-    def _load(self) -> dict[str, Any]:
-        if not (layers := self.routers.read()):
-            return {}
-        exposed = self._spans.exposed(self._ranks.peers)
-        return {
-            "experts": {name: row | {"exposed": exposed.layers.get(name, 0.0)} for name, row in layers.items()},
-            "exposed_communication": {"seconds": exposed.seconds, "share": exposed.share},
-        }
-
-    def _replayed(self) -> dict[str, dict[str, int]]:
-        """Return how replayed decisions differ from the routers' decisions."""
-        if not self._replays:
-            return {}
-        near_ties, others = (round(self._ranks.meter_peers.sum(count)) for count in self.routing.read())
-        return {"replay": {"near_ties": near_ties, "others": others}}
+        found: dict[str, Any] = {}
+        if layers := self.routers.read():
+            exposed = self._spans.exposed(self._ranks.peers)
+            found["experts"] = {name: row | {"exposed": exposed.layers.get(name, 0.0)} for name, row in layers.items()}
+            found["exposed_communication"] = {"seconds": exposed.seconds, "share": exposed.share}
+        if self._replays:  # how replayed decisions differ from the routers' decisions
+            near_ties, others = (round(self._ranks.meter_peers.sum(count)) for count in self.routing.read())
+            found["replay"] = {"near_ties": near_ties, "others": others}
+        return found

@@ -5,18 +5,24 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterable
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOGETHER_SECONDS = 1.0
 
 
-def heard(signals: Iterable[int]) -> list[int]:
-    """Return those of ``signals`` that this process handles: all, without a hang-up under ``nohup``."""
+@contextmanager
+def handled(signals: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let ``handler`` handle ``signals`` within this context; under ``nohup`` a hang-up stays ignored."""
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-    return [number for number in signals if number not in ignored]
+    before = {number: signal.signal(number, handler) for number in signals if number not in ignored}
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 class StoppedError(Exception):
@@ -32,7 +38,7 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, Any] = {}
+        self._handling = ExitStack()
         self._first: float | None = None
         self._number: int | None = None
 
@@ -48,20 +54,15 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in heard(_SIGNALS)}
+            self._handling.enter_context(handled(_SIGNALS, self._note))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._restore()
+    def __exit__(self, *_: object) -> None:
+        self._handling.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._first is None:
             self._first, self._number = time.monotonic(), number
         elif number != signal.SIGTERM and time.monotonic() - self._first > TOGETHER_SECONDS:
-            self._restore()
+            self._handling.close()
             signal.raise_signal(number)
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import nn
 
 from omnitrain.errors import UserError
@@ -11,23 +12,24 @@ from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.hidden_matrices import hidden_matrices
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.named_parameters import parameters_named
+from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.roles import decayed_parameters
+from omnitrain.parallel.layout import ModelLayout
 from omnitrain.recipe import Optimizer
 from omnitrain.recipe.useless_keys import Idle, idle_problems
 
 _NODE = "train.optimizer"
 
 
+def optimizer_of(model: OmniModel, settings: Optimizer, layout: ModelLayout | None) -> torch.optim.Optimizer:
+    """Build the optimizer of a model as it will train; without a ``layout``, in one process."""
+    offloaded = layout.offloaded(model) if layout is not None else ()
+    own = peaks_of(model, settings), decays_of(model, settings), matrices_of(model, settings)
+    return build_optimizer(model, settings, offloaded, *own)
+
+
 def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
-    """Return the peak learning rate of each trained parameter that ``learning_rates`` names.
-
-    Args:
-        model: the model, with frozen components, sharded as it will train.
-        settings: the recipe's optimizer node.
-
-    Raises:
-        UserError: a name matches no trained parameter, or no parameter trains with a learning rate.
-    """
+    """Return the peak learning rate of each trained parameter that ``learning_rates`` names; ``model`` is sharded."""
     peaks = _of_parameters(model, settings.learning_rates, "learning_rates")
     if all(parameter in peaks for parameter in model.parameters() if parameter.requires_grad):
         idle = Idle("learning_rate", "but `learning_rates` covers all trained parameters; remove one of the two")
@@ -37,23 +39,16 @@ def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]
 
 
 def decays_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
-    """Return the weight decay of each trained parameter that ``weight_decays`` names; arguments as above.
+    """Return the weight decay of each trained parameter that ``weight_decays`` names.
 
     Embeddings of which only the rows of added tokens train have none, since it would change the other rows.
-
-    Raises:
-        UserError: a name matches no trained parameter, or only norms and biases, which have no weight decay.
     """
     decays = _of_parameters(model, settings.weight_decays, "weight_decays", decayed_parameters(model))
     return decays | dict.fromkeys((model.get_parameter(name) for name in token_matrices(model)), 0.0)
 
 
 def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:
-    """Return the parameters that Muon updates, none if the recipe does not use it; arguments as above.
-
-    Raises:
-        UserError: it is used, and no such parameter trains.
-    """
+    """Return the parameters that Muon updates, at least one if the recipe uses it."""
     if settings.kind != "muon":
         return set()
     matrices = {parameter for parameter in hidden_matrices(model) if parameter.requires_grad}
@@ -68,10 +63,7 @@ def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:
 def _of_parameters(
     model: OmniModel, values: Mapping[str, float], key: str, among: Collection[nn.Parameter] | None = None
 ) -> dict[nn.Parameter, float]:
-    """Return trained parameter -> its value, that of the longest path among ``values``.
-
-    Parameters that are not ``among`` these have none.
-    """
+    """Return trained parameter, ``among`` these if given -> its value, that of the longest path."""
     key = f"{_NODE}.{key}"
     found: dict[nn.Parameter, float] = {}
     names: dict[nn.Parameter, str] = {}

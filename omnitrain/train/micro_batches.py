@@ -16,14 +16,10 @@ def micro_batches_of_rank(recipe: Recipe, state: ParallelState) -> int:
 
 
 def check_micro_batches(recipe: Recipe, state: ParallelState | None) -> list[str]:
-    """Check that the steps of a recipe fill its ranks and its pipeline.
+    """Check that the steps of a recipe fill its ranks and its pipeline; ``state`` is None in a single process.
 
     Any number of micro-batches runs on any number of data-parallel ranks. A schedule that the recipe asks for needs so
     many micro-batches that its idle time is what its formula says. The default schedule runs with fewer.
-
-    Args:
-        recipe: the recipe.
-        state: the parallel state of its run. None: a single process.
 
     Returns:
         Advice, if ranks wait for others in each step, or the default schedule has fewer micro-batches than it needs.
@@ -52,11 +48,7 @@ def _uneven_ranks(slots: int, ranks: int) -> str | None:
 
 
 def _short_pipeline(recipe: Recipe, state: ParallelState) -> str | None:
-    """Advice for a default schedule with too few micro-batches.
-
-    Raises:
-        UserError: it is not the default schedule.
-    """
+    """Advice for a default schedule with too few micro-batches; raise a UserError for another schedule."""
     found, ranks = micro_batches_of_rank(recipe, state), state.size("pp")
     if ranks == 1:
         return None

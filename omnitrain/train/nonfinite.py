@@ -49,14 +49,7 @@ class Origin(NamedTuple):
 
 
 class OriginFinder:
-    """Finds where the first value is not finite while a step is computed.
-
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-
-    Attributes:
-        found: the first one on this rank. None: all values were finite.
-    """
+    """Finds where the first value of a step is not finite on this rank: ``found``. None: all are finite."""
 
     def __init__(self, model: Any) -> None:
         self.found: Origin | None = None
@@ -146,17 +139,9 @@ def not_finite_error(
     recipe: Recipe,
     mixed: bool,
 ) -> NonFiniteError:
-    """Return the error of a step, with the samples whose loss is not finite. All ranks call this.
+    """Return the error of ``step`` (from 1), with the samples whose loss is not finite. All ranks call this.
 
-    Args:
-        step: the step, from 1.
-        loss: its total loss.
-        norm: its gradient norm.
-        packs: losses of this rank's packs.
-        origin: where it began on this rank, as an :class:`OriginFinder` found when the step was computed again.
-        peers: ranks of the run.
-        recipe: recipe of the run, whose settings the message names.
-        mixed: whether the model computes in bfloat16.
+    ``packs`` are the losses of this rank's packs; ``origin`` is where it began on this rank.
     """
     samples: dict[str, None] = {}  # an ordered set
     by_head: dict[str, dict[str, None]] = {}

@@ -9,15 +9,10 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 
 def mixed_precision(settings: Train, device_type: str) -> bool | None:
-    """Return the ``enable_mixed_precision`` of ``build_parallelize_model`` that `train.precision` means.
+    """Return the ``enable_mixed_precision`` of ``build_parallelize_model`` that `train.precision` means on a device.
 
-    Args:
-        settings: the recipe's ``train`` node.
-        device_type: type of the device that the run trains on, ``cuda`` or ``cpu``.
-
-    Returns:
-        True: bf16 compute with fp32 weights, unless a component's plan differs. False: fp32, and no plan may differ.
-        None: fp32, unless a component's plan differs.
+    True: bf16 compute with fp32 weights, unless a component's plan differs. False: fp32, and no plan may differ.
+    None: fp32, unless a component's plan differs.
     """
     if settings.precision == "auto":
         return True if device_type == "cuda" else None

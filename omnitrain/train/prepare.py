@@ -31,11 +31,9 @@ from omnitrain.train.useless_keys import require_effect
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """The model of a run, ready to train.
+    """The model of a run on its device, ready to train.
 
     Attributes:
-        model: the model on its device, in training mode.
-        processor: turns data rows into samples.
         ops: component name -> the backends of its operations.
         layout: how the model is sharded. None: one process without a plan.
         compiled: the compiled blocks. None: no block is compiled.
@@ -51,23 +49,15 @@ class PreparedModel:
 
 
 def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> PreparedModel:
-    """Build the model of ``recipe``, ready to train. Every rank calls this.
-
-    Args:
-        recipe: recipe of the run.
-        ranks: ranks of the run.
-        device: device of this rank.
-        checkpoint: verified checkpoint to resume from. None: start a new run.
-
-    Raises:
-        UserError: recipe and weights do not fit together.
-    """
+    """Build the model of ``recipe``, ready to train, from a verified checkpoint if there is one, on every rank."""
     model, processor = ranks.rank_by_rank(lambda: _build(recipe, checkpoint, ranks))
     flops = ModelFlops(model) if counts_flops(recipe.train.flops, device) else None
     mixed = mixed_precision(recipe.train, device.type)
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     use_own_functions(model, recipe.train)
-    compiled = _compiled(model, recipe, device)
+    settings, compiled = recipe.train.compile, None
+    if settings.enabled:
+        compiled = compile_blocks(model.foundation, device, max_recompiles=settings.max_recompiles)
     with weights_shown(console):
         layout = _lay_out(model, recipe, ranks, device, mixed)
     if compiled is None and layout is not None:
@@ -91,13 +81,6 @@ def _build(recipe: Recipe, checkpoint: Path | None, ranks: Ranks) -> tuple[OmniM
     require_heads(recipe, model.decoders)
     require_effect(recipe, model, processor)  # also checks the contract
     return model.train(), processor
-
-
-def _compiled(model: OmniModel, recipe: Recipe, device: torch.device) -> CompiledBlocks | None:
-    settings = recipe.train.compile
-    if not settings.enabled:
-        return None
-    return compile_blocks(model.foundation, device, max_recompiles=settings.max_recompiles)
 
 
 def _lay_out(

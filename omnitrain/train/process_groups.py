@@ -109,10 +109,7 @@ class Ranks:
 def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = False) -> Ranks:
     """Join a run as one of the ranks that a launcher started, or as a single process.
 
-    Args:
-        plan: parallel plan of the run; its degrees factorise the ranks.
-        device: device of this rank.
-        lays_out: shard the model even in a single process with an empty plan.
+    With ``lays_out`` the model is sharded even in a single process with an empty plan.
 
     Raises:
         UserError: the plan's degrees do not fit the number of ranks.

@@ -17,8 +17,9 @@ from torch.profiler import profile as torch_profile
 from omnitrain.errors import UserError
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.attention import Attend, Call, attending_through
-from omnitrain.ops.experts import experts_in
+from omnitrain.ops.attention.entry import Attend, attending_through
+from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.timing import SpanRecorder, What
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.train import Trace, Track
@@ -51,9 +52,6 @@ def profile_recipe(recipe: Recipe, folder: Path, steps: int) -> Costs:
         recipe: the recipe.
         folder: gets ``trace-rank-N.json.gz`` (for Perfetto) of each rank, and ``costs.json`` of rank 0.
         steps: number of steps to time, and then to profile.
-
-    Returns:
-        The costs on this rank.
 
     Raises:
         UserError: the recipe cannot be trained, or ``folder`` cannot be written.
@@ -96,8 +94,8 @@ def _without_run(recipe: Recipe, folder: Path, steps: int) -> Recipe:
 def _timed(trainer: Trainer, step: Callable[[], None], steps: int) -> dict[str, Any]:
     """Metrics of steps without the profiler."""
     _wait_for(trainer.device)
-    trainer.flops.read(trainer.ranks.peers, 1.0)  # drops the first steps
-    trainer.stopwatch = Stopwatch()
+    trainer.measures.flops.read(trainer.ranks.peers, 1.0)  # drops the first steps
+    trainer.measures.stopwatch = Stopwatch()
     began = time.perf_counter()
     for _ in range(steps):
         step()
@@ -106,8 +104,8 @@ def _timed(trainer: Trainer, step: Callable[[], None], steps: int) -> dict[str, 
     recipe = trainer.recipe
     return {
         "seconds": seconds / steps,
-        **trainer.flops.read(trainer.ranks.peers, seconds),
-        **trainer.stopwatch.read(recipe.train.micro_batches * recipe.data.pack_tokens),
+        **trainer.measures.flops.read(trainer.ranks.peers, seconds),
+        **trainer.measures.stopwatch.read(recipe.train.micro_batches * recipe.data.pack_tokens),
     }
 
 
@@ -159,7 +157,7 @@ def _label(module: nn.Module, words: str) -> Callable[[], None]:
     def leave(*_: Any) -> None:
         running.pop().__exit__(None, None, None)
 
-    # A forward that computes again ends with an exception as soon as it has what the backward needs.
+    # Recomputation stops early: torch raises inside it once every saved tensor exists.
     handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
     def remove() -> None:
@@ -215,5 +213,7 @@ def _facts(trainer: Trainer, line: Mapping[str, Any]) -> Facts:
         micro_batches=recipe.train.micro_batches,
         fill=line["fill"],
         settings={name: plan.model_dump(exclude_none=True) for name, plan in plans.items()},
-        imbalance={name: row["imbalance"] for name, row in trainer.encoder_metrics.get("encoders", {}).items()},
+        imbalance={
+            name: row["imbalance"] for name, row in trainer.measures.encoder_metrics.get("encoders", {}).items()
+        },
     )

@@ -11,7 +11,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.decoders.media_tokenizers import settings_of
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import experts_in
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.data import CHAT_TEXTS, VISUAL_KEYS
 from omnitrain.recipe.useless_keys import Idle, idle_problems
@@ -20,16 +20,7 @@ _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kw
 
 
 def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> None:
-    """Check that every key that ``recipe`` sets has an effect on its model.
-
-    Args:
-        recipe: recipe of the model.
-        model: the model, on any device.
-        processor: processor of the model.
-
-    Raises:
-        UserError: keys have no effect; the message has one line per key.
-    """
+    """Raise a UserError with one line for each key that ``recipe`` sets without an effect on its model."""
     idle = [*_of_parts(recipe, model), *_of_data(recipe, model, processor), *_of_experts(model)]
     if problems := idle_problems(recipe, idle):
         raise UserError(*dict.fromkeys(problems))
@@ -54,21 +45,15 @@ def _of_data(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> Iter
     renderer, contract = processor.renderer, model.runner.contract
     if not contract.packs:
         yield Idle("data.packing_buffer", f"but a pack has one sample ({contract.why_unpacked}); remove it")
-    if isinstance(renderer, TemplateRenderer):
-        yield from _of_chat_format(recipe)
+    if isinstance(renderer, TemplateRenderer) and recipe.model.checkpoint is not None:
+        yield Idle("data.chat", "but `model.checkpoint` has a chat template; remove it")
+    for key in CHAT_TEXTS if isinstance(renderer, TemplateRenderer) and recipe.model.checkpoint is None else ():
+        yield Idle(f"data.chat.{key}", "but a HF chat template renders the conversations; remove it")
     for modality in set(MODALITIES) - processor.start_tokens.keys():
         yield Idle(f"data.chat.{modality}", f"but no attached encoder or decoder handles {modality}; remove it")
     yield from _of_hf_processor(renderer.native_modalities)
     if renderer.native_modalities:
         yield Idle("model.tokenizer", "but the foundation's processor has its own tokenizer; remove it")
-
-
-def _of_chat_format(recipe: Recipe) -> Iterator[Idle]:
-    if recipe.model.checkpoint is not None:
-        yield Idle("data.chat", "but `model.checkpoint` has a chat template; remove it")
-        return
-    for key in CHAT_TEXTS:
-        yield Idle(f"data.chat.{key}", "but a HF chat template renders the conversations; remove it")
 
 
 def _of_hf_processor(native: frozenset[str]) -> Iterator[Idle]:

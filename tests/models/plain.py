@@ -28,8 +28,8 @@ from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.attention import PackedSequence
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.attention.packed_context import PackedSequence
+from omnitrain.ops.experts.routing_replay import Recording
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain.ops.delayed_wgrad import WeightGradients, delayed_to, delaying
-from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from tests.parallel import factories
 

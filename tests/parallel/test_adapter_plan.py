@@ -11,7 +11,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.adapters.lora import adapters_of, add_lora, find_adapters, train_rows
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.parallel.adapter_plan import adapters_for, lora_problems
 from omnitrain.parallel.expert.apply import expert_layers
 from omnitrain.parallel.spawn.pool import RankPool

@@ -13,6 +13,7 @@ from omnitrain.parallel.verify.verify import verify
 from tests.parallel import factories
 from tests.parallel.laid_out import laid_out
 from tests.parallel.sequence.test_sequence import samples_of
+from tests.plan.implied_collectives import has_exchange
 
 TOWERS = {
     "deepstack_of_four_heads": ("image_encoder",),
@@ -78,7 +79,7 @@ def rows_between_blocks(drawn: list[list[Sample]]) -> tuple[list[int], list[bool
     batch = step_planner(model)([Pack.from_samples(drawn[state.dp_rank])])
     ot.accumulate_gradients(model, batch)
     calls = batch.plan.calls_of(state.rank, "image_encoder", 0)
-    return rows, [not call.items for call in calls], batch.plan.has_exchange("image_encoder", 0, state.rank)
+    return rows, [not call.items for call in calls], has_exchange(batch.plan, "image_encoder", 0, state.rank)
 
 
 def test_each_rank_runs_the_blocks_over_its_part_of_every_item(ranks: RankPool) -> None:

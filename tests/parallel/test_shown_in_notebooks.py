@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from types import SimpleNamespace
+
+import pytest
+from IPython.core.formatters import DisplayFormatter
 
 import omnitrain as ot
+from omnitrain.exports import show_in_notebooks
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe.parallel import Section
+from omnitrain.report.notebook import as_html
 from tests.parallel.laid_out import laid_out
 from tests.tiny import tiny_model
 
@@ -20,7 +27,7 @@ def cells(html: str) -> list[list[str]]:
 def test_a_model_shows_its_components() -> None:
     model = tiny_model()
     model.image_encoder.requires_grad_(False)
-    titles, foundation, *others = cells(model._repr_html_())
+    titles, foundation, *others = cells(as_html(model))
     assert titles[:4] == ["component", "class", "parameters", "trainable"]
     size = f"{sum(p.numel() for p in model.components['foundation'].values()):,}"
     assert foundation[:4] == ["foundation", "Qwen3ForCausalLM", size, size]
@@ -30,7 +37,7 @@ def test_a_model_shows_its_components() -> None:
 
 def shown() -> tuple[str, str]:
     layout = ot.layout_of(model := laid_out(components={"image_encoder": {"mode": "replicate"}}))
-    return layout._repr_html_(), layout.table(model)._repr_html_()
+    return as_html(layout), as_html(layout.table(model))
 
 
 def test_a_layout_shows_its_ranks_and_components(ranks: RankPool) -> None:
@@ -49,9 +56,21 @@ def test_a_plan_shows_what_it_sets() -> None:
         sections={"vision": Section(components=["image_encoder"], ranks=2)},
         tp_plan={"layers.*.q<proj": "colwise"},
     )
-    titles, default, foundation, vision, globs, glob = cells(plan._repr_html_())
+    titles, default, foundation, vision, globs, glob = cells(as_html(plan))
     assert titles == ["", "recompute", "tp", "precision", "components", "ranks"]
     assert default == ["default", "full", "", "", "", ""]
     assert foundation == ["foundation", "", "2", "compute: bfloat16", "", ""]
     assert vision == ["vision", "", "", "", "image_encoder", "2"]
     assert (globs, glob) == (["glob", "value"], ["layers.*.q&lt;proj", "colwise"])
+
+
+def test_a_cell_shows_them_by_their_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = SimpleNamespace(display_formatter=DisplayFormatter())
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    show_in_notebooks(ot._SHOWN_IN_NOTEBOOKS)
+    plan = ot.ParallelPlan(default=ot.ComponentPlan(recompute="full"))
+    shown, _ = shell.display_formatter.format(plan)
+    assert shown["text/html"] == as_html(plan) and "text/plain" in shown
+    for path in ot._SHOWN_IN_NOTEBOOKS:
+        module, name = path.rsplit(".", 1)
+        assert as_html.dispatch(getattr(importlib.import_module(module), name)) is not as_html.dispatch(object)

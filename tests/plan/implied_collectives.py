@@ -80,7 +80,7 @@ def _phases(plan: StepPlan, rank: int, micro_batch: int) -> Iterator[_Phase]:
             for _ in range(int(plan.calls[micro_batch, index])):
                 yield _Phase(component, num_calls[component.name], has_backward)
                 num_calls[component.name] += 1
-        if _is_last_port(topology.call_sites, index) and plan.has_exchange(component.name, micro_batch, rank):
+        if _is_last_port(topology.call_sites, index) and has_exchange(plan, component.name, micro_batch, rank):
             yield _Phase(component, -1, has_backward)
 
 
@@ -105,3 +105,18 @@ def _backward(plan: StepPlan, phase: _Phase, micro_batch: int) -> Iterator[Colle
         yield Collective("reduce_scatter", component.name, micro_batch, -1)
     if component.num_replicas > 1 and micro_batch == plan.last_active(component.name):
         yield Collective("all_reduce", component.name, micro_batch, -1)
+
+
+def has_exchange(plan: StepPlan, component: str, micro_batch: int, rank: int) -> bool:
+    """Whether ``rank`` takes part in an exchange of features.
+
+    With ``place: world`` all ranks take part if any item moves, otherwise the ranks of its data group.
+    """
+    topology = plan.topology
+    if not topology.media_of(component) or not topology.moves(component):
+        return False
+    routes = plan.routes(component, micro_batch)
+    is_sent = routes.producer != routes.consumer
+    if topology.component(component).place != "world":
+        is_sent &= topology.group_of[routes.consumer] == topology.group_of[rank]
+    return bool(is_sent.any())

@@ -14,7 +14,7 @@ from omnitrain.plan import (
     StepPlan,
     Topology,
 )
-from tests.plan.implied_collectives import implied_collectives
+from tests.plan.implied_collectives import has_exchange, implied_collectives
 from tests.plan.random_steps import plan_of, random_facts, random_topology
 
 SEEDS = range(25)
@@ -182,7 +182,7 @@ def test_ranks_that_share_a_component_make_the_same_calls_and_nothing_moves() ->
     calls = [plan.calls_of(rank, "encoder", 0) for rank in everyone]
     assert calls[0] == calls[1] and calls[0][0].items == (0, 1)
     assert [not call.items for own in calls for call in own] == [False, False, True, True]
-    assert not any(plan.has_exchange("encoder", 0, rank) for rank in everyone)
+    assert not any(has_exchange(plan, "encoder", 0, rank) for rank in everyone)
     assert plan.loads("encoder").tolist() == [[6, 6, 0, 0]]
     assert [(line.travelling, line.minimal_ranks) for line in plan.component_lines()] == [(0, 2)]
 
@@ -230,7 +230,7 @@ def test_ranks_that_make_a_call_together_each_send_its_features_to_one_rank_of_e
 def test_tensor_parallel_ranks_that_each_encode_their_own_samples_send_nothing() -> None:
     component = Placement("encoder", (0, 1), ("image",), call_groups=((0, 1),))
     plan = plan_of(Topology(2, (component,), ("text",), ((0, 1),)), [RankFacts((drew(7, 4),)), RankFacts()])
-    assert not plan.topology.moves("encoder") and not plan.has_exchange("encoder", 0, 1)
+    assert not plan.topology.moves("encoder") and not has_exchange(plan, "encoder", 0, 1)
     assert plan.calls_of(0, "encoder", 0) == plan.calls_of(1, "encoder", 0)
     assert plan.loads("encoder").tolist() == [[11, 11]]
 

@@ -9,7 +9,7 @@ import pytest
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.report.write import write_report
-from omnitrain.train import Trainer
+from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.data_stats import data_stats
 from omnitrain.train.verbs.preview import preview
 from tests.report.browser import Opened, Theme, opened

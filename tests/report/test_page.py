@@ -15,11 +15,10 @@ from omnitrain.cli.main import app
 from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
 from omnitrain.report import write as write_module
-from omnitrain.report.curves import thinned
 from omnitrain.report.media import spectrogram
 from omnitrain.report.write import write_report
-from omnitrain.train import Trainer
 from omnitrain.train.metrics.console import console
+from omnitrain.train.trainer import Trainer
 from tests.report.parsed import Page, self_contained
 from tests.report.runs import line, save_run, save_samples, whole_run
 from tests.tiny import tiny_recipe
@@ -98,13 +97,6 @@ def test_media_beyond_the_room_of_a_page_are_counted_and_left_out(tmp_path: Path
     save_samples(run / "samples", 1, "loud", {f"{n}.wav": header + noise for n in range(4)})
     found = page(run)
     assert "2 of 4 images and sounds are left out" in found.words["samples"] and found.counts["audio"] == 2
-
-
-def test_a_long_curve_keeps_its_peaks_and_gaps() -> None:
-    points = [(step, 1.0) for step in range(10_000)]
-    points[5_000] = (5_000, 99.0)
-    kept = thinned([*points, *((step, None) for step in range(10_000, 12_000))], 400)
-    assert len(kept) <= 400 and (5_000, 99.0) in kept and kept[-1][1] is None
 
 
 def test_a_tone_is_a_line_of_its_spectrogram() -> None:

@@ -67,7 +67,7 @@ def fit(recipe: Path, overrides: Sequence[str]) -> list[int]:
 
 
 def assert_saved_as_if_training_had_waited(tmp_path: Path, steps: Sequence[int]) -> None:
-    assert losses(tmp_path / "background") == losses(tmp_path / "waited") == losses(tmp_path / "unsaved")
+    assert losses(tmp_path / "background") == losses(tmp_path / "waited")
     for step in steps:
         background, waited = (tmp_path / run / "checkpoints" / f"step-{step:08d}" for run in ("background", "waited"))
         verify(background)
@@ -88,12 +88,13 @@ def test_checkpoints_are_those_of_a_run_that_waits_and_losses_those_of_a_run_wit
 ) -> None:
     """Frozen files, which are links, included; weights change while a checkpoint is written."""
     monkeypatch.setattr(save, "files_of", partial(save.files_of, file_bytes=1))  # a file for each block
-    recipe = tiny_recipe(tmp_path, steps=7, save_every=2, keep_last=9)
+    recipe = tiny_recipe(tmp_path, steps=5, save_every=2, keep_last=9)
     frozen = "parallel.components.foundation.freeze=true"
     written = [fit(recipe, [frozen, *overrides]) for overrides in runs(tmp_path)]
-    assert written == [[7], [2, 4, 6, 7], [7]]
-    assert_saved_as_if_training_had_waited(tmp_path, [2, 4, 6, 7])
-    first, second = (tmp_path / "background" / "checkpoints" / f"step-0000000{step}" for step in (2, 6))
+    assert written == [[5], [2, 4, 5], [5]]
+    assert_saved_as_if_training_had_waited(tmp_path, [2, 4, 5])
+    assert losses(tmp_path / "background") == losses(tmp_path / "unsaved")
+    first, second = (tmp_path / "background" / "checkpoints" / f"step-0000000{step}" for step in (2, 4))
     assert sum(file.samefile(second / file.name) for file in first.glob("*.safetensors")) >= 2
 
 
@@ -110,9 +111,11 @@ def test_checkpoints_are_those_of_a_run_that_waits_and_losses_those_of_a_run_wit
     ],
 )
 def test_two_ranks_write_together(ranks: RankPool, tmp_path: Path, layout: list[str]) -> None:
-    recipe = tiny_recipe(tmp_path, steps=5, save_every=2, keep_last=9, micro_batches=2)
-    written = [ranks.run(fit, recipe, [*layout, *overrides], timeout_s=120, world=2) for overrides in runs(tmp_path)]
-    assert written == [2 * [[5]], 2 * [[2, 4, 5]], 2 * [[5]]]
+    settings = {"steps": 5, "save_every": 2, "keep_last": 9, "micro_batches": 2}
+    recipe = tiny_recipe(tmp_path, text_only=not layout, **settings)
+    arguments = [[*layout, *overrides] for overrides in runs(tmp_path)[:2]]
+    written = [ranks.run(fit, recipe, overrides, timeout_s=120, world=2) for overrides in arguments]
+    assert written == [2 * [[5]], 2 * [[2, 4, 5]]]
     assert_saved_as_if_training_had_waited(tmp_path, [2, 4, 5])
 
 
@@ -134,7 +137,7 @@ def test_a_failure_ends_the_run_at_the_next_step_and_it_goes_on_from_the_checkpo
     assert 4 <= trainer.step < 1000
     checkpoints.unlink()
     (tmp_path / "kept").rename(checkpoints)
-    resumed = Trainer(load(recipe, "train.steps=5"), resume=True)
+    resumed = Trainer(load(recipe, "train.steps=5", "train.async_save=false"), resume=True)
     assert resumed.step == 2
     resumed.fit()
 
@@ -277,7 +280,7 @@ def train(recipe: Path, overrides: list[str], hook: str, killed_rank: int) -> No
 @pytest.mark.parametrize(
     ("world", "layout", "kills"),
     [
-        pytest.param(1, [], 2, id="one_process"),
+        pytest.param(1, [], 1, id="one_process"),
         pytest.param(1, [], 35, id="35_of_one_process", marks=pytest.mark.slow),
         pytest.param(2, [], 10, id="10_of_two_ranks", marks=pytest.mark.slow),
         pytest.param(2, PP2, 5, id="5_of_pp2", marks=pytest.mark.slow),

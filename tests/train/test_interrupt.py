@@ -5,8 +5,7 @@ import signal
 import pytest
 
 from omnitrain.train import interrupt
-from omnitrain.train.interrupt import Interrupt
-from omnitrain.train.launch import launch
+from omnitrain.train.interrupt import Interrupt, handled
 
 
 def test_signals_that_come_together_are_one_and_a_later_one_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +49,8 @@ def test_a_hang_up_stops_nothing_under_nohup() -> None:
     with Interrupt() as asked:
         signal.raise_signal(signal.SIGHUP)
         assert not asked.requested
-    with launch._Signals() as signals:
+    signals: list[int] = []
+    with handled([signal.SIGHUP], lambda number, _: signals.append(number)):
         signal.raise_signal(signal.SIGHUP)
-        assert signals.take() == []
+        assert signals == []
     assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN

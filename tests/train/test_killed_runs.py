@@ -56,7 +56,7 @@ Trainer.train_step = noted
 
 SGD_WITH_MOMENTUM = """
 import torch
-from omnitrain.train import trainer as of_runs
+from omnitrain.train import lr_groups as of_runs
 
 def with_momentum(model, settings, *_):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

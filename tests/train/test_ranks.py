@@ -246,7 +246,7 @@ def with_momentum(model: OmniModel, settings: Optimizer, *_: object) -> torch.op
 def fit_with_momentum(
     recipe: Path, overrides: Sequence[str], resume: bool = False, interrupted_at: int | None = None
 ) -> RunSummary:
-    with patch("omnitrain.train.trainer.build_optimizer", with_momentum):
+    with patch("omnitrain.train.lr_groups.build_optimizer", with_momentum):
         return fit(recipe, overrides, resume, interrupted_at)
 
 

@@ -20,8 +20,8 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.media_dispatch import StepBatch
+from omnitrain.report.curves import numbers_in
 from omnitrain.train.metrics.console import console
-from omnitrain.train.metrics.trackers import numbers_in
 from omnitrain.train.run_state import snapshot
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.trainer import Trainer

@@ -24,10 +24,10 @@ from omnitrain.ops.compile.blocks import compile_blocks
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
+from omnitrain.report.curves import numbers_in
 from omnitrain.train.evaluate import evaluate
 from omnitrain.train.evaluate.evaluate import Answered
 from omnitrain.train.metrics.console import console
-from omnitrain.train.metrics.trackers import numbers_in
 from omnitrain.train.run_state import save_times, snapshot
 from omnitrain.train.run_state.save import checkpoint_bytes
 from omnitrain.train.trainer import NonFiniteError, Trainer
@@ -127,7 +127,7 @@ def test_a_step_without_targets_changes_nothing_and_is_counted(tmp_path: Path) -
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}
     assert trainer.train_step(step_planner(trainer.model, trainer.ranks.rendezvous)([empty])) == (0.0, 0.0)
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
-    assert trainer.steps_without_targets == 1
+    assert trainer.measures.steps_without_targets == 1
 
 
 def test_data_in_which_nobody_answers_end_the_run(tmp_path: Path) -> None:

@@ -51,11 +51,7 @@ class ChatTemplate:
     """
 
     def __init__(self, owner: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Render short conversations to learn what the template expects and writes.
-
-        Args:
-            owner: a HF processor or tokenizer with a chat template.
-            tokenizer: its tokenizer.
+        """Render short conversations to learn what the template of ``owner``, a processor or tokenizer, writes.
 
         Raises:
             UserError: there is no chat template, or it cannot render a plain question and answer.
@@ -79,12 +75,7 @@ class ChatTemplate:
         self.end = self._end()
 
     def render(self, messages: list[Message], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
-        """Render ``messages`` as text.
-
-        Args:
-            messages: messages whose contents are texts or parts.
-            tools: tools that the assistant may call; see :func:`omnitrain.data.chat.tool_calls.tools_of`.
-            add_generation_prompt: append the text that opens an assistant's message.
+        """Return ``messages``, and the tools of :func:`~omnitrain.data.chat.tool_calls.tools_of`, as text.
 
         Raises:
             ValueError: there are no messages, or the template refuses them.
@@ -103,10 +94,7 @@ class ChatTemplate:
     def assistant_spans(self, text: str, messages: list[Message], tools: Tools = ()) -> list[Span]:
         """Return the characters ``[start, stop)`` of ``text`` that the assistant writes, end tokens included, in order.
 
-        Args:
-            text: result of :meth:`render`.
-            messages: the rendered messages; those with a ``weight`` of 0 are skipped.
-            tools: the rendered tools.
+        Messages with a ``weight`` of 0 are skipped. ``text`` is the result of :meth:`render` for the other arguments.
 
         Raises:
             ValueError: the characters cannot be found, or the template leaves out text of the assistant.
@@ -141,7 +129,7 @@ class ChatTemplate:
         return MarkedText.of(self._apply(source, shaped, tools, add_generation_prompt))
 
     def _written(self, marked: MarkedText, messages: list[Message], tools: Tools, index: int) -> list[Span]:
-        """Return the assistant's spans of one message: one span, or several with ``{% generation %}``."""
+        """Return the assistant's spans of one message: one, or several with ``{% generation %}``."""
         pieces = marked.pieces.get(index, [])
         if len(pieces) != 1:
             raise ValueError(
@@ -175,10 +163,7 @@ class ChatTemplate:
         return start
 
     def _lead(self, first: Message, tools: Tools) -> int:
-        """Return how much of a conversation's first message, one of the assistant, comes before its generation.
-
-        That is what the template writes for all conversations, such as a default system prompt, and the opening.
-        """
+        """Return how much comes before a first message of the assistant: a default system prompt, the opening."""
         marked = self._render_marked([first | {"content": _PROBE}], tools, texts=False)
         start, stop = marked.pieces.get(0, [(0, 0)])[0]
         lead = marked.text[start:stop].partition(_PROBE)[0]
@@ -279,10 +264,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def _prompts(self, messages: list[Message], tools: Tools = ()) -> list[str]:
-        """Return the possible generation prompts after ``messages``, longest first.
-
-        They are the text that ``add_generation_prompt`` adds, and all text after the last message.
-        """
+        """Return what ``add_generation_prompt`` adds, and all text after the last message, the longer one first."""
         without, prompted = (
             self._render_marked(messages, tools, texts=False, add_generation_prompt=is_prompted)
             for is_prompted in (False, True)
@@ -293,17 +275,12 @@ class ChatTemplate:
 
     def _headers(self) -> list[str]:
         """Return the texts before the content of an assistant's message, if it is the last one and if it is not."""
-        conversation = [_asks("a"), {"role": "assistant", "content": _PROBE}]
-        headers = []
-        for more in ([], [_asks("b")]):
-            marked = self._render_marked(conversation + more, (), texts=False)
-            for start, stop in marked.pieces.get(1, []):
-                headers.append(marked.text[start:stop].partition(_PROBE)[0])
+        marked = [self._render_marked(_ANSWERED + more, (), texts=False) for more in ([], [_asks("b")])]
+        headers = (one.text[start:stop].partition(_PROBE)[0] for one in marked for start, stop in one.pieces.get(1, []))
         return [header for header in headers if header]
 
     def _end(self) -> str | None:
-        conversation = [_asks("a"), {"role": "assistant", "content": _PROBE}]
-        texts = [self._probe(conversation + more) for more in ([], [_asks("b")])]
+        texts = [self._probe(_ANSWERED + more) for more in ([], [_asks("b")])]
         return next(filter(None, (self._special_at(text.partition(_PROBE)[2].lstrip(), 0) for text in texts)), None)
 
     def _probe(self, messages: list[Message]) -> str:
@@ -317,6 +294,9 @@ class ChatTemplate:
 
 def _asks(content: str | list[Message]) -> Message:
     return {"role": "user", "content": content}
+
+
+_ANSWERED = [_asks("a"), {"role": "assistant", "content": _PROBE}]
 
 
 def _require_shown(shown: MarkedText, messages: list[Message]) -> None:

@@ -45,11 +45,7 @@ _GROUPS: dict[str, tuple[str, Any]] = {
 
 
 def require_known_arguments(processor: object, arguments: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise for arguments that the HF processor does not have; transformers would silently ignore them.
-
-    Args:
-        processor: a processor of transformers.
-        arguments: ``images_kwargs``, ``videos_kwargs`` or ``audio_kwargs`` -> argument -> value.
+    """Raise for arguments (by group) that the HF processor does not have; transformers would silently ignore them.
 
     Raises:
         UserError: an argument does not exist; the message suggests the nearest one.

@@ -11,9 +11,7 @@ from omnitrain.recipe import ChatFormat
 def template_of(chat: ChatFormat, media: Mapping[str, str]) -> str:
     """Return the Jinja template that writes messages as ``chat`` does.
 
-    Args:
-        chat: the format.
-        media: modality -> the text that stands for an item of it; others are left out.
+    ``media``: modality -> the text that stands for an item of it; others are left out.
     """
     openings = {role: getattr(chat, role) for role in ("system", "user", "assistant")}
     return (
@@ -27,11 +25,9 @@ def template_of(chat: ChatFormat, media: Mapping[str, str]) -> str:
 
 
 def template_with_media(template: str, media: Mapping[str, str]) -> str:
-    """Return ``template`` with media parts of messages as text parts.
+    """Return a chat template that shows ``media`` parts as text parts to ``template``.
 
-    Args:
-        template: a Jinja chat template that reads messages with text parts.
-        media: modality -> the text that stands for an item of it; other parts stay as they are.
+    ``media``: modality -> the text that stands for an item of it; other parts stay as they are.
     """
     return (
         f"{{%- set media = {_literal(media)} -%}}{{%- set shown = namespace(messages=[]) -%}}"

@@ -13,17 +13,11 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A content part that contains an image, sound or video.
+    """A content part that contains an image, sound or video."""
 
-    Attributes:
-        modality: ``image``, ``audio`` or ``video``.
-        position: index among the data row's media of this modality.
-        is_target: whether it is in an assistant message, so that the model learns to write it.
-    """
-
-    modality: str
-    position: int
-    is_target: bool
+    modality: str  # image, audio or video
+    position: int  # among the data row's media of this modality
+    is_target: bool  # it is in an assistant message, so the model learns to write it
 
 
 def content_parts(message: Message) -> list[Message]:
@@ -50,25 +44,14 @@ def content_parts(message: Message) -> list[Message]:
                 raise TypeError(f"text {part['text']!r}")
             part["text"].encode()
         elif part["type"] not in MODALITIES:
-            raise UserError(
-                f"content part of type {part['type']!r}: expected text, {', '.join(MODALITIES)}{_file_hint(part)}"
-            )
+            like = next((m for m in MODALITIES if m in str(part["type"])), None)  # OpenAI's parts contain their file
+            hint = f"; write {{type: {like}}} and put the file into the column `{like}s`" if like else ""
+            raise UserError(f"content part of type {part['type']!r}: expected text, {', '.join(MODALITIES)}{hint}")
     return parts
 
 
-def _file_hint(part: Message) -> str:
-    """Return advice for OpenAI's parts that contain their file."""
-    modality = next((m for m in MODALITIES if m in str(part["type"])), None)
-    return f"; write {{type: {modality}}} and put the file into the column `{modality}s`" if modality else ""
-
-
 def media_parts(messages: list[Message]) -> list[MediaPart]:
-    """Return the media parts of a conversation, in order.
-
-    Raises:
-        UserError, UnicodeEncodeError: see :func:`content_parts`.
-        TypeError, KeyError: this is not a conversation.
-    """
+    """Return the media parts of a conversation, in order; errors as of :func:`content_parts`."""
     counts = dict.fromkeys(MODALITIES, 0)
     parts: list[MediaPart] = []
     for message in messages:
@@ -80,9 +63,7 @@ def media_parts(messages: list[Message]) -> list[MediaPart]:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message of :func:`~omnitrain.data.sources.turns.canonical` is trained.
-
-    Messages of the assistant are, unless their ``weight`` is 0.
+    """Whether a message is trained: those of the assistant are, unless their ``weight`` is 0.
 
     Raises:
         ValueError: a weight that this message cannot have.

@@ -37,19 +37,15 @@ class MarkedText:
     """A rendered conversation with the information of its marks.
 
     Attributes:
-        text: the text without the marks.
         pieces: index of a message -> characters ``[start, stop)`` that the template wrote for this message; not empty,
             and merged if adjacent.
-        generated: spans of characters inside ``{% generation %}``.
-        seen: index of a message -> kinds of texts (:data:`OWN`, :data:`OTHERS`, :data:`THOUGHT`) inside it.
-        last_stop: end of the last iteration of a loop over messages.
     """
 
-    text: str = ""
+    text: str = ""  # without the marks
     pieces: dict[int, list[Span]] = field(default_factory=dict)
-    generated: list[Span] = field(default_factory=list)
-    seen: dict[int, set[str]] = field(default_factory=dict)
-    last_stop: int = 0
+    generated: list[Span] = field(default_factory=list)  # characters inside {% generation %}
+    seen: dict[int, set[str]] = field(default_factory=dict)  # index of a message -> OWN, OTHERS, THOUGHT inside it
+    last_stop: int = 0  # of the last iteration of a loop over messages
 
     @classmethod
     def of(cls, marked: str) -> MarkedText:
@@ -101,15 +97,12 @@ def marked_messages(messages: Sequence[Message], *, texts: bool) -> list[Message
     With ``texts``, each text gets a mark as well, before its last non-space character, so that trimming keeps it.
     Equal messages stay equal, because templates compare messages (Mistral's do): their mark names all of them.
     """
-    return [
-        (_marked_texts(message) if texts else message) | {_BEGIN_KEY: _mark_of(message, messages), _END_KEY: _END}
-        for message in messages
-    ]
-
-
-def _mark_of(message: Message, messages: Sequence[Message]) -> str:
-    equal = [str(index) for index, other in enumerate(messages) if other == message]
-    return f"{_BEGIN}{','.join(equal)}{_BEGUN}"
+    marked = []
+    for message in messages:
+        equal = [str(index) for index, other in enumerate(messages) if other == message]
+        marks = {_BEGIN_KEY: f"{_BEGIN}{','.join(equal)}{_BEGUN}", _END_KEY: _END}
+        marked.append((_marked_texts(message) if texts else message) | marks)
+    return marked
 
 
 def _marked_texts(message: Message) -> Message:
@@ -123,15 +116,11 @@ def _marked_texts(message: Message) -> Message:
 
 def _marked_within(value: Any, mark: str) -> Any:
     if isinstance(value, str):
-        return _marked(value, mark)
+        last = len(value.rstrip()) - 1
+        return value if last < 0 else value[:last] + mark + value[last:]
     if isinstance(value, dict):
         return {key: one if key == "type" else _marked_within(one, mark) for key, one in value.items()}
     return [_marked_within(one, mark) for one in value] if isinstance(value, list) else value
-
-
-def _marked(text: str, mark: str) -> str:
-    last = len(text.rstrip()) - 1
-    return text if last < 0 else text[:last] + mark + text[last:]
 
 
 @lru_cache

@@ -16,11 +16,7 @@ _MIN_SHARE = 0.5
 
 
 def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
-    """Load the text tokenizer of a folder or Hub id.
-
-    Args:
-        path: folder or Hub id.
-        key: recipe key that names it, for errors.
+    """Load the text tokenizer of a folder or Hub id, which ``key`` of the recipe names.
 
     Raises:
         UserError: there is no tokenizer, or it is incomplete (:func:`require_whole`).
@@ -38,12 +34,7 @@ def require_whole(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str
     """Raise for a tokenizer without a vocabulary, which transformers builds if the tokenizer's files are missing.
 
     A text in many scripts must give at least one token that is neither the unknown token nor an added one. If the
-    vocabulary has none of these scripts, the text of its first tokens must.
-
-    Args:
-        tokenizer: the loaded tokenizer.
-        path: folder or Hub id that it was loaded from.
-        key: recipe key that names it, for errors.
+    vocabulary has none of these scripts, the text of its first tokens must. Errors name ``key`` of the recipe.
 
     Raises:
         UserError: the tokenizer gives no token, or only unknown tokens, for any text.
@@ -62,15 +53,10 @@ def require_whole(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str
 
 
 def require_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> None:
-    """Raise for a tokenizer with less than half as many tokens as a pretrained foundation has embeddings.
+    """Raise for a tokenizer with less than half as many tokens as the foundation at ``path`` has rows.
 
     Such a tokenizer belongs to another model or is incomplete. Padded embeddings have only some per cent more rows than
     tokens (Phi-2: 51200 for 50295), and vocabularies with codes of other media still consist mostly of text.
-
-    Args:
-        tokenizer: the tokenizer.
-        rows: rows of the foundation's embeddings.
-        path: folder or Hub id of the foundation.
 
     Raises:
         UserError: the tokenizer has too few tokens; the message gives both numbers.
@@ -87,23 +73,14 @@ class DocumentEncoder:
     """Encodes documents: their text, in which control tokens stay text, between the tokenizer's start and end."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token: int) -> None:
-        """Find the tokens of a document's begin and end.
-
-        Args:
-            tokenizer: the tokenizer.
-            end_token: the end of a document, if the tokenizer has no `eos_token`.
-        """
+        """Find the begin and end of a document; ``end_token`` ends it if the tokenizer has no `eos_token`."""
         self._encode = TextEncoder(tokenizer, ())
         start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
         self._start = [start] if start is not None and start in tokenizer("")["input_ids"] else []
         self._end = [end_token if end is None else end]
 
     def __call__(self, document: Document) -> list[int]:
-        """Return the ids of a document, or of a part of one.
-
-        Raises:
-            ValueError: see :class:`TextEncoder`.
-        """
+        """Return the ids of a document, or of a part of one; errors as of :class:`TextEncoder`."""
         ids = self._encode(document.text)
         return [*(self._start if document.begins else ()), *ids, *(self._end if document.ends else ())]
 
@@ -116,12 +93,7 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format_texts: Iterable[str]) -> None:
-        """Find the control tokens.
-
-        Args:
-            tokenizer: the tokenizer.
-            format_texts: texts of the chat format that delimit messages and media.
-        """
+        """Find the control tokens. ``format_texts`` of the chat format delimit messages and media."""
         of_format = {one for text in format_texts for one in tokenizer(text, add_special_tokens=False)["input_ids"]}
         added = {one: token for one, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         self._control = {one for one, token in added.items() if token.special or one in of_format}

@@ -8,11 +8,7 @@ from typing import Any
 
 
 def tools_of(column: Any) -> list[dict[str, Any]]:
-    """Return the tools of a row, from a list of objects or the JSON text of such a list.
-
-    Raises:
-        ValueError: the column is neither.
-    """
+    """Return the tools of a row, from a list of objects or the JSON text of such a list; else raise ValueError."""
     tools = _parsed(column, "tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and name_of(tool) for tool in tools):
         raise ValueError(
@@ -55,20 +51,16 @@ def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, dict) or not name_of(call):
         raise ValueError(f"{where}: found {_shown(call)}; expected an object with a `function` and its `name`")
-    _require_json(call, where)
+    try:
+        json.dumps(call, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:  # dates in parquet; lone surrogates, which JSON allows
+        raise ValueError(f"{where}: cannot be written as JSON: {error}") from None
     function = _function(call)
     arguments = _parsed(function.get("arguments"), f"{where}.function.arguments")
     if not isinstance(arguments, dict | None):
         raise ValueError(f"{where}.function.arguments: found {_shown(arguments)}; expected an object")
     others = {key: value for key, value in call.items() if key not in ("name", "arguments")}
     return others | {"type": "function", "function": {**function, "arguments": arguments or {}}}
-
-
-def _require_json(call: dict[str, Any], where: str) -> None:
-    try:
-        json.dumps(call, ensure_ascii=False).encode()
-    except (TypeError, ValueError) as error:  # dates in parquet; lone surrogates, which JSON allows
-        raise ValueError(f"{where}: cannot be written as JSON: {error}") from None
 
 
 def _function(called: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -32,22 +31,16 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _KEPT_BYTES, _LARGEST_KEPT = 128 << 20, 32 << 20  # of freed memory in all, and of one array
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """The last message: the generator ended, perhaps with an error."""
-
-    error: Exception | None = None
+class _Ended(NamedTuple):
+    error: Exception | None  # with which the generator ended
 
 
 def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int) -> Generator[Item, None, None]:
     """Yield the items of a generator that runs up to ``depth`` items ahead in a background process.
 
     The consumer's process only copies finished items. Closing the result closes the generator. An error of the
-    generator is raised after the items before it. The process never outlives this one.
-
-    Args:
-        make_items: called in the background process; it and the items must be picklable.
-        depth: maximum number of finished items that wait.
+    generator is raised after the items before it. The process never outlives this one. ``make_items`` and the items
+    must be picklable.
 
     Raises:
         TrainingError: the process was killed, or stopped by an error that is not a UserError.
@@ -140,7 +133,6 @@ class _Sender:
     """A thread that sends items of the main thread, where a signal handler that raises could cut a message."""
 
     def __init__(self, out: socket.socket, depth: int) -> None:
-        """Send to ``out``, with at most ``depth`` waiting items."""
         self._out = out
         self._waiting: queue.Queue[Message | None] = queue.Queue(maxsize=depth)
         self._reader_gone = threading.Event()

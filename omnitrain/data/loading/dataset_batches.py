@@ -30,20 +30,12 @@ class MicroBatches:
 
 @dataclass(frozen=True)
 class MakeBatches:
-    """Prepares some rows of a step and collates them.
+    """Prepares some rows of a step and collates them."""
 
-    Attributes:
-        processor: turns data rows into samples; None: ``collate`` gets the rows of the dataset.
-        collate: makes a micro-batch of a list of rows.
-        max_tokens: longer samples are rejected; None: no limit.
-        pack_tokens: make packs of at most so many tokens; None: one micro-batch of all rows.
-        without_tails: see :meth:`Sample.without_tail`.
-    """
-
-    processor: OmniProcessor | None
+    processor: OmniProcessor | None  # None: `collate` gets the rows of the dataset
     collate: Collate
-    max_tokens: int | None
-    pack_tokens: int | None
+    max_tokens: int | None  # longer samples are rejected; None: no limit
+    pack_tokens: int | None  # make packs of at most so many tokens; None: one micro-batch of all rows
     without_tails: bool
 
     def __call__(self, rows: Sequence[tuple[int, Any]]) -> MicroBatches:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol, cast
 
@@ -28,28 +29,25 @@ _MAX_FAILURES = 1000  # consecutive rejected rows
 class MapDataset(Protocol):
     """A map-style dataset, such as ``torch.utils.data.Dataset``, ``datasets.Dataset`` or a list."""
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Any:
-        """Return a row."""
-        ...
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
-class _Numbered(Dataset[tuple[int, Any]]):
-    """The rows of a map-style dataset with their positions in the order of all epochs."""
+@dataclass(frozen=True)
+class _MapSteps(Dataset[list[MicroBatches]]):
+    """The micro-batches of a rank in each step, from a map-style dataset."""
 
-    def __init__(self, dataset: MapDataset) -> None:
-        self.dataset = dataset
+    dataset: MapDataset
+    make: MakeBatches
+    draws: Callable[[int], list[list[tuple[int, int]]]]  # step -> (index in the order of all epochs, row) of its parts
 
-    def __getitem__(self, draw: tuple[int, int]) -> tuple[int, Any]:
-        index, row = draw
-        return index, self.dataset[row]
+    def __getitem__(self, step: int) -> list[MicroBatches]:
+        return [self.make([(index, self.dataset[row]) for index, row in part]) for part in self.draws(step)]
 
 
-class _Stream(IterableDataset[Any]):
-    """The micro-batches of a rank in each step, from an iterable dataset that every rank reads as a whole."""
+class _StreamSteps(IterableDataset[list[MicroBatches]]):
+    """The same, from an iterable dataset that every rank reads as a whole."""
 
     def __init__(
         self, dataset: Iterable[Any], make: MakeBatches, first: int, size: int, parts: Sequence[slice]
@@ -97,7 +95,31 @@ class DatasetLoader:
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        """See :func:`~omnitrain.data.loading.loader.build_dataloader`."""
+        """Check the arguments.
+
+        Args:
+            dataset: any map-style or iterable dataset of rows.
+            processor: turns data rows into samples; see :func:`~omnitrain.data.loading.loader.build_dataloader`.
+            micro_batch_size: rows of a micro-batch.
+            pack_tokens: in place of it, the most tokens of a micro-batch. Each rank packs its share of the rows of a
+                step. Longer samples are skipped.
+            global_batch_size: rows of an optimizer step over all ranks, a multiple of ``micro_batch_size`` and at least
+                one micro-batch for each rank. By default each rank has one micro-batch.
+            collate_fn: makes a micro-batch of a list of rows (or a list with this function). By default an
+                :class:`~omnitrain.data.render.packing_collator.OmniDataCollatorWithPacking`.
+            shuffle: shuffle the rows of each epoch, by ``seed``; by default only of a map-style dataset. An iterable
+                dataset is read in its own order.
+            num_workers: processes that prepare and collate; at most 1 for an iterable dataset.
+            seed: seed of the order, and of what workers draw.
+            max_tokens: with a processor, samples that are longer are skipped.
+            without_tails: with a processor, see :meth:`Sample.without_tail`.
+            rank: ``dp_rank`` of the parallel state; required on several ranks.
+            ranks: ``dp_size`` of it.
+
+        Raises:
+            DataError: the dataset has no rows.
+            UserError: the sizes do not fit the ranks, or ``dataset`` is none.
+        """
         rank, ranks = _rank_and_ranks(rank, ranks)
         self.global_batch_size, self._parts = _step_and_parts(
             micro_batch_size, pack_tokens, global_batch_size, rank, ranks
@@ -165,57 +187,31 @@ class DatasetLoader:
         self.epoch, self.steps = state["epoch"], state["steps"]
 
     def __iter__(self) -> Iterator[list[Any]]:
-        for micro_batches in self._of_map() if self._is_map else self._of_stream():
+        steps: Dataset[list[MicroBatches]]
+        if self._is_map:
+            steps, order = _MapSteps(self._dataset, self._make, self._draws), range(self.steps, len(self))
+        else:
+            if hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(self.epoch)
+            size, order = self.global_batch_size, None
+            steps = _StreamSteps(self._dataset, self._make, self.steps * size, size, self._parts)
+        # Random transforms of rows differ between epochs, ranks and resumes. With the global generator, `DataLoader`
+        # would advance what dropout uses.
+        generator = torch.Generator().manual_seed(mixed_seed(self._seed, self._rank, self.epoch, self.steps))
+        options: dict[str, Any] = {"num_workers": self._num_workers, "worker_init_fn": _start_worker}
+        for made in DataLoader(steps, batch_size=None, sampler=order, generator=generator, **options):
             self.steps += 1
-            yield [batch for made in micro_batches for batch in self._checked(made).batches]
+            yield [batch for micro_batches in made for batch in self._checked(micro_batches).batches]
         self.epoch, self.steps = self.epoch + 1, 0
 
-    def _of_map(self) -> Iterator[list[MicroBatches]]:
-        steps = range(self.steps, len(self))
-        loader = DataLoader(
-            _Numbered(self._dataset),
-            batch_sampler=(self._draws(part) for step in steps for part in self._parts_of(step)),
-            collate_fn=self._make,
-            num_workers=self._num_workers,
-            worker_init_fn=_start_worker,
-            generator=self._generator(),
-        )
-        micro_batches = iter(loader)
-        for step in steps:
-            yield [next(micro_batches) for _ in self._parts_of(step)]
-
-    def _parts_of(self, step: int) -> list[range]:
-        """Return the positions in the epoch's order of each of this rank's micro-batches."""
-        start = step * self.global_batch_size
-        positions = range(start, min(start + self.global_batch_size, len(self._dataset)))
-        return [positions[part] for part in self._parts if positions[part]]
-
-    def _draws(self, positions: range) -> list[tuple[int, int]]:
-        """Return the index in the order of all epochs, and the row, of each position."""
-        indices = np.array(positions) + self.epoch * len(self._dataset)
-        rows = self._order.rows(indices, self._seed) if self._shuffles else np.array(positions)
-        return list(zip(indices.tolist(), rows.tolist(), strict=True))
-
-    def _of_stream(self) -> Iterator[list[MicroBatches]]:
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(self.epoch)
-        size = self.global_batch_size
-        stream = _Stream(self._dataset, self._make, self.steps * size, size, self._parts)
-        yield from DataLoader(
-            stream,
-            batch_size=None,
-            num_workers=self._num_workers,
-            worker_init_fn=_start_worker,
-            generator=self._generator(),
-        )
-
-    def _generator(self) -> torch.Generator:
-        """Return what seeds the workers: random transforms of the rows differ between epochs, ranks and resumes.
-
-        With the global generator, ``DataLoader`` would advance what dropout uses.
-        """
-        seed = mixed_seed(self._seed, self._rank, self.epoch, self.steps)
-        return torch.Generator().manual_seed(seed)
+    def _draws(self, step: int) -> list[list[tuple[int, int]]]:
+        """Return the index in the order of all epochs, and the row, of what each micro-batch of this rank has."""
+        start, length = step * self.global_batch_size, len(self._dataset)
+        positions = np.arange(start, min(start + self.global_batch_size, length))
+        indices = positions + self.epoch * length
+        rows = self._order.rows(indices, self._seed) if self._shuffles else positions
+        draws = list(zip(indices.tolist(), rows.tolist(), strict=True))
+        return [draws[part] for part in self._parts if draws[part]]
 
     def _checked(self, made: MicroBatches) -> MicroBatches:
         """Count rejected rows, and raise the error of a row that the model cannot use."""

@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, overload
@@ -14,14 +14,12 @@ from typing import Any, overload
 import numpy as np
 
 from omnitrain.data.loading.data_process import run_ahead
-from omnitrain.data.loading.dataset_batches import Collate
 from omnitrain.data.loading.dataset_loader import DatasetLoader, MapDataset
-from omnitrain.data.loading.order import Order, SampleOrder, SourceShare
-from omnitrain.data.loading.order_v1 import FirstOrder
+from omnitrain.data.loading.order import SampleOrder, SourceShare
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.prepared_rows import PreparedRows
 from omnitrain.data.loading.row_processes import prepare_some
-from omnitrain.data.loading.same_samples import PackedStep, SameSamples, Swap
+from omnitrain.data.loading.same_samples import MadeStep, SameSamples, Swap
 from omnitrain.data.loading.slot_rows import SlotRows
 from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
 from omnitrain.data.packing.budget import PackBudget
@@ -48,44 +46,64 @@ _FIRST_ROWS = 16  # of each source; one of them must be usable
 Packs = tuple[Pack, ...]
 
 
-@dataclass(frozen=True)
-class _LoadedStep:
-    """A step of one rank, the states of the rank's slots after it, and the rows rejected while it was made."""
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How a rank makes its steps. Their samples follow from the recipe, ``seed`` and ``slots``, not from ``ranks``.
 
-    step: Any
-    slots: Mapping[int, SlotState]
-    rejected: tuple[Rejected, ...]
+    Attributes:
+        seed: seed of the data order.
+        state: state to resume from: that of :meth:`StepLoader.state`, merged if there are several ranks.
+        alone: make packs of one sample, for a model that cannot keep several samples apart (``not
+            model.runner.contract.packs``).
+        without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
+            (``model.runner.contract.without_tails``).
+        slots: packs of a step over all ranks, the recipe's ``train.micro_batches``.
+        rank: rank among the ranks that draw data; None: it draws none, and its steps have no packs.
+        ranks: number of ranks that draw data; see :func:`~omnitrain.data.loading.slots.share_of_rank`. With more ranks
+            than slots, several ranks divide the samples of a pack by tokens. If ``ranks`` does not divide ``slots``,
+            some ranks have a pack less than others.
+        idle: a sample with nothing to predict, for a rank that gets no sample of a pack. Required with more ranks than
+            slots.
+        then: makes a step from the rank's packs, in the process that packs; it and its results must be picklable. By
+            default a step is the tuple of packs. If it is a context manager, it is entered before the first row is read
+            and exited at the end, also after an error.
+        peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens`` needs.
+        media_names: the model's ``media_of_data``. Required with ``data.pack_elements``.
+        swap: sends a parcel to the data process of each of ``peers`` and returns those that they sent
+            (:meth:`DataProcessGroup.swap`). One of the ranks that hold the same samples then prepares them for all.
+            None: each rank prepares its own.
+    """
+
+    seed: int = 0
+    state: LoaderState | None = None
+    alone: bool = False
+    without_tails: bool = False
+    slots: int = 1
+    rank: int | None = 0
+    ranks: int = 1
+    idle: Sample | None = None
+    then: Callable[[Packs], Any] | None = None
+    peers: Peers = SINGLE_PROCESS
+    media_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    swap: Swap | None = None
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """Makes the steps of one rank. It can be pickled to another process.
-
-    Attributes:
-        data: the recipe's ``data`` node.
-        order: order of the samples over all slots of the run.
-        rows: prepares the data rows.
-        share: the rank's share of each step.
-        slots: slot of the rank -> its state at the start.
-        alone: make packs of one sample.
-        budget: the most that a pack may hold.
-        idle: sample to use if the rank's share of a pack is empty.
-        then: makes the step from the packs. None: the packs are the step. A context manager is entered.
-        same: the ranks that hold the same samples, if one of them prepares these for all; None: each for itself.
-    """
+    """Makes the steps of one rank. It can be pickled to another process."""
 
     data: Data
-    order: Order
+    order: SampleOrder
     rows: PreparedRows
     share: RankShare
-    slots: Mapping[int, SlotState]
+    slots: Mapping[int, SlotState]  # of the rank, at the start
     alone: bool
     budget: PackBudget
     idle: Sample | None
     then: Callable[[Packs], Any] | None
-    same: SameSamples | None
+    same: SameSamples | None  # if one of several ranks prepares their samples
 
-    def make(self) -> Generator[_LoadedStep, None, None]:
+    def make(self) -> Generator[MadeStep, None, None]:
         """Yield steps without end. One of ``data.workers`` processes runs this; the others prepare rows for it.
 
         Raises:
@@ -94,15 +112,15 @@ class _Steps:
         """
         context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
         with context, contextlib.closing(self._packed()) as own:
-            steps: Generator[PackedStep, None, None] = own
+            steps: Generator[MadeStep, None, None] = own
             if self.same is not None:
                 steps = self.same.send(own) if self.same.is_first else self.same.receive()
             for step in steps:
-                (packs,) = step.shares
-                yield _LoadedStep(self.then(packs) if self.then else packs, step.slots, step.rejected)
+                (packs,) = step.made
+                yield replace(step, made=self.then(packs) if self.then else packs)
 
-    def _packed(self) -> Generator[PackedStep, None, None]:
-        """Prepare rows and pack them. Without ``same``, steps have the share of this rank only."""
+    def _packed(self) -> Generator[MadeStep, None, None]:
+        """Yield the packs of each share of the slots. Without ``same``, that is the share of this rank only."""
         draws = {
             slot: chain(
                 [self.order.draw(index, state.begun) for index in state.held],
@@ -130,7 +148,7 @@ class _Steps:
                 )
                 slots = {slot: packer.state for slot, packer in zip(self.slots, packers, strict=True)}
                 rejected = tuple(row for packer in packers for row in packer.take_rejected())
-                yield PackedStep(shares, slots, rejected)
+                yield MadeStep(shares, slots, rejected)
 
 
 class StepLoader:
@@ -153,68 +171,30 @@ class StepLoader:
         sources: Sequence[RowSource],
         processor: OmniProcessor,
         data: Data,
-        *,
-        seed: int = 0,
-        state: LoaderState | None = None,
-        alone: bool = False,
-        without_tails: bool = False,
-        slots: int = 1,
-        rank: int | None = 0,
-        ranks: int = 1,
-        idle: Sample | None = None,
-        then: Callable[[Packs], Any] | None = None,
-        peers: Peers = SINGLE_PROCESS,
-        media_names: Mapping[str, Sequence[str]] | None = None,
-        swap: Swap | None = None,
+        options: LoaderOptions = LoaderOptions(),
     ) -> None:
-        """Prepare the steps of a rank. Their samples follow from ``data``, ``seed`` and ``slots``, not from ``ranks``.
-
-        Args:
-            sources: the open data sets of ``data``.
-            processor: turns data rows into samples.
-            data: the recipe's ``data`` node.
-            seed: seed of the data order.
-            state: state to resume from: that of :meth:`StepLoader.state`, merged if there are several ranks.
-            alone: make packs of one sample, for a model that cannot keep several samples apart (``not
-                model.runner.contract.packs``).
-            without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
-                (``model.runner.contract.without_tails``).
-            slots: packs of a step over all ranks, the recipe's ``train.micro_batches``.
-            rank: rank among the ranks that draw data; None: it draws none, and its steps have no packs.
-            ranks: number of ranks that draw data; see :func:`~omnitrain.data.loading.slots.share_of_rank`. With more
-                ranks than slots, several ranks divide the samples of a pack by tokens. If ``ranks`` does not divide
-                ``slots``, some ranks have a pack less than others.
-            idle: a sample with nothing to predict, for a rank that gets no sample of a pack. Required with more ranks
-                than slots.
-            then: makes a step from the rank's packs, in the process that packs; it and its results must be picklable.
-                By default a step is the tuple of packs. If it is a context manager, it is entered before the first row
-                is read and exited at the end, also after an error.
-            peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens``
-                needs.
-            media_names: the model's ``media_of_data``. Required with ``data.pack_elements``.
-            swap: sends a parcel to the data process of each of ``peers`` and returns those that they sent
-                (:meth:`DataProcessGroup.swap`). One of the ranks that hold the same samples then prepares them for all.
-                None: each rank prepares its own.
+        """Prepare the steps of a rank from the open data sets of ``data``.
 
         Raises:
             UserError: ``data.pack_elements`` has a component that the model does not have.
         """
-        share, start = share_of_rank(rank, ranks, slots), state or LoaderState()
-        if share.num_shares > 1 and idle is None:
+        rank, ranks, slots, peers = options.rank, options.ranks, options.slots, options.peers
+        share, start = share_of_rank(rank, ranks, slots), options.state or LoaderState()
+        if share.num_shares > 1 and options.idle is None:
             raise ValueError(f"{ranks} ranks share {slots} packs: pass `idle` for ranks whose share is empty")
         self.sources = sources
-        budget = PackBudget(data.pack_tokens, data.pack_elements, media_names or {})
+        budget = PackBudget(data.pack_tokens, data.pack_elements, options.media_names)
         self.rows = PreparedRows(
-            sources, processor, budget, data.cached_samples, without_tails, data.overlong_of_sources()
+            sources, processor, budget, data.cached_samples, options.without_tails, data.overlong_of_sources()
         )
-        self._start = start
         if data.weights_by == "tokens" and not start.tokens_per_draw:
             # One rank measures: a file that only some ranks cannot read must not give them another order.
             tokens = all_or_raise(
-                peers, lambda: _tokens_per_draw(sources, data, self.rows, seed) if peers.rank == 0 else ()
+                peers, lambda: _tokens_per_draw(sources, data, self.rows, options.seed) if peers.rank == 0 else ()
             )
-            self._start = replace(start, tokens_per_draw=peers.of_first(tokens))
-        self.order = order_of(sources, data, seed, slots, self._start)
+            start = replace(start, tokens_per_draw=peers.of_first(tokens))
+        self._start = start
+        self.order = order_of(sources, data, options.seed, slots, start.tokens_per_draw)
         for source, skipped in zip(sources, start.skipped, strict=False):
             if isinstance(source, RowSource):  # in tests, rows are samples already
                 source.skip(skipped)
@@ -222,9 +202,12 @@ class StepLoader:
         self.reasons: dict[str, Counter[str]] = {}
         self._count(start.rejected)
         self._listed = tuple(self.rejected.values())
+        swap = options.swap
         same = None if swap is None else SameSamples.of(peers.gather(rank), ranks, slots, peers.rank, swap)
-        slot_states = {slot: start.of_slot(slot) for slot in share.slots}
-        self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, budget, idle, then, same)
+        states = {slot: start.of_slot(slot) for slot in share.slots}
+        self._steps = _Steps(
+            data, self.order, self.rows, share, states, options.alone, budget, options.idle, options.then, same
+        )
 
     def state(self) -> LoaderState:
         """Return the states of this rank's slots after the last step; see ``slots.merge_states``."""
@@ -233,7 +216,7 @@ class StepLoader:
     def _skipped(self) -> tuple[int, ...]:
         """Return the first rows of each stream that no slot of this rank needs again; 0 of other sources."""
         order, slots = self.order, self._steps.slots.values()
-        if not isinstance(order, SampleOrder) or not any(source.in_order for source in order.sources):
+        if not any(source.in_order for source in order.sources):
             return ()
         needed = [
             min((order.first_needed(n, slot.next_index, slot.held, slot.begun) for slot in slots), default=0)
@@ -257,7 +240,7 @@ class StepLoader:
                     self._count([row for row in loaded.rejected if self._is_new(row, loaded.slots)])
                     self.rejected.update({row.id: row for row in loaded.rejected})
                     self._listed = tuple(self.rejected.values())
-                yield loaded.step
+                yield loaded.made
 
     def _is_new(self, row: Rejected, slots: Mapping[int, SlotState]) -> bool:
         begun = slots[row.index % self.order.slots].begun
@@ -268,21 +251,27 @@ class StepLoader:
             self.reasons.setdefault(row.source, Counter())[row.kind_of_reason] += 1
 
 
-def order_of(sources: Sequence[Sized], data: Data, seed: int, slots: int, state: LoaderState) -> Order:
-    """Return the order of a run's samples, in the version with which the run began.
+def order_of(
+    sources: Sequence[Sized],
+    data: Data,
+    seed: int,
+    slots: int,
+    tokens_per_draw: Sequence[float] = (),
+    *,
+    mixes_epochs: bool = False,
+) -> SampleOrder:
+    """Return the order of a run's samples.
 
     Args:
         sources: the rows of each data set of ``data.train``.
         data: the recipe's ``data`` node.
         seed: seed of the shuffling.
         slots: packers of the run.
-        state: state of the run's data.
+        tokens_per_draw: see :class:`LoaderState`.
+        mixes_epochs: see :class:`SampleOrder`.
     """
-    if state.order_version == 1:
-        return FirstOrder([len(source) for source in sources], [source.weight for source in data.train], seed, slots)
-    shares = _shares(sources, data, state.tokens_per_draw or [1.0] * len(sources))
-    stage_steps = [stage.from_step for stage in data.stages]
-    return SampleOrder(shares, seed, slots, stage_steps, mixes_epochs=state.order_version < 3)
+    shares = _shares(sources, data, tokens_per_draw or [1.0] * len(sources))
+    return SampleOrder(shares, seed, slots, [stage.from_step for stage in data.stages], mixes_epochs=mixes_epochs)
 
 
 def _shares(sources: Sequence[Sized], data: Data, tokens_per_draw: Sequence[float]) -> list[SourceShare]:
@@ -302,10 +291,7 @@ def _shares(sources: Sequence[Sized], data: Data, tokens_per_draw: Sequence[floa
 
 
 def order_names(data: Data) -> list[str]:
-    """Return a name of each training data set that no other has, and that other data sets do not change.
-
-    It is that of the recipe, or the file's. Data sets of the same name are counted.
-    """
+    """Return a unique name of each training data set: the recipe's, or the file's, and the number of those before."""
     names = [source.name or Path(source.path).stem for source in data.train]
     return [f"{name} {names[:place].count(name)}" for place, name in enumerate(names)]
 
@@ -340,15 +326,7 @@ def first_samples(
     """Prepare the first usable row of every metrics source of each data set, and return it with the source's name.
 
     This shows quickly whether a model can use the data. A row's ``index`` is its position in the source. If all of the
-    first rows are rejected, the first one is returned.
-
-    Args:
-        sources: the data sets.
-        processor: turns data rows into samples.
-        budget: the most that a pack may hold. None: no limit.
-        overlong: what to do with samples that exceed it, for each data set. None: reject them.
-        without_tails: see :func:`build_dataloader`.
-        may_ask: see :meth:`OmniProcessor.sample`.
+    first rows are rejected, the first one is returned. Arguments as of :class:`PreparedRows`.
     """
     rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong, may_ask=may_ask)
     groups = [(s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items()]
@@ -378,41 +356,12 @@ def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> No
 
 
 @overload
-def build_dataloader(
-    data: Data,
-    processor: OmniProcessor,
-    *,
-    seed: int = 0,
-    state: LoaderState | None = None,
-    alone: bool = False,
-    without_tails: bool = False,
-    slots: int = 1,
-    rank: int | None = 0,
-    ranks: int = 1,
-    idle: Sample | None = None,
-    then: Callable[[Packs], Any] | None = None,
-    peers: Peers = SINGLE_PROCESS,
-    media_names: Mapping[str, Sequence[str]] | None = None,
-    swap: Swap | None = None,
-) -> StepLoader: ...
+def build_dataloader(data: Data, processor: OmniProcessor, **options: Any) -> StepLoader: ...
 
 
 @overload
 def build_dataloader(
-    data: MapDataset | Iterable[Any],
-    processor: OmniProcessor | None = None,
-    *,
-    micro_batch_size: int | None = None,
-    pack_tokens: int | None = None,
-    global_batch_size: int | None = None,
-    collate_fn: Collate | Sequence[Collate] | None = None,
-    shuffle: bool | None = None,
-    num_workers: int = 0,
-    seed: int = 0,
-    max_tokens: int | None = None,
-    without_tails: bool = False,
-    rank: int | None = None,
-    ranks: int | None = None,
+    data: MapDataset | Iterable[Any], processor: OmniProcessor | None = None, **options: Any
 ) -> DatasetLoader: ...
 
 
@@ -434,24 +383,8 @@ def build_dataloader(
             ``audios``, ``videos``, ``tools``, ``system``, ``id``, ``task``) or :class:`Row`. None: ``collate_fn`` gets
             the rows of the dataset as they are.
         dataset: another name of ``data``.
-        **options: with a recipe's data those of :class:`StepLoader`; with a dataset:
-
-            - ``micro_batch_size``: rows of a micro-batch.
-            - ``pack_tokens``, in place of it: the most tokens of a micro-batch. Each rank packs its share of the rows
-              of a step. Longer samples are skipped.
-            - ``global_batch_size``: rows of an optimizer step over all ranks, a multiple of ``micro_batch_size`` and at
-              least one micro-batch for each rank. By default each rank has one micro-batch.
-            - ``collate_fn``: makes a micro-batch of a list of rows (or a list with this function). By default an
-              :class:`~omnitrain.data.render.packing_collator.OmniDataCollatorWithPacking`.
-            - ``shuffle``: shuffle the rows of each epoch, by ``seed``; by default only of a map-style dataset. An
-              iterable dataset is read in its own order.
-            - ``num_workers``: processes that prepare and collate; at most 1 for an iterable dataset.
-            - ``max_tokens``: with a processor, samples that are longer are skipped.
-            - ``without_tails``: with a processor, see :meth:`Sample.without_tail`.
-            - ``rank``, ``ranks``: ``dp_rank`` and ``dp_size`` of the parallel state; required on several ranks.
-
-    Returns:
-        A :class:`StepLoader` or a :class:`~omnitrain.data.loading.dataset_loader.DatasetLoader`.
+        **options: with a recipe's data the fields of :class:`LoaderOptions`; with a dataset the arguments of
+            :class:`~omnitrain.data.loading.dataset_loader.DatasetLoader`.
 
     Raises:
         DataError: a data set is missing, empty, or lacks a column.
@@ -474,7 +407,4 @@ def build_dataloader(
             f"{given[0]}: the `data` of a recipe fills packs up to data.pack_tokens, `slots` packs in a step; for a "
             "fixed number of rows pass one data set, as ot.open_sources(recipe.data.train)[0]"
         )
-    state = options.get("state")
-    # The first order draws rows of the whole data set at random, for which parquet files would be read again and again.
-    sources = open_sources(data.train, copy_parquet=state is not None and state.order_version == 1)
-    return StepLoader(sources, processor, data, **options)
+    return StepLoader(open_sources(data.train), processor, data, LoaderOptions(**options))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -14,8 +14,9 @@ from omnitrain.data.loading.loader import order_of
 from omnitrain.data.loading.order import Draw
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.shuffle import shuffled
-from omnitrain.data.loading.slots import LoaderState, SlotState
+from omnitrain.data.loading.slots import SlotState
 from omnitrain.data.packing.budget import PackBudget
+from omnitrain.data.packing.sample import Measure as Measure
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.item_parts import modality_of, parts_of_items
 from omnitrain.data.render.lengths import sample_within
@@ -24,48 +25,7 @@ from omnitrain.data.sources.rows import RowSource
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
 
-_MIXED_EPOCHS = 2  # version of the order whose packs mix epochs
 TEXT, PREDICTED = "text", " predicted"
-
-
-@dataclass(frozen=True)
-class Measure:
-    """The size of a sample.
-
-    Attributes:
-        source: name of the source by which metrics are split.
-        length: tokens that the model gets.
-        num_predicted: tokens that the loss has, text and media.
-        tokens: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
-            `` predicted`` after them. They add up to ``length``.
-        items: modality -> images, sounds or videos.
-        lowered: number of videos that a limit of frames reads at a lower rate.
-        elements: name of media in a pack -> number of input elements.
-        is_alone: whether it must be alone in its pack.
-        index: position in the global data order.
-        piece, num_pieces, more: as those of a :class:`Sample`.
-    """
-
-    source: str
-    length: int
-    num_predicted: int
-    tokens: Mapping[str, int]
-    items: Mapping[str, int]
-    lowered: int = 0
-    elements: Mapping[str, int] = field(default_factory=dict)
-    is_alone: bool = False
-    index: int = 0
-    piece: int = 0
-    num_pieces: int = 1
-    more: tuple[Measure, ...] = ()
-
-    @property
-    def pieces(self) -> tuple[Measure, ...]:
-        """The samples of its row, if this is the first of them."""
-        return (replace(self, more=()), *self.more)
-
-    def __len__(self) -> int:
-        return self.length
 
 
 Measured = Measure | Rejected
@@ -82,16 +42,9 @@ def measure(
 ) -> Iterator[Measured]:
     """Prepare rows of a data set as training does, and yield the size of each, or why it is rejected.
 
-    A row of several samples gives the size of the first, which has the others.
-
-    Args:
-        source: the data set.
-        processor: turns rows into samples.
-        most: number of rows. Of a larger data set, so many are drawn at random, the same ones each time; of a stream,
-            these are the first.
-        budget: the most that a pack may hold.
-        overlong: what to do with samples that exceed it; rows that are an error are rejected.
-        without_tails: see :meth:`Sample.without_tail`.
+    A row of several samples gives the size of the first, which has the others. Of a data set with more than ``most``
+    rows, so many are drawn at random, the same ones each time; of a stream, they are the first. For the other
+    arguments see :func:`~omnitrain.data.render.lengths.sample_within`; rows that are an error are rejected.
 
     Raises:
         UserError: the model cannot use the data.
@@ -150,15 +103,10 @@ class PackMeasure:
 
 @dataclass(frozen=True)
 class Packing:
-    """Packs as a run would fill them.
-
-    Attributes:
-        packs: the packs.
-        rows_per_pack: rows that are read for a pack, rejected ones included.
-    """
+    """Packs as a run would fill them."""
 
     packs: Sequence[PackMeasure]
-    rows_per_pack: float
+    rows_per_pack: float  # that are read, rejected ones included
 
 
 def pack_measures(
@@ -180,16 +128,13 @@ def pack_measures(
         seed: seed of the data order.
         packs: number of packs.
         alone: make packs of one sample.
-        slots: packs of a step. Each slot has its share of the rows of an epoch. None: the rows are some of larger data
-            sets, which end later.
+        slots: packs of a step. None: the rows are some of larger data sets, whose epochs end later.
     """
     endless = [source.model_copy(update={"epochs": None}) for source in data.train]
     data = data.model_copy(update={"train": endless})
-    state = LoaderState() if slots is not None else LoaderState(order_version=_MIXED_EPOCHS)
-    slots = slots or 1
-    if data.weights_by == "tokens":
-        state = replace(state, tokens_per_draw=tuple(map(_tokens_per_draw, measured)))
-    order = order_of(measured, data, seed, slots, state)
+    mixes_epochs, slots = slots is None, slots or 1
+    tokens = [*map(_tokens_per_draw, measured)] if data.weights_by == "tokens" else ()
+    order = order_of(measured, data, seed, slots, tokens, mixes_epochs=mixes_epochs)
     packer = SlotPacker(data, order, _MeasuredRows(measured, order.draws()), 0, SlotState(0), alone, budget)
     made = []
     for _ in range(packs):
@@ -219,14 +164,9 @@ class _MeasuredRows:
 def rows_read(
     lengths: Sequence[int], measured: Sequence[Sequence[Measured]], data: Data, steps: int, rows_per_step: float
 ) -> list[float]:
-    """Return how many rows of each data set a run reads, by the weights of its stages, up to their epochs.
+    """Return how many rows of each data set a run of ``steps`` reads, by the weights of its stages, up to their epochs.
 
-    Args:
-        lengths: rows of each data set.
-        measured: some of these rows.
-        data: the recipe's ``data`` node.
-        steps: steps of the run.
-        rows_per_step: rows that a step reads.
+    Data sets have ``lengths`` rows, of which some are ``measured``.
     """
     weights = np.array(data.stage_weights())  # [stages, data sets]
     if data.weights_by == "tokens":

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,71 +20,20 @@ from omnitrain.data.sources.stream import ENDLESS
 
 Draw = tuple[int, int, int]  # global index, source, row
 
-ORDER_VERSION = 3  # of new runs. In the packs of runs before it, epochs of a source meet; 1 is that of `order_v1`.
-
+ORDER_VERSION = 3  # a run goes on only with the order that it began with
 _DRAWS_AT_A_TIME = 1024
-
-
-class Order(Protocol):
-    """The order of all samples of a run.
-
-    Index ``i`` is a draw of slot ``i % slots``. ``begun`` are the indices at which a slot began the second and each
-    later stage.
-
-    Attributes:
-        lengths: rows of each source.
-        slots: packers of the run.
-        mixes_epochs: whether a pack may have rows of an epoch before all rows of the one before it have been packed.
-    """
-
-    lengths: tuple[int, ...]
-    slots: int
-    mixes_epochs: bool
-
-    def draw(self, index: int, begun: Sequence[int] = ()) -> Draw:
-        """Return the draw of one global index.
-
-        Raises:
-            IndexError: the sources end before it.
-        """
-        ...
-
-    def draws(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[Draw]:
-        """Yield ``(index, source, row)`` for index ``start``, ``start + slots``, ...: the next draws of a slot."""
-        ...
-
-    def epochs(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[tuple[int, int, int]]:
-        """Yield ``(index, source, epoch)`` for the same indices as :meth:`draws`; epochs of a source count from 0."""
-        ...
-
-    def stage_of(self, step: int) -> int:
-        """Return the number, from 0, of the stage in which a step (from 0) is."""
-        ...
-
-    def is_first(self, index: int, begun: Sequence[int] = ()) -> bool:
-        """Return whether the row of a global index was in no draw before it: its source is in its first epoch."""
-        ...
 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """The rows of a source, and how often they are drawn.
+    """The rows of a source, and how often they are drawn."""
 
-    Attributes:
-        name: a name that no other source of the run has. With the seed, it decides the order of the rows.
-        length: number of rows.
-        weights: relative share of the draws in each stage; 0: no draws.
-        epochs: how often the rows are drawn; None: without end.
-        blocks: number of rows of each part of the source that is read at once; empty: rows are read one by one.
-        in_order: whether its rows are drawn as they come, because it can only be iterated.
-    """
-
-    name: str
+    name: str  # that no other source of the run has; with the seed, it decides the order of the rows
     length: int
-    weights: tuple[float, ...] = (1.0,)
-    epochs: float | None = None
-    blocks: tuple[int, ...] = ()
-    in_order: bool = False
+    weights: tuple[float, ...] = (1.0,)  # relative share of the draws in each stage; 0: no draws
+    epochs: float | None = None  # how often the rows are drawn; None: without end
+    blocks: tuple[int, ...] = ()  # rows of each part that is read at once; empty: they are read one by one
+    in_order: bool = False  # rows are drawn as they come, because the source can only be iterated
 
     def rows(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the rows at ``[n]`` int64 positions of the source's endless order, which is shuffled every epoch."""
@@ -102,21 +51,23 @@ class SourceShare:
 
 
 class _Draws(NamedTuple):
-    """Draws of a slot that follow each other.
+    """Draws of a slot that follow each other."""
 
-    Attributes:
-        before: ``[sources]``, draws of each source before the first of them.
-        sources: ``[n]``, source of each draw.
-        counts: ``[n]``, number from 0 of the draw among those of its source in this slot.
-    """
-
-    before: np.ndarray
-    sources: np.ndarray
-    counts: np.ndarray
+    before: np.ndarray  # [sources], draws of each source before the first of them
+    sources: np.ndarray  # [n], source of each draw
+    counts: np.ndarray  # [n], number from 0 of the draw among those of its source in this slot
 
 
 class SampleOrder:
-    """The order of new runs; see :class:`Order`. It ends when all sources have had their epochs."""
+    """The order of all samples of a run. It ends when all sources have had their epochs.
+
+    Index ``i`` is a draw of slot ``i % slots``. ``begun`` are the indices at which a slot began the second and each
+    later stage.
+
+    Attributes:
+        lengths: rows of each source.
+        mixes_epochs: whether a pack may have rows of an epoch before all rows of the one before it have been packed.
+    """
 
     def __init__(
         self,
@@ -127,15 +78,7 @@ class SampleOrder:
         *,
         mixes_epochs: bool = False,
     ) -> None:
-        """Define the order.
-
-        Args:
-            sources: all sources, with a weight for each stage.
-            seed: seed of the shuffling.
-            slots: packers of the run.
-            stage_steps: number of steps before the second and each later stage.
-            mixes_epochs: see :class:`Order`.
-        """
+        """Define the order of ``slots`` packers. ``stage_steps``: steps before the second and each later stage."""
         self.mixes_epochs = mixes_epochs
         self.sources, self.seed, self.slots, self.stage_steps = tuple(sources), seed, slots, tuple(stage_steps)
         self.lengths = tuple(source.length for source in sources)
@@ -143,34 +86,34 @@ class SampleOrder:
         self._shares = (weights / weights.sum(axis=0)).T  # [stages, sources]
 
     def draw(self, index: int, begun: Sequence[int] = ()) -> Draw:
-        """See :meth:`Order.draw`."""
+        """Return the draw of one global index.
+
+        Raises:
+            IndexError: the sources end before it.
+        """
         source, position = self._position(index, begun)
         return index, source, int(self.sources[source].rows(np.array([position]), self.seed)[0])
 
     def is_first(self, index: int, begun: Sequence[int] = ()) -> bool:
-        """See :meth:`Order.is_first`."""
+        """Return whether the row of a global index was in no draw before it: its source is in its first epoch."""
         source, position = self._position(index, begun)
         return position < self.lengths[source]
 
     def stage_of(self, step: int) -> int:
-        """See :meth:`Order.stage_of`."""
+        """Return the number, from 0, of the stage in which a step (from 0) is."""
         return bisect_right(self.stage_steps, step)
 
     def first_needed(self, source: int, index: int, held: Sequence[int] = (), begun: Sequence[int] = ()) -> int:
         """Return the first position in the endless order of a source's rows that a slot may still draw.
 
-        Args:
-            source: number of the source.
-            index: the slot's next index.
-            held: earlier indices whose samples it draws again.
-            begun: see :class:`Order`.
+        Its next index is ``index``, and the samples of the indices ``held`` are drawn again.
         """
         following = int(self._drawn(index, 0, begun).before[source]) * self.slots + index % self.slots
         again = (self._position(one, begun) for one in held)
         return min([following, *(position for drawn, position in again if drawn == source)])
 
     def draws(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[Draw]:
-        """See :meth:`Order.draws`."""
+        """Yield ``(index, source, row)`` for index ``start``, ``start + slots``, ...: the next draws of a slot."""
         for indices, sources, positions in self._positions(start, begun):
             rows = np.empty_like(positions)
             for source in np.unique(sources):
@@ -179,7 +122,7 @@ class SampleOrder:
             yield from zip(indices, sources.tolist(), rows.tolist(), strict=True)
 
     def epochs(self, start: int = 0, begun: Sequence[int] = ()) -> Iterator[tuple[int, int, int]]:
-        """See :meth:`Order.epochs`."""
+        """Yield ``(index, source, epoch)`` for the same indices as :meth:`draws`; epochs of a source count from 0."""
         lengths = np.array(self.lengths)
         for indices, sources, positions in self._positions(start, begun):
             yield from zip(indices, sources.tolist(), (positions // lengths[sources]).tolist(), strict=True)
@@ -223,10 +166,8 @@ class SampleOrder:
         ends = [ENDLESS if one.epochs is None else int(one.epochs * one.length) for one in self.sources]
         left = np.maximum(-(-(np.array(ends) - slot) // self.slots), 0) - before
         times = _Times(shares, phases, np.where(shares > 0, left, 0))
-        low, high = (
-            times.num_before(times.at(start - number - 1)),
-            times.num_before(times.at(start + size + number + 1)),
-        )
+        low = times.num_before(times.at(start - number - 1))
+        high = times.num_before(times.at(start + size + number + 1))
         sources = np.repeat(np.arange(number), high - low)
         counts = np.concatenate([np.arange(first, last) for first, last in zip(low, high, strict=True)])
         order = np.lexsort((sources, times.of(sources, counts)))
@@ -236,20 +177,13 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class _Times:
-    """The times of the draws of all sources, ``[sources]`` each: draw ``k`` of a source is at ``(k + phase) / share``.
+    """The times of the draws of all sources: draw ``k`` of one is at ``(k + phase) / share``; ``[sources]`` each."""
 
-    Attributes:
-        shares: of the draws; they add up to 1.
-        phases: in ``[0, 1)``.
-        left: number of draws of each source; 0 for a share of 0.
-    """
-
-    shares: np.ndarray
-    phases: np.ndarray
-    left: np.ndarray
+    shares: np.ndarray  # they add up to 1
+    phases: np.ndarray  # in [0, 1)
+    left: np.ndarray  # number of draws of each source; 0 for a share of 0
 
     def of(self, sources: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return ``[n]``, the times of the draws number ``counts`` of ``sources``."""
         return np.asarray((counts + self.phases[sources]) / self.shares[sources])
 
     def at(self, number: int) -> float:

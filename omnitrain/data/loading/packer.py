@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Generic, Protocol, TypeVar, cast
 
-from omnitrain.data.loading.order import Draw, Order
+from omnitrain.data.loading.order import Draw, SampleOrder
 from omnitrain.data.loading.slots import SlotState
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.fill_pack import Held, fill_pack, num_tokens
@@ -15,7 +15,6 @@ from omnitrain.errors import DataError
 from omnitrain.recipe import Data
 
 _MAX_FAILURES = 1000  # consecutive rejected rows; since the order is shuffled, the others would fail as well
-
 
 Prepared = TypeVar("Prepared", covariant=True)
 
@@ -38,25 +37,16 @@ class SlotPacker(Generic[Held]):
     def __init__(
         self,
         data: Data,
-        order: Order,
+        order: SampleOrder,
         rows: PreparedStreams[Held],
         slot: int,
         state: SlotState,
         alone: bool,
         budget: PackBudget,
     ) -> None:
-        """Continue at ``state``.
-
-        Args:
-            data: the recipe's ``data`` node.
-            order: order of the samples over all slots of the run.
-            rows: prepared rows of the slots of this rank; those that ``state`` holds come first.
-            slot: the slot.
-            state: state of the slot.
-            alone: make packs of one sample.
-            budget: the most that a pack may hold.
-        """
-        self._data, self._order, self._rows, self._slot = data, order, rows, slot
+        """Continue at the ``state`` of a slot. ``rows`` of the slot begin with those that it holds."""
+        self._data, self._order, self._slot = data, order, slot
+        self._rows: PreparedStreams[Held] = rows
         self._alone, self._budget = alone, budget
         self._next_index, self._num_packs, self._begun = state.next_index, state.num_packs, state.begun
         self._num_unread, self._unread_pieces = len(state.held), state.held_pieces
@@ -80,7 +70,7 @@ class SlotPacker(Generic[Held]):
                 pieces[sample.index] = (*pieces.get(sample.index, ()), sample.piece)
         return SlotState(
             next_index=self._next_index,
-            held=tuple(dict.fromkeys(sample.index for sample in self._held)),
+            held=tuple(dict.fromkeys(one.index for one in self._held)),
             rejected=dict(sorted(self._num_rejected.items())),
             held_pieces=pieces,
             num_packs=self._num_packs,
@@ -147,7 +137,7 @@ class SlotPacker(Generic[Held]):
             return
         self._next_index = max(self._next_index, drawn.index + self._order.slots)
         if not isinstance(drawn, Rejected):
-            pieces = drawn.pieces
+            pieces = cast(Sequence[Held], drawn.pieces)  # of its own kind
             wanted = self._unread_pieces.get(drawn.index, range(len(pieces)))
             self._held += [pieces[piece] for piece in wanted]
             self._epoch_of[drawn.index] = next((s, e) for index, s, e in self._epochs if index == drawn.index)

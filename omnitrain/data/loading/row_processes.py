@@ -15,7 +15,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
@@ -35,8 +34,7 @@ _CURRENT_BYTES = 1 << 15  # two names, in which a character takes up to 12 bytes
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
-@dataclass(frozen=True)
-class _Failed:
+class _Failed(NamedTuple):
     """An error in place of a row that is neither a mistake of the user nor a row that costs itself alone."""
 
     trace: str

@@ -18,19 +18,11 @@ _BLOCKS_AT_A_TIME = 4
 
 
 def shuffled(positions: np.ndarray, length: int, key: str) -> np.ndarray:
-    """Return the rows at ``positions`` of the permutation of ``length`` rows that ``key`` names.
-
-    Args:
-        positions: ``[n]`` int64 in ``[0, length)``.
-        length: number of rows.
-        key: each key names another permutation.
-
-    Returns:
-        ``[n]`` int64.
-    """
+    """Return the rows at ``positions`` (both ``[n]`` int64) of a permutation of ``length`` rows that ``key`` names."""
     height = math.isqrt(length - 1) + 1 if length > 1 else 1
     width = -(-length // height)
-    a, b, keys = np.uint64(height), np.uint64(width), _round_keys(key)
+    digests = b"".join(hashlib.blake2b(f"{half} {key}".encode(), digest_size=48).digest() for half in range(2))
+    a, b, keys = np.uint64(height), np.uint64(width), np.frombuffer(digests, dtype="<u8").astype(np.uint64)[:_ROUNDS]
     rows = _permuted(positions.astype(np.uint64), a, b, keys)
     outside = np.flatnonzero(rows >= length)
     while len(outside):
@@ -42,15 +34,8 @@ def shuffled(positions: np.ndarray, length: int, key: str) -> np.ndarray:
 def shuffled_in_blocks(positions: np.ndarray, blocks: Sequence[int], key: str) -> np.ndarray:
     """Return the rows at ``positions`` of a permutation that keeps few blocks of rows in use at a time.
 
-    It shuffles the blocks, and then the rows of every four blocks that follow each other.
-
-    Args:
-        positions: ``[n]`` int64 in ``[0, sum(blocks))``.
-        blocks: number of rows of each block.
-        key: each key names another permutation.
-
-    Returns:
-        ``[n]`` int64.
+    It shuffles the ``blocks`` (rows of each), and then the rows of every four that follow each other; else as
+    :func:`shuffled`.
     """
     if len(blocks) <= _BLOCKS_AT_A_TIME:
         return shuffled(positions, sum(blocks), key)
@@ -71,7 +56,7 @@ def shuffled_in_blocks(positions: np.ndarray, blocks: Sequence[int], key: str) -
     return rows
 
 
-def _permuted(cells: np.ndarray, height: np.uint64, width: np.uint64, keys: Sequence[np.uint64]) -> np.ndarray:
+def _permuted(cells: np.ndarray, height: np.uint64, width: np.uint64, keys: np.ndarray) -> np.ndarray:
     top, side = np.divmod(cells, width)
     for of_top, of_side in zip(keys[::2], keys[1::2], strict=True):
         top = (top + _mixed(side, of_top) % height) % height
@@ -85,8 +70,3 @@ def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
     bits ^= bits >> np.uint64(32)
     bits *= np.uint64(0xD6E8FEB86659FD93)
     return bits ^ (bits >> np.uint64(29))
-
-
-def _round_keys(key: str) -> list[np.uint64]:
-    digests = b"".join(hashlib.blake2b(f"{half} {key}".encode(), digest_size=48).digest() for half in range(2))
-    return list(np.frombuffer(digests, dtype="<u8").astype(np.uint64)[:_ROUNDS])

@@ -40,7 +40,7 @@ class SlotRows:
         is_ahead: bool = True,
         fatal: Mapping[int, Fatal] | None = None,
     ) -> None:
-        """Prepare ``rows`` for ``draws``.
+        """Prepare ``rows`` for the ``draws`` of each slot.
 
         Args:
             rows: prepares the rows.

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from omnitrain.data.loading.order import ORDER_VERSION
 from omnitrain.data.packing.sample import Rejected
+from omnitrain.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,17 @@ class SlotState:
     """The state of a slot, from which it resumes.
 
     Attributes:
-        next_index: global index of its first sample that was not drawn yet.
         held: indices of samples that were drawn but not packed yet, oldest first.
-        rejected: source -> rows that were skipped; not counted again in later epochs.
         held_pieces: index in ``held`` -> pieces of its row that were not packed yet. Only rows with several pieces.
-        num_packs: packs made so far, which is the number of steps.
         begun: index at which the slot began the second and each later stage.
         fatal: rows that missed their deadline or crashed a decoder, which the slot rejects whenever it draws them.
     """
 
-    next_index: int
+    next_index: int  # global index of its first sample that was not drawn yet
     held: tuple[int, ...] = ()
-    rejected: Mapping[str, int] = field(default_factory=dict)
+    rejected: Mapping[str, int] = field(default_factory=dict)  # source -> rows; not counted again in later epochs
     held_pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    num_packs: int = 0
+    num_packs: int = 0  # made so far, which is the number of steps
     begun: tuple[int, ...] = ()
     fatal: tuple[Rejected, ...] = ()
 
@@ -98,10 +96,20 @@ class LoaderState:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the state that ``asdict`` turned into ``saved``. A state without a version has the first order."""
+        """Return the state that ``asdict`` turned into ``saved``.
+
+        Raises:
+            UserError: the run began with another order, of an earlier version of omnitrain.
+        """
+        if (version := saved.get("order_version", 1)) != ORDER_VERSION:
+            raise UserError(
+                f"the run began with version {version} of the order of data, and this version of omnitrain has only "
+                f"version {ORDER_VERSION}; start a new run from its weights (`model.checkpoint`), or go on with the "
+                "version of omnitrain that began it"
+            )
         slots = {slot: SlotState.from_saved(state) for slot, state in saved["slots"].items()}
         rejected = tuple(Rejected(**row) for row in saved["rejected"])
-        return cls(**({"order_version": 1} | dict(saved) | {"slots": slots, "rejected": rejected}))
+        return cls(**(dict(saved) | {"slots": slots, "rejected": rejected}))
 
     def of_slot(self, slot: int) -> SlotState:
         """Return the state of one slot.
@@ -143,9 +151,7 @@ def reasons_by_source(
 ) -> dict[str, dict[str, int]]:
     """Add up how many rows all ranks have skipped, by source and kind of reason.
 
-    Args:
-        of_ranks: of each rank: its slots, and :attr:`StepLoader.reasons`. Ranks with the same slots skip the same rows,
-            so the first of them counts.
+    Each rank gives its slots and :attr:`StepLoader.reasons`; of ranks with the same slots the first counts.
     """
     firsts: dict[tuple[int, ...], Mapping[str, Mapping[str, int]]] = {}
     for slots, reasons in of_ranks:
@@ -158,11 +164,7 @@ def reasons_by_source(
 
 
 def rejected_by_source(of_ranks: Iterable[Mapping[int, Mapping[str, int]]]) -> dict[str, int]:
-    """Add up how many rows all ranks have skipped, by source.
-
-    Args:
-        of_ranks: of each rank: slot -> source -> rows. Ranks that share a slot skip the same ones, which count once.
-    """
+    """Add up how many rows all ranks (each: slot -> source -> rows) have skipped, by source; a slot counts once."""
     of_slots = {slot: counts for of_rank in of_ranks for slot, counts in of_rank.items()}
     total: Counter[str] = Counter()
     for counts in of_slots.values():

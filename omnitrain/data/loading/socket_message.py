@@ -32,11 +32,7 @@ def as_bytes(item: Any) -> bytes:
 
 
 def encode(item: Any) -> Message:
-    """Encode ``item`` as buffers. Arrays are not copied: do not change them before they are sent.
-
-    Args:
-        item: any object that can be pickled, with tensors on the CPU.
-    """
+    """Encode any object, with tensors on the CPU. Arrays are not copied: do not change them before they are sent."""
     stream = io.BytesIO()
     arrays: list[pickle.PickleBuffer] = []
     _Pickler(stream, protocol=5, buffer_callback=arrays.append).dump(item)
@@ -46,21 +42,13 @@ def encode(item: Any) -> Message:
 
 
 def send(connection: socket.socket, message: Message) -> None:
-    """Send a message from :func:`encode`.
-
-    Raises:
-        OSError: the receiver is gone.
-    """
+    """Send a message from :func:`encode`; OSError: the receiver is gone."""
     for buffer in message:
         connection.sendall(buffer)
 
 
 def receive(connection: socket.socket) -> Any:
-    """Receive the next item. Its arrays are writable and share one block of memory.
-
-    Raises:
-        EOFError: the sender is gone.
-    """
+    """Receive the next item, whose arrays are writable and share one block of memory; EOFError: the sender is gone."""
     header_bytes, array_bytes = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
     pickled, sizes = pickle.loads(_read(connection, header_bytes))
     memory = memoryview(_read(connection, array_bytes))

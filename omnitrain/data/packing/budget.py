@@ -5,41 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
+from omnitrain.data.packing.sample import Measure, Sample
 from omnitrain.errors import UserError
 from omnitrain.recipe.suggest import hint
 
 
-class Sized(Protocol):
-    """A sample, or its size."""
-
-    @property
-    def elements(self) -> Mapping[str, int]:
-        """Name of media in a pack -> number of input elements of its items."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        ...
-
-
 @dataclass(frozen=True)
 class PackBudget:
-    """The most that a pack may hold.
-
-    Attributes:
-        tokens: number of tokens.
-        elements: component -> number of input elements that it reads in a pack. Other components have no limit.
-        media_names: component -> the names that its media have in a pack.
-
-    Raises:
-        UserError: ``elements`` has a component that is not in ``media_names``.
-    """
+    """The most that a pack may hold; UserError: ``elements`` has a component that is not in ``media_names``."""
 
     tokens: int
-    elements: Mapping[str, int] = field(default_factory=dict)
-    media_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    elements: Mapping[str, int] = field(default_factory=dict)  # component -> input elements; others have no limit
+    media_names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # component -> names of its media in a pack
 
     def __post_init__(self) -> None:
         if self.elements and not self.media_names:
@@ -56,7 +34,7 @@ class PackBudget:
         """Tokens, then the elements of each limited component."""
         return (self.tokens, *self.elements.values())
 
-    def sizes(self, samples: Sequence[Sized]) -> list[list[int]]:
+    def sizes(self, samples: Sequence[Sample | Measure]) -> list[list[int]]:
         """Return ``[limits][samples]``: how much of each of :attr:`limits` a sample takes."""
         found = [sample.elements for sample in samples] if self.elements else []
         of_components = [
@@ -65,7 +43,7 @@ class PackBudget:
         ]
         return [list(map(len, samples)), *of_components]
 
-    def excess(self, sample: Sized) -> str:
+    def excess(self, sample: Sample | Measure) -> str:
         """Return why the sample alone exceeds the budget; empty: it does not."""
         if len(sample) > self.tokens:
             return f"{len(sample)} tokens, but a pack holds at most {self.tokens}"

@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, Self, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.pack import Pack
-from omnitrain.data.packing.sample import Sample
+from omnitrain.data.packing.sample import Measure, Sample
 from omnitrain.plan.balance import assign_by_cost
 
-
-class Packable(Protocol):
-    """An object that can be packed, such as a :class:`Sample`."""
-
-    @property
-    def index(self) -> int:
-        """Position in the order of arrival."""
-        ...
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether it must be alone in its pack."""
-        ...
-
-    @property
-    def piece(self) -> int:
-        """Its number among the pieces of its row."""
-        ...
-
-    @property
-    def num_pieces(self) -> int:
-        """Number of pieces of its row."""
-        ...
-
-    @property
-    def pieces(self) -> Sequence[Self]:
-        """All pieces of its row, if it is the first."""
-        ...
-
-    @property
-    def elements(self) -> Mapping[str, int]:
-        """Name of media in a pack -> number of input elements of its items."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        ...
+Held = TypeVar("Held", bound=Sample | Measure)
 
 
-Held = TypeVar("Held", bound=Packable)
-
-
-def num_tokens(samples: Sequence[Packable]) -> int:
+def num_tokens(samples: Sequence[Held]) -> int:
     """Return the number of tokens of all ``samples`` together."""
     return sum(len(sample) for sample in samples)
 
@@ -66,13 +27,8 @@ def fill_pack(held: Sequence[Held], budget: PackBudget, *, alone: bool = False) 
     sum of the squares of the free shares of all budgets (norm-based greedy of Panigrahy et al., 2011): a pack that has
     many images already takes texts.
 
-    Args:
-        held: samples in order of arrival, each within the budget; not empty.
-        budget: the most that a pack may hold.
-        alone: make packs of one sample, for a model that cannot keep several samples apart.
-
-    Returns:
-        The samples. Equal arguments give equal results on every machine.
+    ``held`` are samples in order of arrival, each within the budget; not empty. ``alone``: make packs of one sample.
+    Equal arguments give equal results on every machine.
     """
     if alone or held[0].is_alone:
         return [held[0]]
@@ -80,10 +36,10 @@ def fill_pack(held: Sequence[Held], budget: PackBudget, *, alone: bool = False) 
     if budget.elements:
         return [held[0], *_largest_by_all_budgets(held[0], others, budget)]
     chosen, free = [held[0]], budget.tokens - len(held[0])
-    for sample in sorted(others, key=lambda sample: (-len(sample), sample.index)):
-        if len(sample) <= free:
-            chosen.append(sample)
-            free -= len(sample)
+    for one in sorted(others, key=lambda other: (-len(other), other.index)):
+        if len(one) <= free:
+            chosen.append(one)
+            free -= len(one)
     return chosen
 
 
@@ -105,11 +61,9 @@ def _largest_by_all_budgets(first: Held, others: Sequence[Held], budget: PackBud
 
 
 def balanced_shares(samples: Sequence[Sample], num_shares: int) -> list[list[Sample]]:
-    """Divide the samples of a pack among several ranks, with about as many tokens for every rank.
+    """Divide the samples of a pack among several ranks, with about as many tokens for every rank, or none.
 
-    Returns:
-        ``num_shares`` lists that contain each sample once; some are empty if samples are few. Equal arguments give
-        equal results on every machine.
+    Equal arguments give equal results on every machine.
     """
     if num_shares == 1:
         return [list(samples)]
@@ -121,10 +75,7 @@ def balanced_shares(samples: Sequence[Sample], num_shares: int) -> list[list[Sam
 def pack_all(samples: Iterable[Sample], capacity: int | PackBudget, *, alone: bool = False) -> Iterator[Pack]:
     """Yield packs of a finite stream, for evaluation. Every sample is used once.
 
-    Args:
-        samples: the stream.
-        capacity: the most that a pack may hold, or the most tokens. A sample whose media exceed it has its own pack.
-        alone: make packs of one sample.
+    ``capacity``: the most that a pack may hold, or the most tokens. A sample whose media exceed it has its own pack.
 
     Raises:
         ValueError: a sample has more tokens than a pack may hold.

@@ -18,19 +18,12 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class MediaGroup:
-    """Items that one call of a component can take: their features have equal names, dtypes and trailing shapes.
+    """Items that one call of a component can take: their features have equal names, dtypes and trailing shapes."""
 
-    Attributes:
-        features: the component's arguments, with items concatenated along dim 0.
-        num_rows: argument name -> dim-0 rows of each item.
-        num_tokens: tokens of each item in the sequence.
-        samples: sample id of each item, for messages.
-    """
-
-    features: dict[str, torch.Tensor]
-    num_rows: dict[str, tuple[int, ...]]
-    num_tokens: tuple[int, ...]
-    samples: tuple[str, ...]
+    features: dict[str, torch.Tensor]  # the component's arguments, with items concatenated along dim 0
+    num_rows: dict[str, tuple[int, ...]]  # argument name -> dim-0 rows of each item
+    num_tokens: tuple[int, ...]  # of each item in the sequence
+    samples: tuple[str, ...]  # sample id of each item, for messages
 
     @property
     def num_elements(self) -> tuple[int, ...]:

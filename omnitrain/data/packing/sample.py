@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,17 +20,11 @@ _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\S*/\S*|\d+(?:\.\d+)?")  # parts of 
 
 @dataclass(frozen=True)
 class MediaItem:
-    """One image, sound or video, prepared for its component.
+    """One image, sound or video, prepared for its component."""
 
-    Attributes:
-        features: the component's arguments by name; items of a pack are concatenated along axis 0.
-        num_tokens: tokens of the item in the sequence, one for each row of the component's output.
-        is_lowered: whether a limit of frames lowered the rate at which a video is read.
-    """
-
-    features: Features
-    num_tokens: int
-    is_lowered: bool = False
+    features: Features  # the component's arguments by name; items of a pack are concatenated along axis 0
+    num_tokens: int  # in the sequence, one for each row of the component's output
+    is_lowered: bool = False  # a limit of frames lowered the rate at which a video is read
 
     @property
     def num_elements(self) -> int:
@@ -148,24 +143,53 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """The size of a sample, which packs are filled by, too; further attributes as those of :class:`Sample`.
+
+    Attributes:
+        length: tokens that the model gets.
+        num_predicted: tokens that the loss has, text and media.
+        tokens: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
+            `` predicted`` after them. They add up to ``length``.
+        items: modality -> images, sounds or videos.
+        lowered: number of videos that a limit of frames reads at a lower rate.
+    """
+
+    source: str
+    length: int
+    num_predicted: int
+    tokens: Mapping[str, int]
+    items: Mapping[str, int]
+    lowered: int = 0
+    elements: Mapping[str, int] = field(default_factory=dict)
+    is_alone: bool = False
+    index: int = 0
+    piece: int = 0
+    num_pieces: int = 1
+    more: tuple[Measure, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Measure, ...]:
+        """See :attr:`Sample.pieces`."""
+        return (replace(self, more=()), *self.more)
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@dataclass(frozen=True)
 class Rejected:
     """A data row that could not become a sample. Training skips, counts and lists it.
 
-    Attributes:
-        id: name of the data row.
-        source: name of the source by which metrics are split.
-        reason: why it was rejected.
-        index: position in the global data order.
-        is_overlong: whether it is a valid sample that is larger than a pack.
-        is_fatal: whether it ended the process that prepared it: it missed its deadline, or a decoder crashed. It is
-            then rejected whenever it is drawn again, without another try.
+    If it is fatal, it ended the process that prepared it: it missed its deadline, or a decoder crashed. It is then
+    rejected whenever it is drawn again, without another try.
     """
 
     id: str
     source: str
     reason: str
-    index: int = 0
-    is_overlong: bool = False
+    index: int = 0  # position in the global data order
+    is_overlong: bool = False  # a valid sample that is larger than a pack
     is_fatal: bool = False
 
     @property

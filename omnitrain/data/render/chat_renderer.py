@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts
 from omnitrain.data.chat.text_tokenizer import TextEncoder
 from omnitrain.data.chat.tool_calls import tools_of
-from omnitrain.data.packing.sample import MediaSpan
+from omnitrain.data.packing.sample import MediaSpan, Sample
 from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.hf_visuals import FrameChoice
-from omnitrain.data.render.renderer import Encoded, single_token
+from omnitrain.data.render.renderer import Renderer, single_token
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
@@ -33,50 +33,30 @@ class _Text:
     is_format: bool = True  # only texts of the chat format may contain control tokens
 
 
-class ChatRenderer:
-    """Renders conversations in a :class:`ChatFormat`. Each text is tokenized separately, so short ones are cached.
-
-    Attributes:
-        tokenizer: the text tokenizer.
-        chat: the format.
-        end_token: id of ``chat.end``.
-        native_modalities: always empty.
-        reads: always empty.
-        refused_modalities: modality that the foundation could read with another format -> why not with this one.
-    """
-
-    native_modalities: frozenset[str] = frozenset()
-    reads: frozenset[str] = frozenset()
+class ChatRenderer(Renderer):
+    """Renders conversations in a :class:`ChatFormat`. Each text is tokenized separately, so short ones are cached."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        chat: ChatFormat,
-        *,
-        refused: Mapping[str, str] = MappingProxyType({}),
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, refused: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """Check the end token.
 
         Args:
             tokenizer: tokenizer of the foundation.
             chat: the format.
-            refused: see :attr:`refused_modalities`.
+            refused: modality that the foundation could read with another format -> why not with this one.
 
         Raises:
             UserError: the end is not one token of the tokenizer.
         """
         self.tokenizer, self.chat = tokenizer, chat
-        self.refused_modalities: Mapping[str, str] = dict(refused)  # a copy that can be pickled
+        self.refused_modalities = dict(refused)  # a copy that can be pickled
         self.end_token = single_token(tokenizer, "end", chat.end)
         self._ids: dict[tuple[str, bool], list[int]] = {}
         texts = (getattr(chat, name) for name in type(chat).model_fields if name != "separator")
         self._encode_text = TextEncoder(tokenizer, texts)
 
-    def start_token(self, modality: str) -> int:
-        """See :meth:`Renderer.start_token`."""
-        return single_token(self.tokenizer, modality, getattr(self.chat, modality))
-
-    def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Encoded:
+    def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
         """See :meth:`Renderer.encode`."""
         if tools_of(row.tools):
             raise UserError(
@@ -100,21 +80,15 @@ class ChatRenderer:
                 new = self._token_ids(piece)
                 ids += new
                 trained += [piece.is_trained] * len(new)
-        return Encoded(
-            input_ids=np.array(ids, dtype=np.int64),
-            loss_mask=np.array(trained, dtype=bool),
-            position_ids=np.arange(len(ids), dtype=np.int64),
-            spans=tuple(spans),
-        )
+        return _sample(row, ids, trained, spans)
 
     def frame_choice(self, file: MediaFile) -> FrameChoice:
         """See :meth:`Renderer.frame_choice`; there is no processor."""
         return FrameChoice(None, {}, file.reading)
 
-    def encode_text(self, ids: list[int]) -> Encoded:
+    def encode_text(self, row: Row, ids: list[int]) -> Sample:
         """See :meth:`Renderer.encode_text`."""
-        positions = np.arange(len(ids), dtype=np.int64)
-        return Encoded(np.array(ids, dtype=np.int64), np.ones(len(ids), dtype=bool), positions, ())
+        return _sample(row, ids, [True] * len(ids))
 
     def _token_ids(self, piece: _Text) -> list[int]:
         ids: list[int] | None = self._ids.get((piece.text, piece.is_format))
@@ -131,6 +105,17 @@ class ChatRenderer:
         """See :meth:`Renderer.save_pretrained`."""
         self.tokenizer.save_pretrained(str(folder))
         return {"chat": self.chat.model_dump()}
+
+
+def _sample(row: Row, ids: list[int], trained: list[bool], spans: Sequence[MediaSpan] = ()) -> Sample:
+    return Sample(
+        id=row.id,
+        source=row.source,
+        input_ids=np.array(ids, dtype=np.int64),
+        loss_mask=np.array(trained, dtype=bool),
+        position_ids=np.arange(len(ids), dtype=np.int64),
+        spans=tuple(spans),
+    )
 
 
 def _render(messages: list[Message], chat: ChatFormat) -> list[_Text | MediaPart]:

@@ -28,19 +28,10 @@ class MediaAdapter(Protocol):
 
 
 class AttachedMedia:
-    """The attached encoders and decoders by modality.
-
-    Attributes:
-        readers: modality -> name and adapter of its encoder.
-        writers: modality -> name and adapter of its decoder.
-    """
+    """The attached encoders (``readers``) and decoders: modality -> name and adapter."""
 
     def __init__(self, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]) -> None:
-        """Index adapters, given by component name.
-
-        Raises:
-            UserError: two components handle the same modality.
-        """
+        """Index adapters, given by component name; UserError: two of them handle the same modality."""
         self.readers = _by_modality("encoders", readers)
         self.writers = _by_modality("decoders", writers)
 
@@ -70,9 +61,8 @@ class AttachedMedia:
             media = decode_medium(part.modality, file, choice.choose())
             is_lowered = isinstance(media, Clip) and choice.is_lowered(media)
             with costing_one_row(f"{name} cannot prepare this {part.modality}"):
-                features, num_tokens = adapter.prepare(
-                    part.modality, media.frames if isinstance(media, Clip) else media
-                )
+                content = media.frames if isinstance(media, Clip) else media
+                features, num_tokens = adapter.prepare(part.modality, content)
         return name, MediaItem(features, num_tokens, is_lowered)
 
     def frame_choice(self, part: MediaPart, file: MediaFile) -> FrameChoice:

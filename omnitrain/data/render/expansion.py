@@ -37,44 +37,29 @@ class Medium:
     """A decoded image, sound or video, as a HF processor takes it.
 
     Attributes:
-        modality: ``image``, ``audio`` or ``video``.
         value: an RGB ``PIL.Image``, a sound ``[samples]`` float32, or a video ``[frames, height, width, 3]`` uint8.
-        metadata: what transformers' ``VideoMetadata`` says of a video, if the times of its frames are known.
         sound: ``[samples]`` float32, the sound of a video that is read with its sound; it begins with the first frame.
-        arguments: arguments of the image or video processor for this medium.
-        is_lowered: whether a limit of frames lowered the rate at which a video is read.
     """
 
     modality: str
     value: Any
-    metadata: Mapping[str, Any] | None = None
+    metadata: Mapping[str, Any] | None = None  # of transformers' VideoMetadata, if the times of a video are known
     sound: np.ndarray | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    is_lowered: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the image or video processor for this medium
+    is_lowered: bool = False  # a limit of frames lowered the rate at which a video is read
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """The output of a processor for one medium.
+    """The output of a processor for one medium."""
 
-    Attributes:
-        text: text with placeholders that replaces the template's text for the medium.
-        features: modality -> arguments of the forward; two modalities for a video with sound.
-        token_inputs: names of the per-token types that the processor returns.
-    """
-
-    text: str
-    features: dict[str, Features]
-    token_inputs: frozenset[str]
+    text: str  # with placeholders; it replaces the template's text for the medium
+    features: dict[str, Features]  # modality -> arguments of the forward; two modalities for a video with sound
+    token_inputs: frozenset[str]  # names of the per-token types that the processor returns
 
 
 class MediaExpander:
-    """Calls a HF processor for one medium at a time.
-
-    Attributes:
-        name: name of the processor's class.
-        tokens: modality -> the text that the chat template writes for a medium.
-    """
+    """Calls a HF processor for one medium at a time. ``tokens``: modality -> what the chat template writes for one."""
 
     def __init__(
         self,
@@ -85,14 +70,9 @@ class MediaExpander:
         audio_in_video: bool,
         reading: Reading,
     ) -> None:
-        """Check that the processor knows the modalities.
+        """Check that the processor knows the modalities that the foundation reads.
 
-        Args:
-            processor: processor of the foundation.
-            modalities: modalities that the foundation reads.
-            arguments: further arguments of every call of ``processor``.
-            audio_in_video: read videos together with their sound.
-            reading: how images and videos are read if neither their part nor their data set says it.
+        Every call of ``processor`` has the ``arguments``. ``reading`` holds if neither part nor data set says another.
 
         Raises:
             UserError: the processor has no token for a modality, cannot read videos with their sound, or does not read
@@ -126,11 +106,7 @@ class MediaExpander:
             raise problems[0]
 
     def decode(self, modality: str, file: MediaFile) -> Medium:
-        """Decode the medium of an encoded file.
-
-        Raises:
-            ValueError: the medium is damaged.
-        """
+        """Decode the medium of an encoded file; ValueError: it is damaged."""
         if modality == "audio":
             return Medium("audio", decode_audio(file).resampled(self._sampling_rate).samples)
         reading = file.reading.over(self._reading)
@@ -183,27 +159,19 @@ class MediaExpander:
         return Expansion(text, by_modality, frozenset(_PER_TOKEN & output.keys()))
 
     def run(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str]:
-        """Run the processor on a whole conversation, as transformers does.
-
-        Returns:
-            The processor's output, and the text that it gave to its tokenizer.
-        """
+        """Run the processor on a whole conversation, and return its output and the text that its tokenizer got."""
         output, whole, _ = self._call(text, media)
         return output, whole
 
     def require_uncut(self, media: Sequence[Medium], output: Mapping[str, Any]) -> None:
-        """Check that the processor did not cut any sound. ``output`` is its output for all ``media``.
-
-        Raises:
-            ValueError: it did.
-        """
+        """Raise ValueError if the processor cut any sound. ``output`` is its output for all ``media``."""
         clips = [medium.value for medium in media if medium.modality == "audio"]
         if clips:
             names = getattr(self._audio_extractor, "model_input_names", ())
             self._check_uncut(clips, {name: np.asarray(output[name]) for name in names if name in output})
 
     def _call(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str, set[str]]:
-        """Return the processor's output, the text that it gave to its tokenizer, and the names of per-token outputs."""
+        """Return the output, the text that the tokenizer got, and the names of per-token outputs."""
         arguments: dict[str, Any] = {}
         for medium in media:
             arguments.setdefault(_ARGUMENT[medium.modality], []).append(medium.value)
@@ -211,7 +179,9 @@ class MediaExpander:
             arguments[visual] = [arguments[visual]]
         videos = [medium for medium in media if medium.modality == "video"]
         if any(video.metadata is not None for video in videos):
-            arguments["video_metadata"] = [[video.metadata or _untimed(video) for video in videos]]
+            lengths = [len(video.value) for video in videos]
+            untimed = [{"total_num_frames": length, "frames_indices": list(range(length))} for length in lengths]
+            arguments["video_metadata"] = [[one.metadata or other for one, other in zip(videos, untimed, strict=True)]]
         for modality, group in _GROUP.items():
             if said := shared_arguments([medium for medium in media if medium.modality == modality]):
                 arguments[group] = {**self._arguments.get(group, {}), **said}
@@ -250,10 +220,7 @@ class MediaExpander:
         return int(getattr(self._audio_extractor, "sampling_rate", 16_000))
 
     def _check_uncut(self, clips: Sequence[np.ndarray], features: Features) -> None:
-        """Count the frames that the extractor kept, because many cut long clips silently (Whisper's after 30 s).
-
-        Stacked clips all have the same number of frames; otherwise the frames of all clips are counted together.
-        """
+        """Count the frames that the extractor kept, because many cut long clips silently (Whisper's after 30 s)."""
         extractor = self._audio_extractor
         hop, bins = getattr(extractor, "hop_length", None), getattr(extractor, "feature_size", None)
         if hop is None or bins is None:
@@ -278,10 +245,7 @@ def shown_by(processor: Any, modalities: Collection[str]) -> dict[str, str]:
 
 
 class _Recorder:
-    """A tokenizer that records its input: the text with every medium expanded.
-
-    Media of the same size have the same text, so the tokens of some texts are kept.
-    """
+    """A tokenizer that records its input, and keeps the tokens of some texts: media of one size have the same."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kept: dict[str, BatchEncoding]) -> None:
         self._tokenizer, self._kept = tokenizer, kept
@@ -319,11 +283,7 @@ def has_one_call(media: Sequence[Medium]) -> bool:
 
 
 def shared_arguments(media: Sequence[Medium]) -> dict[str, Any]:
-    """Return the arguments of one call for images, or for videos. A rate is left out if videos have several.
-
-    Raises:
-        ValueError: they need different sizes.
-    """
+    """Return the arguments of one call for images, or for videos. A rate is left out if videos have several."""
     shared: dict[str, Any] = {}
     for name in {name for medium in media for name in medium.arguments}:
         values = [medium.arguments.get(name) for medium in media]
@@ -349,15 +309,8 @@ def _index_of(time: float, rate: float) -> float:
     return index if index / rate >= time else float(np.nextafter(index, np.inf))
 
 
-def _untimed(video: Medium) -> dict[str, Any]:
-    return {"total_num_frames": len(video.value), "frames_indices": list(range(len(video.value)))}
-
-
 def _sound_arguments(processor: ProcessorMixin) -> Callable[[list[int | None]], dict[str, Any]] | None:
-    """Return a function that makes the arguments for videos with sound, or None if the processor has none.
-
-    The function takes the source of each sound: the index of its video, or None for a separate audio item.
-    """
+    """Return what makes the arguments of videos with sound from the video of each sound, or None; None: it has none."""
     mixes = getattr(processing_utils, "OmniModalProcessorMixin", None)
     if mixes is not None and isinstance(processor, mixes):
         return lambda sources: {"load_audio_from_video": True, "audio_from_video_indices": sources}

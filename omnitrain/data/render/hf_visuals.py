@@ -27,16 +27,11 @@ class FrameChoice:
 
     Without a number of frames in ``reading``, the processor's own ``sample_frames`` chooses them, as if the video had
     a constant rate.
-
-    Attributes:
-        component: the video processor; None: there is none.
-        arguments: the arguments of its call in the recipe.
-        reading: what the video's part, its data set or the recipe says.
     """
 
-    component: Any
-    arguments: Mapping[str, Any]
-    reading: Reading
+    component: Any  # the video processor; None: there is none
+    arguments: Mapping[str, Any]  # of its call in the recipe
+    reading: Reading  # what the video's part, its data set or the recipe says
 
     def choose(self) -> Choose:
         """Return the function for ``decode_clip``.
@@ -46,10 +41,11 @@ class FrameChoice:
         """
         if self.reading.num_frames is not None:
             return evenly(self.reading.num_frames)
-        if self.reading.fps is not None and self._sampler is not None and not self._reads_fps():
-            raise UserError(
-                f"fps: {type(self.component).__name__} chooses frames without a rate; remove it, or set `max_frames`"
-            )
+        if self.reading.fps is not None and self._sampler is not None:
+            of_rates = {len(self._sampled(600, 10.0, rate)) for rate in (1.0, 0.5)}  # frames of a minute
+            if len(of_rates) == 1:
+                name = type(self.component).__name__
+                raise UserError(f"fps: {name} chooses frames without a rate; remove it, or set `max_frames`")
         return self._chosen
 
     def is_lowered(self, clip: Clip) -> bool:
@@ -86,18 +82,12 @@ class FrameChoice:
 
     @property
     def _limit(self) -> int:
-        limits = (
-            self.reading.max_frames,
-            self.arguments.get("max_frames"),
-            getattr(self.component, "max_frames", None),
-        )
-        return min((limit for limit in limits if limit is not None), default=MOST_FRAMES)
+        own = self.arguments.get("max_frames"), getattr(self.component, "max_frames", None)
+        return min((limit for limit in (self.reading.max_frames, *own) if limit is not None), default=MOST_FRAMES)
 
     def _chosen(self, total: int, rate: float | None) -> np.ndarray:
-        asked, least = (
-            self._asked(total, total / rate if rate else None),
-            getattr(self.component, "min_frames", None) or 1,
-        )
+        asked = self._asked(total, total / rate if rate else None)
+        least = getattr(self.component, "min_frames", None) or 1
         if self._sampler is None or rate is None or total <= least or (self._fps is not None and asked >= total):
             return evenly(min(max(asked, least), self._limit))(total, rate)
         positions = self._sampled(total, rate, self._said_fps)
@@ -116,21 +106,13 @@ class FrameChoice:
         metadata = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
         return np.sort(np.asarray(self._sampler(metadata=metadata, **said | {"fps": fps}), dtype=np.float64))
 
-    def _reads_fps(self) -> bool:
-        """Whether the processor chooses other frames of a minute for another rate."""
-        return len(self._sampled(600, 10.0, 1.0)) != len(self._sampled(600, 10.0, 0.5))
-
 
 def pixel_arguments(
     component: Any, arguments: Mapping[str, Any], reading: Reading, num_frames: int = 0
 ) -> dict[str, Any]:
     """Return arguments of a HF image or video processor that keep ``min_pixels`` and ``max_pixels`` of each picture.
 
-    Args:
-        component: the processor.
-        arguments: its arguments in the recipe.
-        reading: the limits; without any, nothing is returned.
-        num_frames: frames of the video; 0: it is an image.
+    Without limits in ``reading``, nothing is returned. ``num_frames``: of the video; 0: it is an image.
 
     Raises:
         UserError: the processor does not choose the size of a picture by its pixels, or ``min_pixels`` is above

@@ -15,12 +15,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from omnitrain.data.chat.template_marks import Span
-from omnitrain.data.packing.sample import Features, MediaSpan
+from omnitrain.data.packing.sample import Features, MediaSpan, Sample
 from omnitrain.data.render.expansion import MediaExpander, Medium
 from omnitrain.data.render.media_texts import Insert, PlacedTokens
 from omnitrain.data.render.native import NativeInputs, unpassed
-from omnitrain.data.render.renderer import Encoded
 from omnitrain.data.sources.media import costing_one_row
+from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 
 
@@ -45,14 +45,12 @@ class ForwardEncoder:
     def __init__(self, expander: MediaExpander, tokenizer: PreTrainedTokenizerBase, native: NativeInputs) -> None:
         self._expander, self._tokenizer, self._native = expander, tokenizer, native
 
-    def encode(self, text: str, answers: Sequence[Span], inserts: Sequence[Insert], *, adds_special: bool) -> Encoded:
-        """Encode a conversation, with the processor's outputs that the forward takes.
+    def encode(
+        self, row: Row, text: str, answers: Sequence[Span], inserts: Sequence[Insert], *, adds_special: bool
+    ) -> Sample:
+        """Encode the template's ``text`` with the processor's outputs that the forward takes.
 
-        Args:
-            text: the template's text.
-            answers: characters of ``text`` that are trained.
-            inserts: every medium of the conversation, in the order of the text.
-            adds_special: whether the tokenizer adds its start and end tokens.
+        ``answers`` are its characters that are trained, and ``inserts`` every medium, in the order of the text.
 
         Raises:
             ValueError: this conversation cannot be used.
@@ -79,7 +77,9 @@ class ForwardEncoder:
         spans = [span for insert in tokens.inserts for span in insert.spans(tokens, self._native)]
         for span in spans:
             trained[span.positions] = False
-        return Encoded(
+        return Sample(
+            id=row.id,
+            source=row.source,
             input_ids=tokens.ids,
             loss_mask=trained,
             position_ids=np.arange(len(tokens.ids), dtype=np.int64),
@@ -137,11 +137,7 @@ class ForwardEncoder:
 
 
 def written_between(pieces: Sequence[str], whole: str) -> list[str]:
-    """Return the texts between consecutive ``pieces`` in ``whole``, with each piece as early as possible.
-
-    Raises:
-        ValueError: ``whole`` is not ``pieces`` with texts between them.
-    """
+    """Return the texts between consecutive ``pieces`` in ``whole``, each piece as early as possible, or ValueError."""
     if not whole.startswith(pieces[0]):
         raise ValueError
     written, end = [], len(pieces[0])

@@ -11,12 +11,9 @@ from omnitrain.data.sources.rows import Row
 
 
 def parts_of_items(components: Sequence[str], row: Row, processor: OmniProcessor) -> list[MediaPart | None]:
-    """Return the part that each item shows. None: it is not known, as for the sound of a video.
+    """Return the part that each item of the sample of ``row`` shows. None: it is not known, as for a video's sound.
 
-    Args:
-        components: the component of each item of the sample, in the order of the sample.
-        row: the row that ``processor`` turned into the sample.
-        processor: the processor.
+    ``components`` has the component of each item, in the order of the sample.
     """
     by_component: dict[str, list[MediaPart]] = {}
     for part in media_parts(row.messages):
@@ -30,5 +27,5 @@ def parts_of_items(components: Sequence[str], row: Row, processor: OmniProcessor
 
 
 def modality_of(component: str, part: MediaPart | None) -> str:
-    """Return the modality of an item: that of its part, or else what the name of its component says."""
+    """Return the modality of an item: from its part, else from its component's name."""
     return part.modality if part is not None else component.removeprefix(NATIVE_PREFIX)

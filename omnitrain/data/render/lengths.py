@@ -25,17 +25,11 @@ def sample_within(
     without_tail: bool = False,
     may_ask: bool = False,
 ) -> Sample | Rejected:
-    """Return the sample of a row, the first of several, or why it is rejected.
+    """Return the sample of a row, the first of several, or why it is rejected; further arguments as of ``processor``.
 
-    Args:
-        processor: turns rows into samples.
-        row: the data row.
-        budget: the most that a pack may hold; None: no limit.
-        overlong: what to do with a conversation that exceeds the budget. ``split``: cut it between turns into as few
-            samples as possible, from its begin on. Each has the system message and the media of its own turns. One of
-            which nothing is trained is left out.
-        without_tail: see :meth:`Sample.without_tail`.
-        may_ask: see :meth:`OmniProcessor.sample`.
+    A conversation that exceeds the budget (None: no limit) with ``split`` is cut between turns into as few samples as
+    possible, from its begin on. Each has the system message and the media of its own turns. A piece of which nothing is
+    trained is left out.
 
     Raises:
         UserError: the model cannot use such rows at all.
@@ -92,10 +86,7 @@ def _split(processor: OmniProcessor, row: Row, budget: PackBudget, without_tail:
 
 
 def _head_and_turns(messages: Sequence[Message]) -> tuple[list[int], list[list[int]]]:
-    """Return the indices of the system messages at the begin, and of the messages of each turn.
-
-    A turn begins with a user message, or with several.
-    """
+    """Return the indices of the first system messages, and of each turn, which begins with user messages."""
     roles = [message["role"] for message in messages]
     num_head = next((index for index, role in enumerate(roles) if role not in _HEAD_ROLES), len(roles))
     turns: list[list[int]] = []

@@ -25,11 +25,7 @@ class Insert(ABC):
 
     @abstractmethod
     def spans(self, tokens: PlacedTokens, native: NativeInputs) -> list[MediaSpan]:
-        """Return the media spans of its items.
-
-        Raises:
-            UserError: the tokens are not those that the component expects.
-        """
+        """Return the media spans of its items; UserError: the tokens are not those that the component expects."""
 
 
 @dataclass(frozen=True)
@@ -83,32 +79,18 @@ class NativeInsert(Insert):
 
 @dataclass(frozen=True)
 class PlacedTokens:
-    """The tokens of a text with all inserts in place.
+    """The tokens of a text with all inserts in place."""
 
-    Attributes:
-        ids: ``[T]`` int64.
-        starts: ``[T]``, index of each token's first character.
-        stops: ``[T]``, one past each token's last character.
-        inserts: the inserts in the order of the text.
-    """
-
-    ids: np.ndarray
-    starts: np.ndarray
-    stops: np.ndarray
-    inserts: tuple[Insert, ...]
+    ids: np.ndarray  # [T] int64
+    starts: np.ndarray  # [T], index of each token's first character
+    stops: np.ndarray  # [T], one past each token's last character
+    inserts: tuple[Insert, ...]  # in the order of the text
 
     @classmethod
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, text: str, inserts: Sequence[Insert], *, adds_special: bool
     ) -> PlacedTokens:
-        """Tokenize ``text`` with every insert in place of its characters.
-
-        Args:
-            tokenizer: a fast tokenizer.
-            text: the template's text.
-            inserts: the inserts in the order of the text.
-            adds_special: whether the tokenizer adds its start and end tokens.
-        """
+        """Tokenize ``text`` with every insert in place of its characters, in the order of the text."""
         pieces, end = [], 0
         for insert in inserts:
             pieces += [text[end : insert.at[0]], insert.text]

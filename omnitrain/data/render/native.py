@@ -22,16 +22,13 @@ class PositionFunction(Protocol):
         *,
         audio_in_video: bool,
     ) -> np.ndarray:
-        """Compute the position ids of one sample.
+        """Return ``[T]`` or ``[axes, T]`` int64; the number of axes is the same for all samples.
 
         Args:
             input_ids: ``[T]`` int64.
             token_inputs: ``[T]`` each; see :attr:`Sample.token_inputs`.
             features: modality -> features of each item, in order of appearance; absent if there are none.
             audio_in_video: whether the tokens of a video's sound lie between those of its pictures.
-
-        Returns:
-            ``[T]`` or ``[axes, T]`` int64; the number of axes is the same for all samples.
         """
         ...
 
@@ -67,14 +64,9 @@ class NativeInputs:
 
 
 def unpassed(given: Mapping[str, Any], passed: Collection[str], taken: Collection[str]) -> list[str]:
-    """Return the names of arguments that a model would miss: it takes them, or they are media, and are not ``passed``.
+    """Return the names of arguments that a model would miss: they are ``taken``, or media, and are not ``passed``.
 
-    Masks that are true everywhere say nothing.
-
-    Args:
-        given: the arguments of one sample, such as the outputs of a HF processor; None: it is not given.
-        passed: names of those that reach the model.
-        taken: names of all that the model takes.
+    ``given`` are those of one sample, as a HF processor returns them. Masks that are true everywhere say nothing.
     """
     lost = {name: value for name, value in given.items() if value is not None and name not in passed}
     return sorted(name for name, value in lost.items() if _says_something(value, is_taken=name in taken))

@@ -83,12 +83,8 @@ class OmniDataCollatorWithPacking:
                 names the row. Or the rows cannot share a pack (:meth:`Pack.from_samples`).
         """
         numbers = range(len(rows)) if indices is None else indices
-        return Pack.from_samples(
-            [
-                row if isinstance(row, Sample) else self.sample(row, number)
-                for row, number in zip(rows, numbers, strict=True)
-            ]
-        )
+        together = zip(rows, numbers, strict=True)
+        return Pack.from_samples([row if isinstance(row, Sample) else self.sample(row, i) for row, i in together])
 
     def _instead(self, name: str, names: Collection[str]) -> str:
         """Return what to write in the place of a feature that the model does not take."""

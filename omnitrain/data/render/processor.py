@@ -45,12 +45,7 @@ class OmniProcessor:
     def __init__(
         self, renderer: Renderer, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]
     ) -> None:
-        """Check that each modality has at most one reader and one writer, and one start token.
-
-        Args:
-            renderer: turns conversations into tokens.
-            readers: encoder name -> adapter.
-            writers: decoder name -> adapter.
+        """Check that each modality has at most one of ``readers`` (encoder name -> adapter) and of ``writers``.
 
         Raises:
             UserError: two components handle the same modality, or a start token is not one token of the vocabulary.
@@ -130,18 +125,9 @@ class OmniProcessor:
             borders[-2] -= 1
         pieces = []
         for start, stop in pairwise(borders):
-            encoded = self.renderer.encode_text(ids[start:stop])
-            sample = Sample(
-                id=row.id,
-                source=row.source,
-                input_ids=encoded.input_ids,
-                loss_mask=encoded.loss_mask,
-                position_ids=encoded.position_ids,
-                index=index,
-                token_inputs=encoded.token_inputs,
-            )
+            sample = self.renderer.encode_text(row, ids[start:stop])
             pieces.append(sample.without_tail() if without_tail else sample)
-        pieces = [replace(piece, piece=i, num_pieces=len(pieces)) for i, piece in enumerate(pieces)]
+        pieces = [replace(piece, index=index, piece=i, num_pieces=len(pieces)) for i, piece in enumerate(pieces)]
         return replace(pieces[0], more=tuple(pieces[1:]))
 
     def _try(self, row: Row, messages: list[Message], index: int, *, for_generation: bool) -> Sample | Rejected:
@@ -162,24 +148,14 @@ class OmniProcessor:
             return Rejected(row.id, row.source, str(error), index)
         self._check_modalities(row, parts)
         try:
-            encoded = self.renderer.encode(row, messages, self._media, for_generation=for_generation)
+            sample = self.renderer.encode(row, messages, self._media, for_generation=for_generation)
         except UserError as error:
             raise row.named(error) from error
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
-        if not len(encoded.input_ids):
+        if not len(sample):
             return Rejected(row.id, row.source, "no tokens: the row has no messages", index)
-        return Sample(
-            id=row.id,
-            source=row.source,
-            input_ids=encoded.input_ids,
-            loss_mask=encoded.loss_mask,
-            position_ids=encoded.position_ids,
-            spans=encoded.spans,
-            index=index,
-            token_inputs=encoded.token_inputs,
-            forward_inputs=encoded.forward_inputs,
-        )
+        return replace(sample, index=index)
 
     def _check_modalities(self, row: Row, parts: list[MediaPart]) -> None:
         native = self.renderer.native_modalities
@@ -210,11 +186,7 @@ class OmniProcessor:
     ) -> OmniProcessor:
         """Load a processor that :meth:`save_pretrained` saved. ``model.media_adapters()`` gives the adapters.
 
-        Args:
-            folder: folder of a saved omni model.
-            readers: encoder name -> adapter.
-            writers: decoder name -> adapter.
-            native: native media of the foundation; None: it has none.
+        ``native`` are the native media of the foundation; None: it has none.
 
         Raises:
             UserError: ``folder`` has no omni processor, or no complete tokenizer.
@@ -248,11 +220,7 @@ def _not_trained(row: Row, sample: Sample) -> str:
     if not sample.is_trained:
         return "nothing of the row is trained: no message of the assistant, or none without `weight: 0`"
     answers = [message for message in map(canonical, row.messages) if is_trained(message)]
-    return "" if any(map(_says, answers)) else "all answers of the row are empty"
-
-
-def _says(message: Message) -> bool:
-    """Whether a message has more than blanks."""
-    parts = content_parts(message)
-    is_said = any(part["type"] != "text" or part["text"].strip() for part in parts)
-    return is_said or bool(message.get("tool_calls") or message.get("reasoning_content"))
+    has_more = any(message.get("tool_calls") or message.get("reasoning_content") for message in answers)
+    parts = [part for message in answers for part in content_parts(message)]
+    is_said = has_more or any(part["type"] != "text" or part["text"].strip() for part in parts)
+    return "" if is_said else "all answers of the row are empty"

@@ -21,14 +21,14 @@ from omnitrain.data.chat.hf_processor import load_hf_processor, require_known_ar
 from omnitrain.data.chat.parts import MediaPart, Message, content_parts, media_parts
 from omnitrain.data.chat.template_marks import Span
 from omnitrain.data.chat.tool_calls import tools_of
-from omnitrain.data.packing.sample import Features, MediaSpan
+from omnitrain.data.packing.sample import Features, MediaSpan, Sample
 from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.expansion import MediaExpander, has_one_call, shown_by
 from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.render.in_forward import ForwardEncoder, ForwardInsert
 from omnitrain.data.render.media_texts import AttachedInsert, Insert, NativeInsert, PlacedTokens
 from omnitrain.data.render.native import NativeInputs, unpassed
-from omnitrain.data.render.renderer import Encoded, single_token
+from omnitrain.data.render.renderer import Renderer
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.reading import Reading
 from omnitrain.data.sources.rows import Row
@@ -40,17 +40,8 @@ _ATTACHED = "\U000f0003"  # placeholder in the template's text for a medium of a
 _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}  # values of mm_token_type_ids in transformers
 
 
-class TemplateRenderer:
-    """Renders conversations with the chat template of a HF processor or tokenizer.
-
-    Attributes:
-        tokenizer: the text tokenizer.
-        template: the chat template.
-        end_token: id of the token that ends an assistant's message.
-        native_modalities: modalities that the foundation reads natively.
-        refused_modalities: modality that the foundation could read, but not here -> why.
-        reads: see :attr:`ChatTemplate.keys`.
-    """
+class TemplateRenderer(Renderer):
+    """Renders conversations with the chat template of a HF processor or tokenizer (``template``)."""
 
     def __init__(
         self,
@@ -73,10 +64,10 @@ class TemplateRenderer:
             starts: chat format with the start tokens of attached media; None: the defaults.
             arguments: further arguments of every call of ``processor`` (``images_kwargs``, ``videos_kwargs``, ...).
             audio_in_video: read videos together with their sound.
-            fps: frames from a second of a video; None: the processor's own rate.
-            max_frames: most frames of a video; None: the processor's own limit.
-            min_pixels: least pixels of an image or frame; None: the processor's own.
-            max_pixels: most pixels of an image or frame; None: the processor's own.
+            fps: frames from a second of a video; None: the processor's own rate, as for the limits.
+            max_frames: most frames of a video.
+            min_pixels: least pixels of an image or frame.
+            max_pixels: most pixels of an image or frame.
 
         Raises:
             UserError: they do not fit together.
@@ -93,7 +84,7 @@ class TemplateRenderer:
         self.native_modalities = frozenset(self.native.placeholders) | self.native.in_forward
         self.refused_modalities = self.native.refused
         self.reads = self.template.keys
-        self._starts = starts or ChatFormat()
+        self.chat = starts or ChatFormat()
         self._settings: dict[str, Any] = {
             "arguments": dict(arguments or {}),
             "audio_in_video": audio_in_video,
@@ -124,11 +115,7 @@ class TemplateRenderer:
             )
         return int(self.tokenizer.eos_token_id)
 
-    def start_token(self, modality: str) -> int:
-        """See :meth:`Renderer.start_token`."""
-        return single_token(self.tokenizer, modality, getattr(self._starts, modality))
-
-    def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Encoded:
+    def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
         """See :meth:`Renderer.encode`."""
         parts = media_parts(messages)
         shown = _with_stand_ins(messages, parts, media)
@@ -139,7 +126,7 @@ class TemplateRenderer:
         inserts = [self._insert(row, part, media, at) for part, at in places]
         if any(isinstance(insert, ForwardInsert) for insert in inserts):
             self._require_one_way(inserts)
-            return self._forward.encode(text, answers, inserts, adds_special=self._adds_special(text))
+            return self._forward.encode(row, text, answers, inserts, adds_special=self._adds_special(text))
         tokens = PlacedTokens.of(self.tokenizer, text, inserts, adds_special=self._adds_special(text))
         trained = tokens.covered(answers)
         spans: list[MediaSpan] = []
@@ -150,7 +137,9 @@ class TemplateRenderer:
         self._check_placeholders(tokens, spans)
         token_inputs = self._token_inputs(tokens, trained, inserts)
         self._verify(row, text, tokens, token_inputs, inserts)
-        return Encoded(
+        return Sample(
+            id=row.id,
+            source=row.source,
             input_ids=tokens.ids,
             loss_mask=trained,
             position_ids=self._position_ids(tokens, token_inputs, inserts),
@@ -162,12 +151,13 @@ class TemplateRenderer:
         """See :meth:`Renderer.frame_choice`."""
         return self._native_expander.frame_choice(file)
 
-    def encode_text(self, ids: list[int]) -> Encoded:
+    def encode_text(self, row: Row, ids: list[int]) -> Sample:
         """See :meth:`Renderer.encode_text`."""
         array, trained = np.array(ids, dtype=np.int64), np.ones(len(ids), dtype=bool)
         tokens = PlacedTokens(array, np.zeros_like(array), np.zeros_like(array), ())
         token_inputs = self._token_inputs(tokens, trained, ())
-        return Encoded(array, trained, self._position_ids(tokens, token_inputs, ()), (), token_inputs)
+        positions = self._position_ids(tokens, token_inputs, ())
+        return Sample(row.id, row.source, array, trained, positions, token_inputs=token_inputs)
 
     def _adds_special(self, text: str) -> bool:
         """Follow ``apply_chat_template``: a tokenizer adds none, a processor adds them unless the text has them."""
@@ -200,7 +190,7 @@ class TemplateRenderer:
         if media.handles(part):
             name, item = media.prepare(row, part)
             return AttachedInsert(
-                at, getattr(self._starts, part.modality) * (1 + item.num_tokens), name, item, part.is_target
+                at, getattr(self.chat, part.modality) * (1 + item.num_tokens), name, item, part.is_target
             )
         with row.open_media(part.modality, part.position) as file:
             medium = self._native_expander.decode(part.modality, file)
@@ -269,12 +259,7 @@ class TemplateRenderer:
         return self.native.positions(tokens.ids, token_inputs, features, audio_in_video=has_sound)
 
     def _verify(
-        self,
-        row: Row,
-        text: str,
-        tokens: PlacedTokens,
-        token_inputs: dict[str, np.ndarray],
-        inserts: Sequence[Insert],
+        self, row: Row, text: str, tokens: PlacedTokens, token_inputs: dict[str, np.ndarray], inserts: Sequence[Insert]
     ) -> None:
         """Compare with the processor's output for the whole conversation, once for each mixture of media."""
         media = [insert.medium for insert in inserts if isinstance(insert, NativeInsert)]
@@ -296,16 +281,11 @@ class TemplateRenderer:
     def save_pretrained(self, folder: Path) -> dict[str, Any]:
         """See :meth:`Renderer.save_pretrained`."""
         self._processor.save_pretrained(str(folder))
-        return {"template": {**self._settings, "starts": self._starts.model_dump()}}
+        return {"template": {**self._settings, "starts": self.chat.model_dump()}}
 
     @classmethod
     def from_recipe(cls, data: Data, foundation: str, native: NativeInputs | None) -> TemplateRenderer:
-        """Build the renderer of a recipe.
-
-        Args:
-            data: the recipe's ``data`` node.
-            foundation: folder or Hub id of the foundation, whose processor is used if ``data`` names none.
-            native: native media of the foundation; None: it has none.
+        """Build the renderer of a recipe; of the ``foundation`` (a folder or Hub id) if ``data`` names no processor.
 
         Raises:
             UserError: there is no processor, or it does not fit.

@@ -26,10 +26,7 @@ _SHOWN_COLUMNS = 12  # of a note
 def unread_notes(sources: Iterable[RowSource], renderer: Renderer, recipe: Recipe) -> list[str]:
     """Return a line for each data set with keys that nothing reads, and for each whose format was recognised.
 
-    Args:
-        sources: the data sets.
-        renderer: the chat format, which may read further keys.
-        recipe: the recipe; if it has a scorer, this may read all columns.
+    The chat format may read further keys, and a scorer of the recipe all columns.
 
     Raises:
         UserError: see :meth:`RowSource.__getitem__`.

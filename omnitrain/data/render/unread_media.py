@@ -6,7 +6,7 @@ files are searched in the first :data:`LOOKED_AT` rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 from PIL import Image
 
 from omnitrain.data.chat.parts import content_parts
-from omnitrain.data.render.component_media import MediaAdapter
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.inline_files import modality_of_bytes
 from omnitrain.data.sources.part_files import is_file
@@ -34,13 +33,7 @@ _SUFFIXES = {
 def require_shown(
     train: Sequence[RowSource], heldout: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]
 ) -> None:
-    """Check that messages show all media of the data sets, and that every encoder and decoder gets training data.
-
-    Args:
-        train: training data sets.
-        heldout: held-out data sets, which do not count as training data.
-        processor: processor of the model.
-        spared: components that need no data.
+    """Check that messages show all media of data sets, and that all but the ``spared`` components get ``train`` data.
 
     Raises:
         UserError: media or components would not be trained; the message has one line per problem.
@@ -53,7 +46,8 @@ def require_shown(
 def _unfed(train: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]) -> Iterator[str]:
     shown = frozenset(chain.from_iterable(source.shown for source in train))
     for kind, owners, is_target in (("encoders", processor.readers, False), ("decoders", processor.writers, True)):
-        for name, modalities in _by_name(owners).items():
+        for name in dict.fromkeys(name for name, _ in owners.values()):
+            modalities = [modality for modality, (owner, _) in owners.items() if owner == name]
             if name not in spared and not any((modality, is_target) in shown for modality in modalities):
                 who = "an assistant" if is_target else "a user"
                 yield (
@@ -61,13 +55,6 @@ def _unfed(train: Sequence[RowSource], processor: OmniProcessor, spared: Collect
                     f"{name!r} would learn nothing: set `columns.{modalities[0]}s` to the column of the files; "
                     f"{how_to_show(modalities[0])}; or remove {name!r}, or freeze it if it is in `model.checkpoint`"
                 )
-
-
-def _by_name(owners: Mapping[str, tuple[str, MediaAdapter]]) -> dict[str, list[str]]:
-    modalities: dict[str, list[str]] = {}
-    for modality, (name, _) in owners.items():
-        modalities.setdefault(name, []).append(modality)
-    return modalities
 
 
 def _hidden(source: RowSource, processor: OmniProcessor) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -10,27 +10,18 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnitrain.data.sources.examples import EXAMPLES, evenly_spaced, example_of
 from omnitrain.data.sources.schema import Schema
+from omnitrain.data.sources.table import EXAMPLES, Choose, Table, evenly_spaced
 from omnitrain.data.sources.turns import FIELDS, MARKERS, PART, SAID
 from omnitrain.recipe import Columns
 
 _LISTS = (datasets.List, datasets.LargeList)
 
 
-class ArrowTable:
-    """A data set of HF ``datasets``; see :class:`omnitrain.data.sources.formats.Table`."""
+class ArrowTable(Table):
+    """A data set of HF ``datasets``, whose media will not be decoded."""
 
-    def __init__(self, data: datasets.Dataset, choose: Callable[[Sequence[str]], Schema]) -> None:
-        """Wrap a data set.
-
-        Args:
-            data: the data set; its media will not be decoded.
-            choose: returns how rows with given columns are read.
-
-        Raises:
-            DataError: ``choose`` raises it.
-        """
+    def __init__(self, data: datasets.Dataset, choose: Choose) -> None:
         self.schema = choose(data.column_names)
         self._columns = columns = self.schema.columns
         info = data.info.copy()
@@ -43,31 +34,49 @@ class ArrowTable:
         return len(self._data)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """Return a row without null fields, which parquet adds for fields of other rows."""
         return record_of(dict(self._data[position]), self._columns)
 
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """See :class:`omnitrain.data.sources.formats.Table`."""
+        """See :class:`Table`."""
         for position in evenly_spaced(length, EXAMPLES):
             yield position, self.outline(position)
 
     def outline(self, position: int) -> dict[str, Any]:
-        """Return a row, with whether its media have bytes in the place of them."""
+        """See :class:`Table`."""
         found = example_of(self._data.data.slice(position, 1), 0, self._columns)
         return record_of(found, self._columns)
 
     def sources(self) -> list[Any]:
-        """Return each row's value in the source column."""
+        """See :class:`Table`."""
         return list(self._data[self._columns.source])
 
     @cached_property
-    def kinds(self) -> dict[tuple[Any, Any], int]:
-        """See :class:`omnitrain.data.sources.formats.Table`. Does not read texts or media."""
+    def kinds(self) -> dict[tuple[Any, Any], int]:  # type: ignore[override]  # found at its first use
+        """See :class:`Table`. Does not read texts or media."""
         return first_of_each_kind(self._data.data, self.schema)
 
     def problems(self) -> list[str]:
-        """Return problems of columns with a wrong type: messages that are plain values, media that are not files."""
+        """See :class:`Table`."""
         return column_problems(self._data.features, self._columns)
+
+
+def example_of(table: pa.Table, position: int, columns: Columns) -> dict[str, Any]:
+    """Return a row of an Arrow table. Bytes of media are not read: in their place is whether there are any."""
+    media = columns.of_media().values()
+    row = {name: table.column(name)[position] for name in table.column_names}
+    return {name: _without_bytes(value) if name in media else value.as_py() for name, value in row.items()}
+
+
+def _without_bytes(value: pa.Scalar) -> Any:
+    if not value.is_valid:
+        return None
+    if isinstance(value, pa.StructScalar):
+        return {name: _without_bytes(one) for name, one in value.items()}
+    if isinstance(value, (pa.ListScalar, pa.LargeListScalar)):
+        return [_without_bytes(one) for one in value.values]
+    if pa.types.is_binary(value.type) or pa.types.is_large_binary(value.type):
+        return value.as_buffer().size > 0
+    return value.as_py()
 
 
 def record_of(record: dict[str, Any], columns: Columns) -> dict[str, Any]:
@@ -77,7 +86,7 @@ def record_of(record: dict[str, Any], columns: Columns) -> dict[str, Any]:
 
 
 def first_of_each_kind(table: Any, schema: Schema) -> dict[tuple[Any, Any], int]:
-    """Return the kinds of the rows of an Arrow table; see :class:`omnitrain.data.sources.formats.Table`."""
+    """Return the kinds of the rows of an Arrow table; see :class:`Table`."""
     columns = schema.columns
     firsts: dict[tuple[Any, Any], int] = {}
     start = 0
@@ -95,18 +104,16 @@ def first_of_each_kind(table: Any, schema: Schema) -> dict[tuple[Any, Any], int]
 def column_problems(features: datasets.Features, columns: Columns) -> list[str]:
     """Return problems of columns with a wrong type: messages that are plain values, media that are not files."""
     messages = columns.messages
-    problems = []
+    wrong: dict[str, tuple[str, str]] = {}
     if messages in features and isinstance(_inner(features[messages]), datasets.Value):
-        problems.append(
-            f"column {messages!r} (columns.messages) has type {_type_name(features[messages])}, expected messages"
-        )
+        wrong[messages] = "messages", "messages"
     for field, name in columns.of_media().items():
         if name in features and not _holds_files(_inner(features[name])):
-            problems.append(
-                f"column {name!r} (columns.{field}) has type {_type_name(features[name])}, expected files: "
-                "{bytes, path}, bytes or paths"
-            )
-    return problems
+            wrong[name] = field, "files: {bytes, path}, bytes or paths"
+    return [
+        f"column {name!r} (columns.{field}) has type {_type_name(features[name])}, expected {expected}"
+        for name, (field, expected) in wrong.items()
+    ]
 
 
 def undecoded_features(features: datasets.Features, columns: Columns) -> datasets.Features:
@@ -170,7 +177,7 @@ def _kinds_of_contents(contents: pa.Array, every: pa.Table, marked: Collection[s
         of_parts = every.take(pc.list_parent_indices(contents))
         types = of_parts.set_column(1, "type", pc.cast(parts["type"], pa.string()))
         return [types, *_where(of_parts, _filled("part.", parts, PART))]
-    if _is_text(contents.type):
+    if pa.types.is_string(contents.type) or pa.types.is_large_string(contents.type):
         return _where(every, ((m, pc.fill_null(pc.match_substring(contents, MARKERS[m]), False)) for m in marked))
     return []
 
@@ -193,10 +200,6 @@ def _filled(prefix: str, fields: Mapping[str, pa.Array], known: Collection[str])
 def _fields(structs: pa.Array) -> dict[str, pa.Array]:
     names = [structs.type.field(index).name for index in range(structs.type.num_fields)]
     return {name: pc.struct_field(structs, [index]) for index, name in enumerate(names)}
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _is_list_of_structs(kind: pa.DataType) -> bool:

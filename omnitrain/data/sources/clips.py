@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -38,19 +39,12 @@ _UPRIGHT = {  # display matrix (x from x and y, y from x and y) -> how Pillow tu
 
 @dataclass(frozen=True)
 class Clip:
-    """Frames of a video.
+    """Frames of a video."""
 
-    Attributes:
-        frames: upright RGB images; one that is shown for long may come several times.
-        times: seconds of each after the file's first frame. None: the file does not say.
-        found: frames of the file, or of the part of it that was asked for.
-        seconds: how long these are shown, if the file says it.
-    """
-
-    frames: list[Image.Image]
-    times: tuple[float, ...] | None
-    found: int
-    seconds: float | None
+    frames: list[Image.Image]  # upright RGB; one that is shown for long may come several times
+    times: tuple[float, ...] | None  # seconds of each after the file's first frame; None: the file does not say
+    found: int  # frames of the file, or of the part of it that was asked for
+    seconds: float | None  # how long these are shown, if the file says it
 
     @property
     def rate(self) -> float | None:
@@ -59,17 +53,7 @@ class Clip:
         return (len(self.frames) - 1) / length if length > 0 else None
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """Indices of the frames to decode, ascending, and what a :class:`Clip` says of them."""
-
-    indices: list[int]
-    times: tuple[float, ...] | None
-    found: int
-    seconds: float | None
-
-    def clip(self, frames: list[Image.Image]) -> Clip:
-        return Clip(frames, self.times, self.found, self.seconds)
+_Chosen = tuple[list[int], Callable[[list[Image.Image]], Clip]]  # indices of frames, ascending; makes their clip
 
 
 def evenly(most: int) -> Choose:
@@ -80,10 +64,10 @@ def evenly(most: int) -> Choose:
 def animation_clip(animation: ImageFile.ImageFile, choose: Choose, start: float, stop: float) -> Clip:
     """Decode frames of an animation with Pillow, which goes straight to a frame of AVIF; others need those before."""
     decoded: dict[int, Image.Image] = {}
-    chosen = _choose(_animation_times(animation, decoded), choose, start, stop)
-    wanted = dict.fromkeys(chosen.indices)
+    indices, clip_of = _choose(_animation_times(animation, decoded), choose, start, stop)
+    wanted = dict.fromkeys(indices)
     frames = {index: as_rgb(decoded[index] if index in decoded else _frame_at(animation, index)) for index in wanted}
-    return chosen.clip([frames[index] for index in chosen.indices])
+    return clip_of([frames[index] for index in indices])
 
 
 def _animation_times(animation: ImageFile.ImageFile, decoded: dict[int, Image.Image]) -> list[float]:
@@ -118,11 +102,12 @@ def film_clip(container: Any, choose: Choose, start: float, stop: float) -> Clip
         return _clip_without_times(container, stream, len(facts), choose, start, stop)
     shown = sorted(pts for pts, _, _, is_left_out in facts if not is_left_out)
     keys = sorted((pts, dts) for pts, dts, is_key, _ in facts if is_key)
-    chosen = _choose([float((time - shown[0]) * stream.time_base) for time in shown], choose, start, stop)
+    times = [float((time - shown[0]) * stream.time_base) for time in shown]
+    indices, clip_of = _choose(times, choose, start, stop)
     frames: dict[int, Image.Image] = {}
     decoded: Iterator[Any] = iter(())
     frame = None
-    for time in dict.fromkeys(shown[index] for index in chosen.indices):
+    for time in dict.fromkeys(shown[index] for index in indices):
         key = keys[max(0, bisect_right(keys, time, key=itemgetter(0)) - 1)]
         if frame is None or key[0] > frame.pts:  # else the frames up to this one are decoded anyway
             decoded = _frames_from(container, stream, key, time)
@@ -134,16 +119,16 @@ def film_clip(container: Any, choose: Choose, start: float, stop: float) -> Clip
         if frame is None:
             raise ValueError("no frame can be decoded")
         frames[time] = _upright(frame)
-    return chosen.clip([frames[shown[index]] for index in chosen.indices])
+    return clip_of([frames[shown[index]] for index in indices])
 
 
 def _clip_without_times(container: Any, stream: Any, total: int, choose: Choose, start: float, stop: float) -> Clip:
     """Decode all frames of an old format that gives none of their times; the stream's rate is all that is known."""
     rate = float(stream.average_rate or 0)
-    chosen = _choose([index / rate if rate else 0.0 for index in range(total)], choose, start, stop)
+    indices, clip_of = _choose([index / rate if rate else 0.0 for index in range(total)], choose, start, stop)
     container.seek(0)
-    frames = {i: _upright(frame) for i, frame in enumerate(container.decode(stream)) if i in set(chosen.indices)}
-    return chosen.clip([frames[index] for index in chosen.indices])
+    frames = {i: _upright(frame) for i, frame in enumerate(container.decode(stream)) if i in set(indices)}
+    return clip_of([frames[index] for index in indices])
 
 
 def _choose(times: Sequence[float], choose: Choose, start: float, stop: float) -> _Chosen:
@@ -157,7 +142,8 @@ def _choose(times: Sequence[float], choose: Choose, start: float, stop: float) -
     if len(times) > 1 and times[-1] <= times[0]:
         if (start, stop) != (0.0, np.inf):
             raise ValueError("the video does not say when its frames begin, so no part of it can be read")
-        return _Chosen(_as_indices(choose(len(times), None)), None, len(times), None)
+        indices: list[int] = choose(len(times), None).round().astype(int).tolist()
+        return indices, partial(Clip, times=None, found=len(times), seconds=None)
     begun = np.array(times)
     within = np.flatnonzero((begun >= start) & (begun <= stop))
     if not len(within):
@@ -167,14 +153,11 @@ def _choose(times: Sequence[float], choose: Choose, start: float, stop: float) -
         )
     part = begun[within]
     if part[-1] <= part[0]:
-        return _Chosen([int(within[0])], (float(part[0]),), len(part), None)
+        return [int(within[0])], partial(Clip, times=(float(part[0]),), found=len(part), seconds=None)
     rate = (len(part) - 1) / float(part[-1] - part[0])
     kept = _nearest(part, part[0] + choose(len(part), rate) / rate)
-    return _Chosen(within[kept].tolist(), tuple(part[kept].tolist()), len(part), len(part) / rate)
-
-
-def _as_indices(positions: np.ndarray) -> list[int]:
-    return list(positions.round().astype(int).tolist())
+    kept_times = tuple(part[kept].tolist())
+    return within[kept].tolist(), partial(Clip, times=kept_times, found=len(part), seconds=len(part) / rate)
 
 
 def _nearest(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -186,11 +169,7 @@ def _nearest(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 def _frames_from(container: Any, stream: Any, key: tuple[int, int | None], time: int) -> Iterator[Any]:
     """Return the frames from a key frame on, or from one before it, but not after ``time``.
 
-    Args:
-        container: the open video.
-        stream: its stream of frames.
-        key: when the key frame is shown, and when it is decoded, by which some formats seek (AVI).
-        time: when the wanted frame is shown.
+    ``key`` is when the key frame is shown, and when it is decoded, by which some formats seek (AVI).
     """
     for start in key:
         if start is not None:
@@ -234,10 +213,7 @@ def film_sound(container: Any, start: float, stop: float) -> tuple[np.ndarray, i
 
 
 def _sound_around(container: Any, start: float, stop: float) -> tuple[list[_Block], list[float]]:
-    """Decode the mono sound of a part and around it, and say when each frame of the video is shown, in ascending order.
-
-    Seconds of a block count as those of frames do; they are None in a file that does not say them.
-    """
+    """Decode the mono sound of a part and around it, and say when each frame is shown, ascending, on the same clock."""
     import av
 
     heard, seen = container.streams.audio[0], next(iter(container.streams.video), None)

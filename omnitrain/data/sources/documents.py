@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from omnitrain.data.sources.files import FileReader, ReadError
-from omnitrain.data.sources.schema import Schema
+from omnitrain.data.sources.table import Choose, Table
 
 _ROW_BYTES = 1 << 15
 _SEARCHED = 1 << 12  # bytes in which the end of a line or word is searched
@@ -17,54 +16,28 @@ _SEARCHED = 1 << 12  # bytes in which the end of a line or word is searched
 
 @dataclass(frozen=True)
 class Document:
-    """A text to train on, whole or a part of a longer one.
-
-    Attributes:
-        text: the text.
-        begins: whether the document begins here.
-        ends: whether the document ends here.
-    """
+    """A text to train on, whole or a part of a longer one."""
 
     text: str
-    begins: bool = True
+    begins: bool = True  # the document begins here
     ends: bool = True
 
 
-class TextFiles:
-    """Each file is a document; see :class:`omnitrain.data.sources.formats.Table`. A row is a part of one."""
+class TextFiles(Table):
+    """Each file is a document, and a row is a part of one: ``{"text": Document}``. Empty files have no rows."""
 
     column_names = ("text",)
 
-    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader) -> None:
-        """Read the size of each file.
-
-        Args:
-            files: paths or URLs in order; empty files have no rows.
-            choose: returns how rows with given columns are read.
-            reader: reads the files.
-        """
+    def __init__(self, files: Sequence[str], choose: Choose, *, reader: FileReader) -> None:
         self._files, self._reader, self.schema = list(files), reader, choose(self.column_names)
         self._sizes = [reader.version(file).size for file in files]
         self._counts = [max(-(-(size - _SEARCHED) // _ROW_BYTES), min(size, 1)) for size in self._sizes]
         self._ends = list(accumulate(self._counts))
-
-    @property
-    def kinds(self) -> dict[tuple[Any, Any], int]:
-        """See :class:`omnitrain.data.sources.formats.Table`."""
-        return {("document", None): 0}
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        self.kinds = {("document", None): 0}
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """Return the part of a document as ``{"text": Document}``.
-
-        Raises:
-            ReadError: the file cannot be read, or its text is not UTF-8.
-        """
-        file = bisect_right(self._ends, position)
+        file, part = self._place(position)
         size, count = self._sizes[file], self._counts[file]
-        part = position - (self._ends[file] - count)
         begin, end = part * _ROW_BYTES, size if part == count - 1 else (part + 1) * _ROW_BYTES
         try:
             content = self._reader.read(self._files[file], begin, min(end + _SEARCHED, size))
@@ -86,11 +59,3 @@ class TextFiles:
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield nothing: all rows are documents."""
         yield from ()
-
-    def sources(self) -> None:
-        """Return None: all rows have the name of the data set."""
-        return
-
-    def problems(self) -> list[str]:
-        """Return no problems."""
-        return []

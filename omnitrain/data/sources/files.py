@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import http.client
 import io
 import os
@@ -12,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -46,12 +48,9 @@ class FileReader:
     """Reads files by path or URL: http and https by itself, other URLs (s3, gs, hf, memory, ...) with fsspec.
 
     It keeps no connection and can be used in any process.
-
-    Attributes:
-        seconds: time for one call with a URL, all tries together.
     """
 
-    seconds: float = 60.0
+    seconds: float = 60.0  # for one call with a URL, all tries together
 
     def version(self, file: str) -> FileVersion:
         """Return the size and version of a file.
@@ -64,13 +63,11 @@ class FileReader:
             found = os.stat(file)
             return FileVersion(found.st_size, str(found.st_mtime_ns))
         if _is_http(file):
-            return self._retried(file, lambda seconds: _within(seconds, lambda: _http_version(file, seconds)))
-        system, path = _file_system(file)
-        info = self._retried(file, lambda seconds: _within(seconds, lambda: system.info(path)))
-        tag = next(
-            (str(info[key]) for key in ("ETag", "etag", "mtime", "LastModified", "created") if info.get(key)), ""
-        )
-        return FileVersion(int(info["size"]), tag)
+            return self._retried(file, lambda seconds: _http_version(file, seconds))
+        system, path = fsspec.core.url_to_fs(file)
+        info: dict[str, Any] = self._retried(file, lambda _: system.info(path))
+        tags = (info.get(key) for key in ("ETag", "etag", "mtime", "LastModified", "created"))
+        return FileVersion(int(info["size"]), str(next(filter(None, tags), "")))
 
     def read(self, file: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the bytes from ``start`` to ``stop`` (None: the end).
@@ -87,13 +84,9 @@ class FileReader:
         if stop is not None and stop <= start:  # servers have no empty ranges
             return b""
         if _is_http(file):
-            return self._retried(
-                file, lambda seconds: _within(seconds, lambda: _http_bytes(file, start, stop, seconds))
-            )
-        system, path = _file_system(file)
-        return self._retried(
-            file, lambda seconds: _within(seconds, lambda: bytes(system.cat_file(path, start=start, end=stop)))
-        )
+            return self._retried(file, lambda seconds: _http_bytes(file, start, stop, seconds))
+        system, path = fsspec.core.url_to_fs(file)
+        return self._retried(file, lambda _: bytes(system.cat_file(path, start=start, end=stop)))
 
     def open(self, file: str) -> BinaryIO:
         """Return a file object that can seek. Each read of a URL has its deadline."""
@@ -106,7 +99,8 @@ class FileReader:
         while True:
             tries += 1
             try:
-                return attempt(deadline - time.monotonic())
+                seconds = deadline - time.monotonic()
+                return _within(seconds, partial(attempt, seconds))
             except (FileNotFoundError, ImportError):
                 raise
             except (OSError, http.client.HTTPException) as error:
@@ -129,12 +123,7 @@ def is_url(path: str) -> bool:
 def find_files(given: str, suffixes: tuple[str, ...]) -> list[str]:
     """Return the files of a path: a file, a folder (all files in it with a suffix), a glob, or a range ``{00..12}``.
 
-    Args:
-        given: path or URL. A URL of http is one file, or a range of files.
-        suffixes: suffixes of data files.
-
-    Returns:
-        Sorted paths or URLs; empty if there are none.
+    They are sorted paths or URLs. A URL of http is one file, or a range of files.
 
     Raises:
         DataError: the package that reads such URLs is missing, or the storage cannot be read.
@@ -157,26 +146,18 @@ def find_files(given: str, suffixes: tuple[str, ...]) -> list[str]:
         return [given]
     if path.is_dir():
         return sorted(str(file) for file in path.glob("**/*") if file.name.endswith(suffixes) and file.is_file())
-    if any(character in given for character in "*?["):
-        root = Path(path.anchor)  # empty for a relative path
-        return sorted(str(file) for file in root.glob(str(path.relative_to(root)) if path.anchor else given))
-    return []
+    return sorted(glob.glob(given, recursive=True, include_hidden=True)) if glob.has_magic(given) else []
 
 
 def _files_of_storage(given: str, suffixes: tuple[str, ...]) -> list[str]:
-    system, path = _file_system(given)
-    if any(character in given for character in "*?["):
+    system, path = fsspec.core.url_to_fs(given)
+    if glob.has_magic(given):
         found = system.glob(path)
     elif system.isfile(path):
         return [given]
     else:
         found = [file for file in system.find(path) if file.endswith(suffixes)]
     return sorted(system.unstrip_protocol(file) for file in found)
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    system, path = fsspec.core.url_to_fs(url)
-    return system, path
 
 
 def _is_http(file: str) -> bool:

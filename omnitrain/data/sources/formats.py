@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import datasets
 import pyarrow as pa
@@ -18,8 +17,8 @@ from omnitrain.data.sources.files import FileReader, ReadError, find_files, is_u
 from omnitrain.data.sources.json_lines import JsonLines
 from omnitrain.data.sources.parquet_rows import ParquetRows
 from omnitrain.data.sources.row_formats import schema_of
-from omnitrain.data.sources.schema import Schema
 from omnitrain.data.sources.stream import Stream
+from omnitrain.data.sources.table import Table
 from omnitrain.data.sources.tar_shards import TarShards
 from omnitrain.errors import DataError
 from omnitrain.recipe import DataSource
@@ -41,55 +40,6 @@ _MANIFESTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # of a fold
 # Of HF `datasets` and its Hub: they describe the rows that other files of the folder have.
 _DESCRIPTIONS = ("README.md", "dataset_info.json", "dataset_dict.json", "state.json")
 _NO_FINGERPRINT = "none"
-
-
-class Table(Protocol):
-    """The records of a data set, by position. It can be pickled."""
-
-    @property
-    def column_names(self) -> Sequence[str]:
-        """Columns of all records; a record may lack some."""
-        ...
-
-    @property
-    def schema(self) -> Schema:
-        """How its records are read, which is chosen when their columns are known."""
-        ...
-
-    @property
-    def kinds(self) -> Mapping[tuple[Any, Any], int] | None:
-        """Kinds of messages of all records -> position of the first record that has it.
-
-        They are ``(role, None)``, ``(role, type of a part)``, and for further keys that are not null
-        ``(role, "message.KEY")``, ``(role, "part.KEY")`` and ``(role, "part.KEY.KEY")``, as in the file; and
-        ``("tools", None)`` and ``("system", None)`` for these columns. None: they are found in :meth:`examples`.
-        """
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, position: int) -> dict[str, Any]:
-        """Return a record.
-
-        Raises:
-            ReadError: this record cannot be read.
-        """
-        ...
-
-    def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield position and record of some of the first ``length`` records; those that cannot be read are left out.
-
-        In the place of a medium's bytes may be whether there are any.
-        """
-        ...
-
-    def sources(self) -> list[Any] | None:
-        """Return each record's value in the source column; None: it is known when a record is read."""
-        ...
-
-    def problems(self) -> list[str]:
-        """Return why its columns cannot be read, one text per problem."""
-        ...
 
 
 def suffix_of(file: str) -> str:
@@ -126,31 +76,24 @@ def _require_one_format(path: str, files: Sequence[str]) -> None:
     if len(by_format) > 1:
         folder = Path(path)
         inside = folder / "**" if folder.is_dir() else folder.parent
-        counts = [
-            f"{len(of_kind)} file(s) of {kind} ({Path(of_kind[0]).name!r}, ...)" for kind, of_kind in by_format.items()
-        ]
-        paths = [repr(str(inside / f"*{Path(of_kind[0]).suffix}")) for of_kind in by_format.values()]
+        firsts = {kind: Path(of_kind[0]) for kind, of_kind in by_format.items()}
+        counts = [f"{len(by_format[kind])} file(s) of {kind} ({one.name!r}, ...)" for kind, one in firsts.items()]
+        paths = [repr(str(inside / f"*{one.suffix}")) for one in firsts.values()]
         raise DataError(
             f"data: {path!r} has {' and '.join(counts)}; set `path` to {' or '.join(paths)}; to use several, "
             "list several data sets"
         )
 
 
-def open_table(source: DataSource, files: Sequence[str], reader: FileReader, *, copy_parquet: bool) -> Table:
-    """Open the files of a data set, or the Hub's data set if there are none.
-
-    Args:
-        source: the recipe's node.
-        files: the files, all of one format.
-        reader: reads the files.
-        copy_parquet: see :class:`DataSource`.
+def open_table(source: DataSource, files: Sequence[str], reader: FileReader) -> Table:
+    """Open the files of a data set, which have one format, or the Hub's data set if there are none.
 
     Raises:
         DataError: they cannot be read.
     """
     kind = FORMATS[suffix_of(files[0])] if files else "Hub"
     try:
-        return _open(source, files, kind, reader, copy_parquet=copy_parquet or source.copy_parquet)
+        return _open(source, files, kind, reader)
     except FileNotFoundError as error:
         raise DataError(f"data: {source.path!r}: no such file: {error}") from error
     except ImportError as error:
@@ -165,7 +108,7 @@ def open_table(source: DataSource, files: Sequence[str], reader: FileReader, *, 
         raise DataError(f"data: {source.path!r} cannot be read {where}: {reason}") from error
 
 
-def _open(source: DataSource, files: Sequence[str], kind: str, reader: FileReader, *, copy_parquet: bool) -> Table:
+def _open(source: DataSource, files: Sequence[str], kind: str, reader: FileReader) -> Table:
     choose = partial(schema_of, source)
     match kind:
         case "Hub":
@@ -173,7 +116,7 @@ def _open(source: DataSource, files: Sequence[str], kind: str, reader: FileReade
             if source.streaming:
                 return Stream(datasets.load_dataset(source.path, streaming=True, **options), choose)
             return ArrowTable(datasets.load_dataset(source.path, **options), choose)
-        case "parquet" if copy_parquet and not is_url(files[0]):
+        case "parquet" if source.copy_parquet and not is_url(files[0]):
             names = [glob.escape(str(Path(file).absolute())) for file in files]  # load_dataset treats names as globs
             copied = datasets.load_dataset("parquet", data_files=names, split="train")
             return ArrowTable(copied, choose)

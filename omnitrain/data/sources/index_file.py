@@ -20,13 +20,9 @@ _FORMAT = 2  # raise it if an index gets other columns
 
 
 def index_of(file: str, kind: str, version: FileVersion, build: Callable[[], pa.Table]) -> pa.Table:
-    """Return the index of a file, memory-mapped. ``build`` makes it if the cache has none of this version.
+    """Return the index of a file (a path or URL), memory-mapped.
 
-    Args:
-        file: path or URL.
-        kind: name of the kind of index.
-        version: version of the file.
-        build: reads the file. It is called at most once, by one process of this machine.
+    ``build`` makes it if the cache has none of this version; it is called at most once, by one process of this machine.
     """
     name = file if is_url(file) else str(Path(file).resolve())
     digest = hashlib.sha256(f"{_FORMAT}\n{kind}\n{name}".encode()).hexdigest()[:24]

@@ -43,11 +43,7 @@ def is_inline(text: str) -> bool:
 
 
 def bytes_of_text(text: str) -> bytes:
-    """Return the content of a ``data:`` URL, or of base64.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return the content of a ``data:`` URL, or of base64; ValueError: it is neither."""
     if not text.startswith("data:"):
         return _decoded(text)
     head, comma, content = text.partition(",")
@@ -59,12 +55,8 @@ def bytes_of_text(text: str) -> bytes:
 def as_file(value: Any) -> Any:
     """Return a value of a media column as bytes or a path, or as an object with one of them and its other keys.
 
-    Args:
-        value: a path, bytes, an object with ``bytes`` or ``path``; a ``data:`` URL, base64, a PIL image, a
-            :class:`Waveform`, an array of pixels, ``{array, sampling_rate}``.
-
-    Raises:
-        ValueError: it is none of them.
+    It is a path, bytes, an object with ``bytes`` or ``path``; a ``data:`` URL, base64, a PIL image, a
+    :class:`Waveform`, an array of pixels, or ``{array, sampling_rate}``. ValueError: such a value is damaged.
     """
     if value is None or isinstance(value, bytes):
         return value

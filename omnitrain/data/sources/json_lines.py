@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
-from omnitrain.data.sources.line_index import row_spans
+from omnitrain.data.sources.index_file import index_of
 from omnitrain.data.sources.schema import Schema
+from omnitrain.data.sources.table import EXAMPLES, URL_READS, Choose, Table, evenly_spaced
 from omnitrain.data.sources.turns import FIELDS, MARKERS, PART, SAID, TURN
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
@@ -26,32 +27,22 @@ _CHECKED_ROWS = 2000  # rows of larger ones, evenly spaced
 _READ_BYTES = 1 << 18  # of rows that one read gets from a URL
 _COUNTED_BYTES = 1 << 24  # at a time, for the number of a line
 _MAX_SHOWN = 3  # lines that an error lists
+_BLANK = re.compile(r"[\s,]*")
 
 
-class JsonLines:
-    """Reads rows from their files on demand; see :class:`omnitrain.data.sources.formats.Table`.
+class JsonLines(Table):
+    """Reads rows from their files on demand. Blank lines are skipped, and rows may have different columns.
 
-    Values keep their JSON types, so digits in quotes stay text. Rows may have different columns.
-
-    Attributes:
-        kinds: see :class:`omnitrain.data.sources.formats.Table`. Of large data sets, those of some rows.
-        schema: see :class:`omnitrain.data.sources.formats.Table`.
+    Values keep their JSON types, so digits in quotes stay text. ``kinds`` of large data sets are those of some rows.
     """
 
-    def __init__(
-        self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader | None = None
-    ) -> None:
+    def __init__(self, files: Sequence[str], choose: Choose, *, reader: FileReader) -> None:
         """Find the rows, check them (some of them if there are many), and keep the source and kinds of these.
-
-        Args:
-            files: paths or URLs in order; blank lines are skipped.
-            choose: returns how rows with given columns are read.
-            reader: reads the files.
 
         Raises:
             DataError: lines are not rows; the message gives their files and line numbers. Or ``choose`` raises it.
         """
-        self._reader = reader or FileReader()
+        self._reader = reader
         self._files = [file if is_url(file) else str(Path(file).absolute()) for file in files]
         self._spans = [row_spans(file, self._reader) for file in self._files]
         self._ends = list(accumulate(len(starts) for starts, _ in self._spans))
@@ -60,7 +51,7 @@ class JsonLines:
         if (schema := choose(self.column_names)) != self.schema:  # a later row has a further column
             self._check_rows(lambda _: schema)
 
-    def _check_rows(self, choose: Callable[[Sequence[str]], Schema]) -> None:
+    def _check_rows(self, choose: Choose) -> None:
         rows = self._looked_at()
         first = list(islice(rows, EXAMPLES))
         self.schema = choose(list(dict.fromkeys(name for *_, line in first for name in _names(line))))
@@ -70,13 +61,13 @@ class JsonLines:
         names: dict[str, None] = {}
         wrong: list[str] = []
         num_wrong = 0
-        for position, where, line in chain(first, rows):
+        for position, line in chain(first, rows):
             try:
                 record = _record(line, self._columns)
             except ValueError as error:
                 num_wrong += 1
                 if num_wrong <= _MAX_SHOWN:
-                    wrong.append(f"{where()}: {error}")
+                    wrong.append(f"{self._where(position)}: {error}")
                 continue
             names |= dict.fromkeys(record)
             for kind in kinds_of(record, self.schema):
@@ -89,17 +80,16 @@ class JsonLines:
             more = [f"... and {num_wrong - _MAX_SHOWN} more lines"] if num_wrong > _MAX_SHOWN else []
             raise DataError("\n".join(f"data: {line}" for line in [*wrong, *more]))
 
-    def _looked_at(self) -> Iterator[tuple[int, Any, bytes]]:
-        """Yield position, place in words (a function) and content of all rows, or of some if there are many."""
+    def _looked_at(self) -> Iterator[tuple[int, bytes]]:
+        """Yield position and content of all rows, or of some if there are many."""
         if not self._is_checked:
-            for position, line in self._some(len(self), _CHECKED_ROWS):
-                yield position, lambda at=position: self._where(at), line
+            yield from self._some(len(self), _CHECKED_ROWS)
             return
         position = 0
         for file, (starts, stops) in zip(self._files, self._spans, strict=True):
             content = self._reader.read(file)
             for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-                yield position, lambda at=position: self._where(at), content[start:stop]
+                yield position, content[start:stop]
                 position += 1
 
     def _some(self, length: int, most: int) -> Iterator[tuple[int, bytes]]:
@@ -109,9 +99,8 @@ class JsonLines:
         """
         reads = min(most, URL_READS) if is_url(self._files[0]) else most
         for first, following in pairwise([*evenly_spaced(length, reads), length]):
-            file = bisect_right(self._ends, first)
+            file, begin = self._place(first)
             starts, stops = self._spans[file]
-            begin = first - (self._ends[file] - len(starts))
             last = int(np.searchsorted(stops, starts[begin] + _READ_BYTES, side="right"))
             end = max(begin + 1, min(last, begin + most // reads, begin + following - first))
             content = self._reader.read(self._files[file], int(starts[begin]), int(stops[end - 1]))
@@ -119,21 +108,12 @@ class JsonLines:
                 yield first + row - begin, content[starts[row] - starts[begin] : stops[row] - starts[begin]]
 
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """See :class:`omnitrain.data.sources.formats.Table`."""
+        """See :class:`Table`."""
         for position, line in self._some(length, EXAMPLES):
             with contextlib.suppress(ValueError):
                 yield position, _record(line, self._columns)
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """Return a row.
-
-        Raises:
-            DataError: the file was changed after it was opened.
-            ReadError: the row cannot be read, or is not a row.
-        """
         file, start, stop = self._span(position)
         try:
             return _record(self._reader.read(file, start, stop), self._columns)
@@ -146,17 +126,15 @@ class JsonLines:
 
     def _span(self, position: int) -> tuple[str, int, int]:
         """Return file, first byte and end of a row."""
-        file = bisect_right(self._ends, position)
+        file, within = self._place(position)
         starts, stops = self._spans[file]
-        within = position - self._ends[file]  # from the end of this file's rows
         return self._files[file], int(starts[within]), int(stops[within])
 
     def _where(self, position: int) -> str:
         """Return the file and line (or entry) of a row in words."""
         file, start, stop = self._span(position)
         if file.endswith(".json"):
-            first = self._ends[self._files.index(file)] - len(self._spans[self._files.index(file)][0])
-            return f"{file}, entry {position - first + 1}"
+            return f"{file}, entry {self._place(position)[1] + 1}"
         if is_url(file):
             return f"{file}, byte {start}"
         start = stop - len(self._reader.read(file, start, stop).lstrip())  # blank lines are before it
@@ -166,16 +144,12 @@ class JsonLines:
         return f"{file}, line {lines}"
 
     def sources(self) -> list[Any] | None:
-        """Return each row's value in the source column; None if the data set is too large to know."""
+        """See :class:`Table`; None, too, if the data set is too large to know."""
         return self._sources
-
-    def problems(self) -> list[str]:
-        """Return no problems, because wrong types were refused when the files were opened."""
-        return []
 
 
 def kinds_of(record: dict[str, Any], schema: Schema) -> Iterator[tuple[Any, Any]]:
-    """Yield the kinds of a row; see :class:`omnitrain.data.sources.formats.Table`."""
+    """Yield the kinds of a row; see :class:`Table`."""
     columns, marked = schema.columns, schema.marked
     turns = record.get(columns.messages)
     for turn in turns if isinstance(turns, list) else ():
@@ -236,3 +210,57 @@ def _kinds(turn: dict[str, Any], content: Any, marked: Collection[str]) -> Itera
 
 def _kind_of(value: Any) -> str:
     return {dict: "an object", list: "a list", str: "a text", type(None): "null"}.get(type(value), repr(value))
+
+
+def row_spans(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``[rows]`` int64 first byte and end of each row of a file (a path or URL), memory-mapped.
+
+    Rows are the lines of the file, each with the blank lines before it; of a ``.json`` file, the entries of its list.
+
+    Raises:
+        DataError: a ``.json`` file is not a list of objects.
+    """
+    kind, build = ("json", _spans_of_entries) if file.endswith(".json") else ("lines", _borders_of_lines)
+    index = index_of(file, kind, reader.version(file), lambda: pa.table(build(file, reader)))
+    columns = [column.combine_chunks().to_numpy() for column in index.columns]
+    starts, stops = columns if kind == "json" else (columns[0][:-1], columns[0][1:])
+    return starts, stops
+
+
+def _borders_of_lines(file: str, reader: FileReader) -> dict[str, np.ndarray]:
+    """Return the first byte of the file and the end of each line that is not blank."""
+    with reader.open(file) as stream:
+        return {"border": np.fromiter(chain([0], _ends_of_lines(stream)), dtype=np.int64)}
+
+
+def _ends_of_lines(lines: Iterable[bytes]) -> Iterator[int]:
+    end = 0
+    for line in lines:
+        end += len(line)
+        if not line.isspace():
+            yield end
+
+
+def _spans_of_entries(file: str, reader: FileReader) -> dict[str, np.ndarray]:
+    # Each byte becomes a character, so that positions are bytes; the structure of JSON has only ASCII characters.
+    text = reader.read(file).decode("latin-1")
+    decoder = json.JSONDecoder()
+    spans: list[tuple[int, int]] = []
+    start = len(text) - len(text.lstrip())
+    if text[start : start + 1] != "[":
+        raise DataError(
+            f"data: {file}: found {text[start : start + 20]!r}, expected a list of rows; a file with one row per line "
+            "ends in .jsonl"
+        )
+    at = start + 1
+    while text[(at := _BLANK.match(text, at).end()) : at + 1] != "]":  # type: ignore[union-attr]
+        if at == len(text):
+            raise DataError(f"data: {file}: the list has no end; the file is cut")
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"data: {file}: entry {len(spans) + 1}: invalid JSON: {error}") from None
+        spans.append((at, end))
+        at = end
+    flat = np.fromiter(chain.from_iterable(spans), dtype=np.int64, count=2 * len(spans))
+    return {"start": flat[0::2], "stop": flat[1::2]}

@@ -29,19 +29,12 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class MediaFile:
-    """An encoded file, and for a sound or a video the part of it that is decoded.
+    """An encoded file, and for a sound or a video the part of it that is decoded, in seconds."""
 
-    Attributes:
-        stream: the file; it can seek.
-        start: where the part begins, in seconds.
-        stop: where it ends; None: with the file.
-        reading: how it is read, as far as its part of a message or its data set says it.
-    """
-
-    stream: BinaryIO
+    stream: BinaryIO  # it can seek
     start: float = 0.0
-    stop: float | None = None
-    reading: Reading = UNSAID
+    stop: float | None = None  # None: with the file
+    reading: Reading = UNSAID  # as far as its part of a message or its data set says it
 
     @classmethod
     def of(cls, data: bytes) -> MediaFile:
@@ -52,6 +45,11 @@ class MediaFile:
     def size(self) -> int:
         """Number of bytes."""
         return self.stream.seek(0, io.SEEK_END)
+
+    @property
+    def part(self) -> tuple[float, float]:
+        """Where the part starts and stops, in seconds; infinite: with the file."""
+        return self.start, math.inf if self.stop is None else self.stop
 
     def begun(self) -> BinaryIO:
         """Return the stream at its first byte."""
@@ -88,12 +86,10 @@ def decode_image(file: MediaFile) -> Image.Image:
     Raises:
         ValueError: ``file`` is not an image, or is damaged.
     """
-    try:
+    with _readable("image", file):
         image: Image.Image = Image.open(file.begun())
         image.load()
         return as_rgb(image)
-    except Exception as error:  # damaged files raise whatever a decoder stumbles over
-        raise ValueError(f"unreadable image of {file.size} bytes: {_cause(error)}") from error
 
 
 def decode_audio(file: MediaFile) -> Waveform:
@@ -104,17 +100,14 @@ def decode_audio(file: MediaFile) -> Waveform:
     Raises:
         ValueError: ``file`` is not a sound file, is damaged, has no samples, or ends before the part.
     """
-    try:
-        with soundfile.SoundFile(file.begun()) as sound:
-            rate = sound.samplerate
-            length = -1 if file.stop is None else round((file.stop - file.start) * rate)
-            if file.start:
-                sound.seek(min(round(file.start * rate), sound.frames))
-            # Read in blocks, because a damaged header may claim terabytes.
-            read = sound.blocks(_BLOCK_FRAMES, frames=length, dtype="float32", always_2d=True)
-            blocks = [block.mean(axis=1) for block in read]
-    except Exception as error:  # damaged files raise whatever a decoder stumbles over
-        raise ValueError(f"unreadable audio of {file.size} bytes: {_cause(error)}") from error
+    with _readable("audio", file), soundfile.SoundFile(file.begun()) as sound:
+        rate = sound.samplerate
+        length = -1 if file.stop is None else round((file.stop - file.start) * rate)
+        if file.start:
+            sound.seek(min(round(file.start * rate), sound.frames))
+        # Read in blocks, because a damaged header may claim terabytes.
+        read = sound.blocks(_BLOCK_FRAMES, frames=length, dtype="float32", always_2d=True)
+        blocks = [block.mean(axis=1) for block in read]
     samples = np.concatenate([np.zeros(0, dtype=np.float32), *blocks])
     if not len(samples):
         raise ValueError(f"audio without samples{f' after {file.start:g} s' if file.start else ''}")
@@ -129,22 +122,15 @@ def decode_clip(file: MediaFile, max_frames: int | Choose) -> Clip:
     Of a part of a file, these are its frames from ``start`` to ``stop``. Pillow reads animated WebP, AVIF, PNG and
     GIF; other formats need PyAV (``pip install omnitrain[video]``).
 
-    Args:
-        file: the file.
-        max_frames: the most frames, or a function that chooses frames in another way.
-
     Raises:
         ValueError: ``file`` is not a video, is damaged or cut, or needs PyAV, which is missing.
     """
     choose = evenly(max_frames) if isinstance(max_frames, int) else max_frames
-    part = (file.start, math.inf if file.stop is None else file.stop)
     animation = _animation(file)
     if animation is None:
-        return _with_av(file, lambda container: film_clip(container, choose, *part))
-    try:
-        return animation_clip(animation, choose, *part)
-    except Exception as error:  # damaged files raise whatever a decoder stumbles over
-        raise ValueError(f"unreadable video of {file.size} bytes: {_cause(error)}") from error
+        return _with_av(file, lambda container: film_clip(container, choose, *file.part))
+    with _readable("video", file):
+        return animation_clip(animation, choose, *file.part)
 
 
 def _animation(file: MediaFile) -> ImageFile.ImageFile | None:
@@ -162,36 +148,36 @@ def decode_medium(modality: str, file: MediaFile, choose: Choose) -> Image.Image
     Raises:
         ValueError: ``file`` is damaged, or not of ``modality``.
     """
-    if modality == "image":
-        return decode_image(file)
-    if modality == "audio":
-        return decode_audio(file)
-    return decode_clip(file, choose)
+    if modality == "video":
+        return decode_clip(file, choose)
+    return decode_image(file) if modality == "image" else decode_audio(file)
 
 
 def decode_soundtrack(file: MediaFile) -> Waveform | None:
     """Decode the sound of a video, from when its first frame (or that of the part) is shown; None if it has no sound.
 
     Raises:
-        ValueError: ``file`` is not a video, is damaged or cut, or needs PyAV, which is missing.
+        ValueError: as of :func:`decode_clip`.
     """
     if _animation(file) is not None:
         return None  # Pillow's formats have no sound; all others need PyAV
-    part = (file.start, math.inf if file.stop is None else file.stop)
-    sound = _with_av(file, lambda container: film_sound(container, *part))
+    sound = _with_av(file, lambda container: film_sound(container, *file.part))
     return None if sound is None else Waveform(*sound)
+
+
+@contextmanager
+def _readable(kind: str, file: MediaFile) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # damaged files raise whatever a decoder stumbles over
+        raise ValueError(f"unreadable {kind} of {file.size} bytes: {_cause(error)}") from error
 
 
 @contextmanager
 def costing_one_row(what: str) -> Iterator[None]:
     """Turn errors of a third-party processor into a ValueError, so that a bad medium costs one row and not the run.
 
-    Args:
-        what: text that names the processor and the medium.
-
-    Raises:
-        ValueError: the processor raised an error. Errors that concern every medium (``UserError``, ``ImportError``)
-            are raised unchanged.
+    Errors that concern every medium (``UserError``, ``ImportError``) stay. ``what`` names the processor and the medium.
     """
     try:
         yield
@@ -209,12 +195,10 @@ def _with_av(file: MediaFile, read: Callable[[Any], Read]) -> Read:
             f"unreadable video of {file.size} bytes: Pillow reads animated WebP, AVIF, PNG and GIF; "
             "other formats need PyAV: pip install 'omnitrain[video]'"
         ) from None
-    try:
+    with _readable("video", file):
         require_uncut(file.stream)
         with av.open(file.begun()) as container:
             return read(container)
-    except Exception as error:  # damaged files raise whatever a decoder stumbles over
-        raise ValueError(f"unreadable video of {file.size} bytes: {_cause(error)}") from error
 
 
 def _cause(error: Exception) -> str:

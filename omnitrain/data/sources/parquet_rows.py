@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,10 +13,15 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from omnitrain.data.sources.arrow_table import column_problems, first_of_each_kind, record_of, undecoded_features
-from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced, example_of
+from omnitrain.data.sources.arrow_table import (
+    column_problems,
+    example_of,
+    first_of_each_kind,
+    record_of,
+    undecoded_features,
+)
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
-from omnitrain.data.sources.schema import Schema
+from omnitrain.data.sources.table import EXAMPLES, URL_READS, Choose, Table, evenly_spaced
 from omnitrain.errors import DataError
 
 _KEPT_GROUPS = 5  # row groups in memory: those that an order in blocks uses at a time, and the next
@@ -38,20 +42,11 @@ class _Failure(NamedTuple):
     until: float  # on the monotonic clock; then the row group is read again
 
 
-class ParquetRows:
-    """Reads rows from row groups, and keeps some of them in memory; see :class:`omnitrain.data.sources.formats.Table`.
+class ParquetRows(Table):
+    """Reads rows from row groups, and keeps some of them in memory."""
 
-    Attributes:
-        blocks: rows of each row group.
-    """
-
-    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader) -> None:
+    def __init__(self, files: Sequence[str], choose: Choose, *, reader: FileReader) -> None:
         """Read the footer of each file.
-
-        Args:
-            files: paths or URLs in order.
-            choose: returns how rows with given columns are read.
-            reader: reads the files.
 
         Raises:
             DataError: the files have different columns, or ``choose`` raises it.
@@ -86,17 +81,8 @@ class ParquetRows:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_kept": OrderedDict(), "_failed": {}}
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """Return a row without null fields, which parquet adds for fields of other rows.
-
-        Raises:
-            ReadError: its row group is damaged, or the URL could not be read in time.
-        """
-        group = bisect_right(self._ends, position)
-        within = position - (self._ends[group] - self.blocks[group])
+        group, within = self._place(position)
         return record_of(self._group(group).slice(within, 1).to_pylist()[0], self._columns)
 
     def _group(self, group: int) -> pa.Table:
@@ -136,7 +122,7 @@ class ParquetRows:
         return pq.ParquetFile(path, metadata=footer, memory_map=True)
 
     def sources(self) -> list[Any] | None:
-        """Return each row's value in the source column; None if there are too many rows."""
+        """See :class:`Table`; None, too, if there are too many rows."""
         if len(self) > _MOST_SOURCES:
             return None
         name = self._columns.source
@@ -147,8 +133,8 @@ class ParquetRows:
         return values
 
     @cached_property
-    def kinds(self) -> dict[tuple[Any, Any], int]:
-        """See :class:`omnitrain.data.sources.formats.Table`. Of large data sets, those of some row groups."""
+    def kinds(self) -> dict[tuple[Any, Any], int]:  # type: ignore[override]  # found at its first use
+        """See :class:`Table`. Of large data sets, those of some row groups."""
         if self._columns.messages not in self.column_names:
             return {}
         columns = self._columns
@@ -168,13 +154,17 @@ class ParquetRows:
         for file, number, _ in self._groups:
             group = self._footers[file].row_group(number)
             columns = (group.column(column) for column in range(group.num_columns))
-            total += sum(one.total_uncompressed_size for one in columns if _is_in(one.path_in_schema, leaves))
+            total += sum(
+                one.total_uncompressed_size
+                for one in columns
+                if not {one.path_in_schema, one.path_in_schema.split(".")[0]}.isdisjoint(leaves)
+            )
         return evenly_spaced(
             len(self._groups), max(1, int(len(self._groups) * min(1.0, _SEARCHED_BYTES / max(total, 1))))
         )
 
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """See :class:`omnitrain.data.sources.formats.Table`. Reads only the columns that the recipe names."""
+        """See :class:`Table`. Reads only the columns that the recipe names."""
         media, named = self._columns.of_media().values(), set(self._columns.names())
         leaves = [leaf.path for leaf in self._footers[0].schema if leaf.path.split(".")[0] in named]
         unread = {f"{leaf.removesuffix('.path')}.bytes" for leaf in leaves if leaf.split(".")[0] in media}
@@ -191,13 +181,8 @@ class ParquetRows:
                 yield start + row, _with_bytes(example_of(table, row, self._columns), media)
 
     def problems(self) -> list[str]:
-        """See :meth:`omnitrain.data.sources.formats.Table.problems`."""
+        """See :class:`Table`."""
         return column_problems(self._features, self._columns)
-
-
-def _is_in(leaf: str, columns: Collection[str]) -> bool:
-    """Whether a leaf of the schema is one of ``columns``, or of a column among them."""
-    return leaf in columns or leaf.split(".")[0] in columns
 
 
 def _with_bytes(record: dict[str, Any], media: Collection[str]) -> dict[str, Any]:

@@ -54,11 +54,8 @@ def is_file(value: Any) -> bool:
 def take_files(messages: Sequence[Any], media: Mapping[str, Sequence[Any]]) -> tuple[list[Any], dict[str, list[Any]]]:
     """Return messages whose media parts have no files, and the files of the row in the order of its parts.
 
-    A part without a file shows the next file of the row's column, as if the others were not there.
-
-    Args:
-        messages: ``[{"role": ..., "content": str | [part, ...]}, ...]``. Anything else in it is returned unchanged.
-        media: modality -> files in the row's columns.
+    A part without a file shows the next file of the row's columns (modality -> files), as if the others were not there.
+    What is not ``[{"role": ..., "content": str | [part, ...]}, ...]`` stays as it is.
 
     Raises:
         ValueError: a part has no file that can be read; the text names the part.

@@ -24,20 +24,12 @@ READING_KEYS = frozenset(_KEYS)
 
 @dataclass(frozen=True)
 class Reading:
-    """How a medium is read. None: not said here.
+    """How a medium is read. None: not said here."""
 
-    Attributes:
-        fps: frames from a second of a video.
-        num_frames: frames of a video, evenly spaced in time.
-        max_frames: most frames of a video.
-        min_pixels: least pixels of an image or frame.
-        max_pixels: most pixels of an image or frame.
-    """
-
-    fps: float | None = None
-    num_frames: int | None = None
-    max_frames: int | None = None
-    min_pixels: int | None = None
+    fps: float | None = None  # frames from a second of a video
+    num_frames: int | None = None  # of a video, evenly spaced in time
+    max_frames: int | None = None  # of a video
+    min_pixels: int | None = None  # of an image or frame
     max_pixels: int | None = None
 
     def over(self, other: Reading) -> Reading:
@@ -67,11 +59,6 @@ def reading_keys(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def part_and_reading(value: Any, modality: str, place: str) -> tuple[float, float | None, Reading]:
     """Return where the part of a file to decode starts and stops, in seconds, and how it is read.
-
-    Args:
-        value: a file; only an object has keys.
-        modality: the medium's.
-        place: text that names the medium.
 
     Raises:
         ValueError: a key has a wrong value, is of another modality, or two keys say the same.

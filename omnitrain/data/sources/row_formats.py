@@ -16,31 +16,19 @@ _EVERY = {"id", "source", "system", "tools", *(f"{modality}s" for modality in MA
 
 @dataclass(frozen=True)
 class Shape:
-    """Columns that rows of a format have: fields of :class:`Columns` -> names.
+    """Columns that rows of a format have: fields of :class:`Columns` -> names."""
 
-    Attributes:
-        needs: those that must be there; of several columns of a field, the first.
-        may: those that may be there.
-    """
-
-    needs: Mapping[str, Any]
+    needs: Mapping[str, Any]  # of several columns of a field, the first must be there
     may: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Format:
-    """What rows of a format have, apart from what messages of any format may have.
+    """What rows of a format have, apart from what messages of any format may have."""
 
-    Attributes:
-        shapes: its kinds of rows. A data set has one of them, the first whose columns are there.
-        marks: whether ``<image>``, ``<audio>`` and ``<video>`` in texts show media.
-        shows_first: see :class:`Schema`.
-        images_mark_videos: see :class:`Schema`.
-    """
-
-    shapes: tuple[Shape, ...]
-    marks: bool = False
-    shows_first: bool = False
+    shapes: tuple[Shape, ...]  # its kinds of rows; a data set has one of them, the first whose columns are there
+    marks: bool = False  # <image>, <audio> and <video> in texts show media
+    shows_first: bool = False  # see Schema
     images_mark_videos: bool = False
 
 
@@ -71,11 +59,7 @@ _RECOGNISED = (
 
 
 def schema_of(source: DataSource, found: Sequence[str]) -> Schema:
-    """Return how the rows of a data set are read.
-
-    Args:
-        source: the recipe's node.
-        found: columns of the data set, or of its first rows; none: nothing is known.
+    """Return how the rows of a data set are read, of which columns are ``found``; none: nothing is known.
 
     Raises:
         DataError: the rows are not of the format that the recipe names, or `columns` has one that it does not use.
@@ -129,11 +113,7 @@ def _recognised(found: Collection[str]) -> tuple[str | None, str]:
 
 
 def _columns(name: str, own: Mapping[str, Any], found: Collection[str]) -> Columns:
-    """Return the columns of the shape of a format that a data set has, under the names that the recipe gives them.
-
-    Raises:
-        ValueError: it has none of them, or the recipe names columns that its shape does not use.
-    """
+    """Return the columns of the shape of a format that a data set has, under the recipe's names, or ValueError."""
     shapes = [shape for shape in FORMATS[name].shapes if _has(shape, own, found)]
     if not shapes:
         expected = " or ".join(_words(shape, own) for shape in FORMATS[name].shapes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -85,28 +85,9 @@ class Row:
             return replace(self, problem=str(error))
 
     def media_bytes(self, modality: str, position: int) -> bytes:
-        """Return the encoded file of the ``position``-th part of ``modality``.
-
-        Raises:
-            ValueError: the row has fewer media than parts, or the file cannot be read.
-        """
-        values = self.media.get(modality, [])
-        if position >= len(values):
-            raise ValueError(
-                f"the messages show {modality} {position + 1}, but the row has {len(values)} files; put files in a "
-                f"separate column (`columns.{modality}s`)"
-            )
-        value = _as_file(values[position], f"{modality} {position + 1}")
-        data = value.get("bytes") if isinstance(value, dict) else value
-        if isinstance(data, bytes):
-            return data
-        path = _path_of(value)
-        if not path:
-            raise ValueError(f"{modality} {position + 1} has neither bytes nor a path")
-        try:
-            return self.reader.read(path)
-        except OSError as error:
-            raise _unreadable(f"{modality} {position + 1}", path, error) from error
+        """Return the encoded file of the ``position``-th part of ``modality``; errors as of :meth:`open_media`."""
+        with self.open_media(modality, position) as file:
+            return file.begun().read()
 
     @contextmanager
     def open_media(self, modality: str, position: int) -> Iterator[MediaFile]:
@@ -116,28 +97,41 @@ class Row:
         far as it is needed.
 
         Raises:
-            ValueError: see :meth:`media_bytes`; or the part of the file to decode is wrong.
+            ValueError: the row has fewer media than parts, the file cannot be read, or the part of it is wrong.
         """
         values, place = self.media.get(modality, []), f"{modality} {position + 1}"
-        value = _as_file(values[position], place) if position < len(values) else None
-        path, has_bytes = _path_of(value), isinstance(value, dict) and value.get("bytes")
+        if position >= len(values):
+            raise ValueError(
+                f"the messages show {place}, but the row has {len(values)} files; put files in a separate column "
+                f"(`columns.{modality}s`)"
+            )
+        try:
+            value = as_file(values[position])
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        path = _path_of(value)
         start, stop, reading = part_and_reading(value, modality, place)
-        with ExitStack() as stack:
-            if isinstance(value, bytes):
-                stream: BinaryIO = io.BytesIO(value)
-            elif path is None or has_bytes or is_url(path):
-                stream = io.BytesIO(self.media_bytes(modality, position))
-            else:
-                try:
-                    stream = stack.enter_context(open(path, "rb"))
-                except OSError as error:
-                    raise _unreadable(place, path, error) from error
+        with self._opened(value, path, place) as stream:
             try:
                 yield MediaFile(stream, start, stop, reading.over(self.reading))
             except UserError:
                 raise
             except ValueError as error:
                 raise ValueError(f"{place}{f' ({path})' if path else ''}: {error}") from error
+
+    def _opened(self, file: Any, path: str | None, place: str) -> BinaryIO:
+        data = file.get("bytes") if isinstance(file, dict) else file
+        if isinstance(data, bytes) and (data or not path):
+            return io.BytesIO(data)
+        if not path:
+            raise ValueError(f"{place} has neither bytes nor a path")
+        try:
+            return io.BytesIO(self.reader.read(path)) if is_url(path) else open(path, "rb")
+        except OSError as error:
+            hint = f" in {Path.cwd()}; set `media_folder` of the data source to the folder of its media"
+            raise ValueError(
+                f"{place} cannot be read from its file: {error}{'' if Path(path).is_absolute() else hint}"
+            ) from error
 
 
 def _path_of(file: Any) -> str | None:
@@ -154,14 +148,8 @@ class RowSource(Sequence[Row]):
         takes_markers: whether the recipe says which modalities texts mark.
     """
 
-    def __init__(self, source: DataSource, name: str | None = None, *, copy_parquet: bool = False) -> None:
-        """Open the data set.
-
-        Args:
-            source: the recipe's node of the data set.
-            name: name in metrics, and in the ids of rows that have none. None: the name of ``source``, or the stem of
-                its path.
-            copy_parquet: see :class:`DataSource`.
+    def __init__(self, source: DataSource, name: str | None = None) -> None:
+        """Open the data set of the recipe's node. ``name``: in metrics, and in the ids of rows that have none.
 
         Raises:
             DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
@@ -169,7 +157,7 @@ class RowSource(Sequence[Row]):
         files, self._folder = files_of(source)
         self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
         self._reading = Reading(**{key: getattr(source, key) for key in VISUAL_KEYS})
-        self._table = open_table(source, files, self._reader, copy_parquet=copy_parquet)
+        self._table = open_table(source, files, self._reader)
         self.schema, self.columns = self._table.schema, self._table.schema.columns
         self._length = min(len(self._table), source.limit or len(self._table))
         if not self._length:
@@ -207,8 +195,8 @@ class RowSource(Sequence[Row]):
         return self._read(self._table.__getitem__, position)
 
     def outline(self, position: int) -> Row:
-        """Return a row; in the place of a medium's bytes may be whether there are any, if rows are read one by one."""
-        return self._read(getattr(self._table, "outline", self._table.__getitem__), position)
+        """Return a row; in the place of a medium's bytes may be whether there are any."""
+        return self._read(self._table.outline, position)
 
     def _read(self, record_at: Callable[[int], dict[str, Any]], position: int) -> Row:
         try:
@@ -252,11 +240,9 @@ class RowSource(Sequence[Row]):
 
     def by_source(self) -> Mapping[str, Sequence[int]]:
         """Return source -> positions of its rows, in order of first appearance."""
-        if self.columns.source not in self._table.column_names:
-            return {self.name: range(len(self))}
         with _or_data_error(self.name):
-            sources = self._table.sources()
-        if sources is None:  # it is known when a row is read
+            sources = self._table.sources() if self.columns.source in self._table.column_names else None
+        if sources is None:  # it is known when a row is read, if at all
             return {self.name: range(len(self))}
         groups: dict[str, list[int]] = {}
         for position, name in enumerate(sources[: len(self)]):
@@ -303,7 +289,7 @@ class RowSource(Sequence[Row]):
     @property
     def blocks(self) -> tuple[int, ...]:
         """Number of rows of each part of the data set that is read at once; empty: rows are read one by one."""
-        ends = np.minimum(np.cumsum(getattr(self._table, "blocks", ())), self._length)
+        ends = np.minimum(np.cumsum(self._table.blocks), self._length)
         return tuple(size for size in np.diff(ends, prepend=0).tolist() if size)
 
 
@@ -316,12 +302,8 @@ def _or_data_error(name: str) -> Iterator[None]:
         raise DataError(f"data: {name!r}: {error}") from error
 
 
-def open_sources(sources: Sequence[DataSource], *, copy_parquet: bool = False) -> list[RowSource]:
+def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
     """Open every data set.
-
-    Args:
-        sources: the recipe's nodes.
-        copy_parquet: copy parquet files first, even if the node does not say so (:class:`DataSource`).
 
     Raises:
         DataError: data sets cannot be used; the message has one line per problem.
@@ -334,7 +316,7 @@ def open_sources(sources: Sequence[DataSource], *, copy_parquet: bool = False) -
     opened, problems = [], []
     for source, name in zip(sources, source_names(sources), strict=True):
         try:
-            opened.append(RowSource(source, name, copy_parquet=copy_parquet))
+            opened.append(RowSource(source, name))
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -387,13 +369,10 @@ def _missing_columns(found: Sequence[str], source: DataSource, columns: Columns,
 def row_of(record: dict[str, Any], columns: Columns, name: str, source: str) -> tuple[Row, dict[str, list[Any]]]:
     """Return the row of a record without its content, and its files by modality; take their columns out of the record.
 
-    Args:
-        record: column -> value.
-        columns: names of the columns.
-        name: the row's id, if it has no other.
-        source: its source, if it has no other.
+    ``name`` and ``source`` are for a record without an id or a source.
     """
-    media = {m: _as_list(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
+    held = {m: record.pop(getattr(columns, f"{m}s"), None) for m in MODALITIES}
+    media = {m: list(one) if isinstance(one, (list, tuple)) else [one] * (one is not None) for m, one in held.items()}
     row = Row(
         id=_text(record.pop(columns.id, None), name),
         source=_text(record.pop(columns.source, None), source),
@@ -405,27 +384,8 @@ def row_of(record: dict[str, Any], columns: Columns, name: str, source: str) -> 
     return row, media
 
 
-def _as_list(column: Any) -> list[Any]:
-    if column is None:
-        return []
-    return list(column) if isinstance(column, (list, tuple)) else [column]
-
-
 def _text(value: Any, default: str) -> str:
     return default if value is None else str(value)
-
-
-def _unreadable(place: str, path: str | None, error: OSError) -> ValueError:
-    is_relative = path is not None and not Path(path).is_absolute()
-    hint = f" in {Path.cwd()}; set `media_folder` of the data source to the folder of its media" if is_relative else ""
-    return ValueError(f"{place} cannot be read from its file: {error}{hint}")
-
-
-def _as_file(value: Any, place: str) -> Any:
-    try:
-        return as_file(value)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
 
 
 def _located(file: Any, folder: str) -> Any:

@@ -13,23 +13,14 @@ from omnitrain.recipe import Columns
 
 @dataclass(frozen=True)
 class Schema:
-    """How records become conversations.
-
-    Attributes:
-        columns: names of the columns.
-        marked: see :func:`~omnitrain.data.sources.turns.as_messages`.
-        roles: see :func:`~omnitrain.data.sources.turns.as_messages`.
-        shows_first: whether media that no message shows come before the first text of the user.
-        images_mark_videos: whether ``<image>`` shows the video of a row that has no image, as in LLaVA's data.
-        said: which format was recognised, and why; empty: none.
-    """
+    """How records become conversations."""
 
     columns: Columns = field(default_factory=Columns)
-    marked: frozenset[str] = frozenset()
-    roles: Mapping[str, str] = field(default_factory=dict)
-    shows_first: bool = False
-    images_mark_videos: bool = False
-    said: str = ""
+    marked: frozenset[str] = frozenset()  # see as_messages
+    roles: Mapping[str, str] = field(default_factory=dict)  # see as_messages
+    shows_first: bool = False  # media that no message shows come before the first text of the user
+    images_mark_videos: bool = False  # <image> shows the video of a row that has no image, as in LLaVA's data
+    said: str = ""  # which format was recognised, and why; empty: none
 
     @property
     def makes_messages(self) -> bool:
@@ -39,11 +30,7 @@ class Schema:
     def conversation(
         self, record: dict[str, Any], media: Mapping[str, Sequence[Any]]
     ) -> tuple[list[Any], dict[str, list[Any]]]:
-        """Take the messages out of a record, and return them without files, and the row's files.
-
-        Args:
-            record: column -> value.
-            media: modality -> files in the row's columns.
+        """Take the messages out of a record, and return them without files, and the row's files by modality.
 
         Raises:
             ValueError: the messages or their files cannot be read.
@@ -67,11 +54,7 @@ class Schema:
 
 
 def required(text: Any, name: str | None) -> str:
-    """Return the text of a column.
-
-    Raises:
-        ValueError: it is no text.
-    """
+    """Return the text of a column; ValueError: it is no text."""
     if not isinstance(text, str):
         raise ValueError(f"column {name!r} has {'no value' if text is None else repr(text)}, expected a text")
     return text

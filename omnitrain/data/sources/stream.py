@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import datasets
 import pyarrow as pa
 
 from omnitrain.data.sources.arrow_table import record_of
-from omnitrain.data.sources.examples import EXAMPLES
 from omnitrain.data.sources.files import ReadError
-from omnitrain.data.sources.schema import Schema
+from omnitrain.data.sources.table import EXAMPLES, Choose, Table
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
 
@@ -28,38 +28,24 @@ class _Read(NamedTuple):
     size: int  # in bytes
 
 
+@dataclass(eq=False)
 class _Cursor:
-    """Reads on from one position of the stream.
+    """Reads on from one position of the stream."""
 
-    Attributes:
-        position: of the next row, counted over all passes.
-    """
-
-    def __init__(self, position: int, rows: Iterator[_Read]) -> None:
-        self.position, self.rows, self.has_read = position, rows, False
+    position: int  # of the next row, counted over all passes
+    rows: Iterator[_Read]
+    has_read: bool = False
 
 
-class Stream:
-    """The rows of a stream by their position; see :class:`omnitrain.data.sources.formats.Table`.
+class Stream(Table):
+    """The rows of a stream by their position.
 
     A row after the last one is a row of the next pass. The slots of a run ask for rows in about the order of the
     stream, so skipped rows are kept for a while. If a slot asks for a row that is no longer kept, a second cursor reads
-    up to that row, and serves that slot from then on.
-
-    Attributes:
-        column_names: columns of the first rows.
+    up to that row, and serves that slot from then on. Its columns are those of the first rows.
     """
 
-    def __init__(self, data: datasets.IterableDataset, choose: Callable[[Sequence[str]], Schema]) -> None:
-        """Read the first rows.
-
-        Args:
-            data: the stream.
-            choose: returns how rows with given columns are read.
-
-        Raises:
-            DataError: ``choose`` raises it.
-        """
+    def __init__(self, data: datasets.IterableDataset, choose: Choose) -> None:
         self._data, self._columns = data.with_format("arrow"), Columns()
         self._length: int | None = None
         self._skipped = 0
@@ -83,13 +69,8 @@ class Stream:
         """Begin to read at a position: earlier rows will not be asked for."""
         self._skipped = rows
 
-    @property
-    def kinds(self) -> None:
-        """None: kinds are found in the first rows."""
-        return
-
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """See :class:`omnitrain.data.sources.formats.Table`."""
+        """See :class:`Table`."""
         yield from ((position, dict(row)) for position, row in enumerate(self._first[:length]))
 
     def __len__(self) -> int:
@@ -100,12 +81,6 @@ class Stream:
         return self.__dict__ | {"_cursors": [], "_waiting": OrderedDict(), "_waiting_bytes": 0}
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """Return a row.
-
-        Raises:
-            ReadError: the stream cannot be read here.
-            DataError: the stream has broken several times in the same place, so no later row can be read.
-        """
         if position < len(self._first):
             return dict(self._first[position])
         if position in self._waiting:
@@ -158,11 +133,3 @@ class Stream:
         # Not the iterator of `datasets`: it would divide the rows among the processes of a DataLoader.
         for table in self._data.skip(skipped).iter(batch_size=_ROWS_AT_A_TIME):
             yield from (_Read(record_of(row, self._columns), table.nbytes // len(table)) for row in table.to_pylist())
-
-    def sources(self) -> None:
-        """Return None: sources are known when a row is read."""
-        return
-
-    def problems(self) -> list[str]:
-        """Return no problems: types are checked row by row."""
-        return []

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tarfile
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import PurePosixPath
@@ -14,10 +13,9 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from omnitrain.data.sources.examples import EXAMPLES, URL_READS, evenly_spaced
 from omnitrain.data.sources.files import FileReader, ReadError, is_url
 from omnitrain.data.sources.index_file import index_of
-from omnitrain.data.sources.schema import Schema
+from omnitrain.data.sources.table import EXAMPLES, URL_READS, Choose, Table, evenly_spaced
 from omnitrain.errors import DataError
 
 _TEXTS = ("txt", "text", "cls", "caption", "transcript")
@@ -33,20 +31,15 @@ class _Member(NamedTuple):
     stop: int
 
 
-class TarShards:
-    """Reads any row of the shards; see :class:`omnitrain.data.sources.formats.Table`.
+class TarShards(Table):
+    """Reads any row of uncompressed tar files.
 
     A column is named as the suffix of its file: ``jpg`` of ``0001.jpg``. Text files are strings. The fields of a
     ``json`` file are columns of the row themselves. All other files are ``{bytes, path}``.
     """
 
-    def __init__(self, files: Sequence[str], choose: Callable[[Sequence[str]], Schema], *, reader: FileReader) -> None:
+    def __init__(self, files: Sequence[str], choose: Choose, *, reader: FileReader) -> None:
         """Read the index of each shard, or build it.
-
-        Args:
-            files: paths or URLs of uncompressed tar files, in order.
-            choose: returns how rows with given columns are read.
-            reader: reads the files.
 
         Raises:
             DataError: a file is no tar file, or a compressed one; or ``choose`` raises it.
@@ -62,15 +55,11 @@ class TarShards:
         self.schema = choose(self.column_names)
 
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """See :class:`omnitrain.data.sources.formats.Table`."""
+        """See :class:`Table`."""
         yield from (found for found in self._examples if found[0] < length)
 
     def outline(self, position: int) -> dict[str, Any]:
-        """Return a row with texts and JSON, and whether each other file has bytes in the place of them.
-
-        Raises:
-            ReadError: see :meth:`__getitem__`.
-        """
+        """Return a row with texts and JSON, and whether each other file has bytes in the place of them."""
         shard, key, members = self._members(position)
         record: dict[str, Any] = {"id": _id(self._files[shard], key)}
         for suffix, start, stop in members:
@@ -81,20 +70,7 @@ class TarShards:
                 record[suffix] = {"bytes": stop > start, "path": name}
         return record
 
-    @property
-    def kinds(self) -> None:
-        """None: kinds are found in some rows."""
-        return None
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """Return a row.
-
-        Raises:
-            ReadError: its files cannot be read, or its JSON is invalid.
-        """
         shard, key, members = self._members(position)
         record: dict[str, Any] = {"id": _id(self._files[shard], key)}
         for near in _neighbours(members):
@@ -106,8 +82,7 @@ class TarShards:
 
     def _members(self, position: int) -> tuple[int, str, list[_Member]]:
         """Return the shard, key and files of a row."""
-        shard = bisect_right(self._ends, position)
-        within = position - (self._ends[shard] - len(self._indexes[shard]))
+        shard, within = self._place(position)
         found = self._indexes[shard].slice(within, 1).to_pylist()[0]
         return shard, found["key"], [_Member(**member) for member in found["members"]]
 
@@ -132,14 +107,6 @@ class TarShards:
         except (ValueError, RecursionError) as error:
             raise ReadError(f"{where}: {error}") from error
         return {suffix: {"bytes": data, "path": name}}
-
-    def sources(self) -> None:
-        """Return None: sources are known when a row is read."""
-        return
-
-    def problems(self) -> list[str]:
-        """Return no problems: types are checked row by row."""
-        return []
 
 
 def _id(file: str, key: str) -> str:

@@ -41,12 +41,8 @@ def as_messages(
 ) -> list[Any]:
     """Read turns as messages; see :func:`canonical`.
 
-    A turn that is a call of a tool belongs to the message of the assistant before it, if there is one.
-
-    Args:
-        turns: ``[{"role": ..., "content": ...}, ...]`` or ``[{"from": ..., "value": ...}, ...]``.
-        marked: modalities whose markers in texts stand for media; other markers stay text.
-        roles: see :class:`~omnitrain.recipe.DataSource`.
+    A turn that is a call of a tool belongs to the message of the assistant before it, if there is one. ``marked`` are
+    modalities whose markers in texts stand for media.
 
     Raises:
         ValueError: see :func:`canonical`.
@@ -55,7 +51,9 @@ def as_messages(
     messages: list[Any] = []
     for turn in turns:
         message = _message(turn, marked, roles)
-        if _is_call(turn, roles) and messages and _speaks(messages[-1]):
+        is_call = isinstance(turn, dict) and role_of(turn.get("role") or turn.get("from"), roles) == CALLS
+        last = messages[-1] if messages else None
+        if is_call and isinstance(last, dict) and last.get("role") == "assistant":
             messages.append(_joined(messages.pop(), message))
         else:
             messages.append(message)
@@ -129,14 +127,6 @@ def _message(turn: Any, marked: Collection[str], roles: Mapping[str, str]) -> An
     elif isinstance(content, str) and (found := [m for m in _MARKER.finditer(content) if m[1] in marked]):
         message["content"] = _parts(content, found)
     return message
-
-
-def _is_call(turn: Any, roles: Mapping[str, str]) -> bool:
-    return isinstance(turn, dict) and role_of(turn.get("role") or turn.get("from"), roles) == CALLS
-
-
-def _speaks(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def _calls(content: Any) -> Any:

@@ -30,7 +30,8 @@ from omnitrain.models.adapters.lora import ADAPTER, Adapters, adapters_of, add_l
 from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.hf.load import folder_with, foundation_class
 from omnitrain.models.hf.stored_tensor import StoredTensor, read_or_left_in_file, replace_value
-from omnitrain.ops.experts import experts_in, matrix_names, parameter_names
+from omnitrain.ops.experts.lora import parameter_names
+from omnitrain.ops.experts.weights import experts_in, matrix_names
 from omnitrain.recipe.parallel import FOUNDATION
 
 T = TypeVar("T")
@@ -65,10 +66,7 @@ def split_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> tupl
 def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write ``adapters/NAME`` for each HF model with adapters: ``foundation``, or an encoder.
 
-    Args:
-        model: a model with adapters, parallelized or not.
-        folder: folder of the checkpoint.
-        weights: whole (unsharded) adapters, and embeddings with rows of added tokens, by their names in ``model``.
+    ``weights``: whole (unsharded) adapters, and embeddings with rows of added tokens, by their names in ``model``.
     """
     for root, adapters in _by_root(model).items():
         into = folder / ADAPTERS / root
@@ -100,12 +98,8 @@ def save_adapter_configs(model: PreTrainedModel, folder: Path) -> None:
 def stored_adapters(model: ComponentModel, path: str | Path) -> dict[str, Adapters]:
     """Return component of ``model`` -> its adapters in a checkpoint, without reading weights.
 
-    Args:
-        model: a model with or without adapters.
-        path: folder or Hub id of the checkpoint.
-
-    Raises:
-        UserError: the checkpoint is missing, a file cannot be read, or the model lacks a layer that has adapters.
+    ``model``: a model with or without adapters; ``path``: folder or Hub id of the checkpoint. Raises UserError: the
+    checkpoint is missing, a file cannot be read, or the model lacks a layer that has adapters.
     """
     return _stored(model, _folders_at(path))
 
@@ -113,15 +107,10 @@ def stored_adapters(model: ComponentModel, path: str | Path) -> dict[str, Adapte
 def load_adapters(model: ComponentModel, path: str | Path, subfolder: str = "", **hub: Any) -> None:
     """Load the adapters of a checkpoint into ``model``, and freeze the components that have adapters.
 
-    Args:
-        model: a model without adapters, not parallelized. On the meta device it gets only their shapes.
-        path: folder or Hub id of the checkpoint; one without ``adapters`` changes nothing.
-        subfolder: folder of the checkpoint below ``path``.
-        **hub: keyword arguments of ``snapshot_download``.
-
-    Raises:
-        UserError: peft is missing, or see :func:`stored_adapters`.
-        WeightsError: tensors are missing, unexpected or have another shape.
+    ``model`` has no adapters and is not parallelized; on the meta device it gets only their shapes. A checkpoint at
+    ``path`` (folder or Hub id) and ``subfolder`` without ``adapters`` changes nothing. ``hub``: keyword arguments of
+    ``snapshot_download``. Raises UserError: peft is missing, or see :func:`stored_adapters`; WeightsError: tensors are
+    missing, unexpected or have another shape.
     """
     folders = _folders_at(path, subfolder, **hub)
     add_lora(model, _stored(model, folders))

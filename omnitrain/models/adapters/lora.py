@@ -16,15 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import UserError
 from omnitrain.models.components.model import ComponentModel
-from omnitrain.ops.experts import (
-    add_expert_adapter,
-    backend_of,
-    experts_in,
-    matrix_names,
-    merge_expert_adapter,
-    parameter_names,
-    use_omnitrain_experts,
-)
+from omnitrain.ops.experts.install import backend_of, use_omnitrain_experts
+from omnitrain.ops.experts.lora import add_expert_adapter, merge_expert_adapter, parameter_names
+from omnitrain.ops.experts.weights import experts_in, matrix_names
 from omnitrain.optim.shards import local_shard
 from omnitrain.packages import install_command
 from omnitrain.peers import is_spread
@@ -40,25 +34,15 @@ _ROWS = "_rows_that_train"  # of a parameter with a hook for them
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a component.
+    """The adapters of a component."""
 
-    Attributes:
-        rank: rank of each adapter.
-        alpha: adapters are scaled by ``alpha / rank``.
-        linears: names of adapted linear layers, sorted.
-        experts: names of adapted matrices of fused experts, sorted.
-        rslora: adapters are scaled by ``alpha / sqrt(rank)`` instead.
-        dropout: probability of dropping an input of ``A`` in training; of linear layers.
-        tokens: ids of the tokens whose rows of the foundation's embeddings train, too, sorted.
-    """
-
-    rank: int
-    alpha: float
-    linears: tuple[str, ...]
-    experts: tuple[str, ...]
-    rslora: bool = False
-    dropout: float = 0.0
-    tokens: tuple[int, ...] = ()
+    rank: int  # rank of each adapter
+    alpha: float  # adapters are scaled by ``alpha / rank``
+    linears: tuple[str, ...]  # names of adapted linear layers, sorted
+    experts: tuple[str, ...]  # names of adapted matrices of fused experts, sorted
+    rslora: bool = False  # adapters are scaled by ``alpha / sqrt(rank)`` instead
+    dropout: float = 0.0  # probability of dropping an input of ``A`` in training; of linear layers
+    tokens: tuple[int, ...] = ()  # ids of the tokens whose rows of the foundation's embeddings train, too, sorted
 
     @property
     def summary(self) -> str:
@@ -74,11 +58,7 @@ class Adapters:
 
 
 def peft() -> ModuleType:
-    """Import and return the package ``peft``.
-
-    Raises:
-        UserError: peft is not installed.
-    """
+    """Import and return the package ``peft``. Raises UserError: peft is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -143,8 +123,7 @@ def root_of(model: ComponentModel, component: str) -> str:
 def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters:
     """Find the layers of the component that the globs of ``lora`` match.
 
-    Raises:
-        UserError: one line per glob that matches nothing, with the nearest name that exists.
+    Raises UserError: one line per glob that matches nothing, with the nearest name that exists.
     """
     return find_in_all(model, [component], lora)[component]
 
@@ -152,8 +131,7 @@ def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters
 def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) -> dict[str, Adapters]:
     """Find the layers of ``components`` that the globs of ``lora`` match; components without a match are omitted.
 
-    Raises:
-        UserError: one line per glob that matches nothing in any component.
+    Raises UserError: one line per glob that matches nothing in any component.
     """
     candidates = {component: _candidates(model, component) for component in components}
     every = [name for linears, experts in candidates.values() for name in (*linears, *experts)]
@@ -208,13 +186,8 @@ def add_lora(model: ComponentModel, adapters: Mapping[str, Adapters]) -> None:
     """Freeze components and add adapters to them; the outputs do not change before training (``B`` is zero).
 
     ``A`` has peft's distribution, with a seed from the parameter's name: it is the same on all ranks and in all runs.
-
-    Args:
-        model: not parallelized yet; changed in place.
-        adapters: component -> adapters. A component that already has the same adapters does not change.
-
-    Raises:
-        UserError: peft is missing, or a component already has other adapters.
+    ``model`` is not parallelized yet. A component that already has the same adapters does not change. Raises UserError:
+    peft is missing, or a component already has other adapters.
     """
     present = adapters_of(model)
     new = {name: each for name, each in adapters.items() if present.get(name) != each}

@@ -12,70 +12,48 @@ Outcome = Literal["passed", "fallback", "left out", "refused"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        check: name of the check, as in docs/models.md.
-        outcome: ``passed``; ``fallback``: a slower, exact method is used; ``left out``: transformers would train this
-            term and omnitrain does not; ``refused``: the model cannot be trained.
-        fact: the measurement, and the action taken.
-    """
-
-    check: str
+    check: str  # name of the check, as in docs/models.md
+    # ``passed``; ``fallback``: a slower, exact method is used; ``left out``: transformers would train this term and
+    # omnitrain does not; ``refused``: the model cannot be trained
     outcome: Outcome
-    fact: str
+    fact: str  # the measurement, and the action taken
 
 
 @dataclass(frozen=True)
 class SkippedModule:
-    """A module with parameters that a forward calls only for some samples.
+    """A module with parameters that a forward calls only for some samples."""
 
-    Attributes:
-        module: name of the module, with ``*`` for indices in module lists.
-        parent: name of the nearest outer module that every forward calls.
-        takes: sizes of its arguments when they are empty.
-        problem: why it cannot be called on empty arguments; empty string: it can.
-    """
-
-    module: str
-    parent: str
-    takes: tuple[tuple[int, ...], ...] = ()
-    problem: str = ""
+    module: str  # name of the module, with ``*`` for indices in module lists
+    parent: str  # name of the nearest outer module that every forward calls
+    takes: tuple[tuple[int, ...], ...] = ()  # sizes of its arguments when they are empty
+    problem: str = ""  # why it cannot be called on empty arguments; empty string: it can
 
 
 @dataclass(frozen=True)
 class StageContract:
-    """Where a foundation may be cut into pipeline stages. A cut is named by the index of the block after it.
+    """Where a foundation may be cut into pipeline stages. A cut is named by the index of the block after it."""
 
-    Attributes:
-        problem: why it cannot be cut anywhere; empty: it can.
-        cuts: the cuts at which the loss and all gradients equal those of the whole model.
-        refused: other cut -> what was measured there.
-        needs_embeddings: every stage needs the input embeddings, with their media; otherwise only the first does.
-        levels: side features (deepstack levels) -> index of the block after which the model adds them. A side feature
-            without an entry is needed on every stage.
-        returns: number of entries that a block returns, and the index of the hidden states among them; None: it returns
-            only the hidden states.
-        readers: parameter outside of blocks -> the stages that read it: ``first``, ``inner``, ``last``.
-    """
-
-    problem: str = ""
-    cuts: tuple[int, ...] = ()
-    refused: dict[int, str] = field(default_factory=dict)
+    problem: str = ""  # why it cannot be cut anywhere; empty: it can
+    cuts: tuple[int, ...] = ()  # the cuts at which the loss and all gradients equal those of the whole model
+    refused: dict[int, str] = field(default_factory=dict)  # other cut -> what was measured there
+    # every stage needs the input embeddings, with their media; otherwise only the first does
     needs_embeddings: bool = False
+    # side features (deepstack levels) -> index of the block after which the model adds them. A side feature without an
+    # entry is needed on every stage.
     levels: dict[str, int] = field(default_factory=dict)
+    # number of entries that a block returns, and the index of the hidden states among them; None: it returns only the
+    # hidden states
     returns: tuple[int, int] | None = None
+    # parameter outside of blocks -> the stages that read it: ``first``, ``inner``, ``last``
     readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def require(self, model: str, cut: int) -> None:
         """Refuse a cut at which the model would not be exact.
 
-        Args:
-            model: name of the model, for the message.
-            cut: index of the block after it; 0 and the number of blocks are the ends of the model.
-
-        Raises:
-            UserError: names the model, the cut and the measurement.
+        ``model``: name of the model, for the message; ``cut``: index of the block after it; 0 and the number of blocks
+        are the ends of the model. Raises UserError: names the model, the cut and the measurement.
         """
         if self.problem:
             raise UserError(f"{model} cannot be cut into pipeline stages: {self.problem}; set pp to 1")
@@ -96,52 +74,32 @@ class StageContract:
         number, place = self.returns
         return tuple(hidden if index == place else None for index in range(number))
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> StageContract:
-        """Build the contract from its ``asdict`` values as JSON, in which tuples are lists and keys are strings."""
-        returns = values["returns"]
-        return cls(
-            **values
-            | {
-                "cuts": tuple(values["cuts"]),
-                "refused": {int(cut): fact for cut, fact in values["refused"].items()},
-                "returns": None if returns is None else (returns[0], returns[1]),
-                "readers": {name: tuple(stages) for name, stages in values["readers"].items()},
-            }
-        )
-
 
 @dataclass(frozen=True)
 class Contract:
-    """How a foundation must be run so that training it is exact.
+    """How a foundation must be run so that training it is exact."""
 
-    Attributes:
-        attention: ``omnitrain``: omnitrain's registered attention; ``native``: the model's own, which cannot pack.
-        head: ``inside``: the loss is computed in the head; ``plain``: on the logits that the model returns.
-        packs: whether several samples may share a pack.
-        segmented: names of module classes that run one sample at a time, because they carry state along the sequence.
-        by_sample: modalities encoded one sample at a time, because the tower mixes the items of a call.
-        tokenwise: modules in which each token of the output reaches only the same token of the last hidden states;
-            items of a module list are named by their index from the end.
-        without_tails: whether tokens after the last supervised token can be skipped.
-        skipped_modules: modules that some samples skip, in the order of a forward that skips none.
-        read_outside: modules whose parameters are read while they do not run, with ``*`` for indices in module lists.
-        beyond_text: modules and bare parameters without a gradient from text and from media that are encoded outside
-            the forward; ``*`` for indices in module lists.
-        findings: the result of every check.
-    """
-
+    # ``omnitrain``: omnitrain's registered attention; ``native``: the model's own, which cannot pack
     attention: Literal["omnitrain", "native"] = "omnitrain"
+    # ``inside``: the loss is computed in the head; ``plain``: on the logits that the model returns
     head: Literal["inside", "plain"] = "inside"
-    packs: bool = True
+    packs: bool = True  # whether several samples may share a pack
+    # names of module classes that run one sample at a time, because they carry state along the sequence
     segmented: tuple[str, ...] = ()
+    # modalities encoded one sample at a time, because the tower mixes the items of a call
     by_sample: tuple[str, ...] = ()
+    # modules in which each token of the output reaches only the same token of the last hidden states; items of a module
+    # list are named by their index from the end
     tokenwise: tuple[str, ...] = ()
-    without_tails: bool = False
+    without_tails: bool = False  # whether tokens after the last supervised token can be skipped
+    # modules that some samples skip, in the order of a forward that skips none
     skipped_modules: tuple[SkippedModule, ...] = ()
+    # modules whose parameters are read while they do not run, with ``*`` for indices in module lists
     read_outside: tuple[str, ...] = ()
+    # modules and bare parameters without a gradient from text and from media that are encoded outside the forward;
+    # ``*`` for indices in module lists
     beyond_text: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()  # the result of every check
 
     @property
     def refusals(self) -> tuple[Finding, ...]:
@@ -153,17 +111,6 @@ class Contract:
         """Why ``packs`` is False; empty if samples may be packed."""
         return next((f.fact for f in self.findings if f.check == "packing" and f.outcome != "passed"), "")
 
-    def noting(self, check: str, outcome: Outcome, fact: str, **changes: Any) -> Contract:
-        """Return this contract with one more finding, and with the fields that it changes."""
-        return replace(self, findings=(*self.findings, Finding(check, outcome, fact)), **changes)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Contract:
-        """Build the contract from its ``asdict`` values, in which tuples are lists."""
-        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, (list, tuple))}
-        lists["findings"] = tuple(Finding(**finding) for finding in values["findings"])
-        lists["skipped_modules"] = tuple(
-            SkippedModule(**module | {"takes": tuple(map(tuple, module["takes"]))})
-            for module in values["skipped_modules"]
-        )
-        return cls(**values | lists)
+    def noting(self, check: str, outcome: Outcome, fact: str) -> Contract:
+        """Return this contract with one more finding."""
+        return replace(self, findings=(*self.findings, Finding(check, outcome, fact)))

@@ -17,10 +17,8 @@ def media_calls(
 ) -> Iterator[MediaGroup]:
     """Yield the items of each call for a batch: one call per group, or several.
 
-    Args:
-        batch: items of a component.
-        apart: a call has items of only one sample, or only one item; None: no limit.
-        most_elements: number of input elements of a call; a larger item has a call of its own. None: no limit.
+    ``apart``: a call has items of only one sample, or only one item. ``most_elements``: most input elements of a call;
+    a larger item has a call of its own. None: no limit.
     """
     owners = iter(batch.samples)
     for group in batch.groups:

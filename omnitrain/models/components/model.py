@@ -69,8 +69,7 @@ class ComponentModel(ContainerModel):
     def divide(self, encoders: Iterable[str]) -> None:
         """Make two components of each of these encoders: ``NAME.tower``, and ``NAME.projector``, all the rest of it.
 
-        Raises:
-            UserError: an encoder has no ``lm_tower`` and ``lm_project`` to run them apart.
+        Raises UserError: an encoder has no ``lm_tower`` and ``lm_project`` to run them apart.
         """
         names = tuple(sorted(encoders))
         for name in names:
@@ -97,10 +96,7 @@ class ComponentModel(ContainerModel):
         """Component name -> its parameters by their names in this model, the foundation first.
 
         Towers inside the foundation are separate components (``image_encoder``, ...); ``foundation`` has its other
-        parameters.
-
-        Raises:
-            UserError: an encoder or decoder has the name of a component inside the foundation.
+        parameters. Raises UserError: an encoder or decoder has the name of a component inside the foundation.
         """
         parameters = dict(self.foundation.named_parameters(prefix="foundation"))
         native = {

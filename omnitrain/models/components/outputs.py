@@ -11,15 +11,11 @@ from omnitrain.ops.loss.cross_entropy import LossTerm
 
 
 class FoundationOutput(NamedTuple):
-    """Output of the foundation over one pack.
+    """Output of the foundation over one pack."""
 
-    Attributes:
-        text: the language model's loss.
-        hidden: ``[1, T, hidden]``, the last hidden states, with gradient; None for a model that does not call its head
-            as a module. Of a pack that several ranks share, each rank has its own tokens.
-    """
-
-    text: LossTerm
+    text: LossTerm  # the language model's loss
+    # ``[1, T, hidden]``, the last hidden states, with gradient; None for a model that does not call its head as a
+    # module. Of a pack that several ranks share, each rank has its own tokens.
     hidden: torch.Tensor | None
 
 

@@ -54,24 +54,16 @@ class EncoderMixin:
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode all items, in order.
 
-        Args:
-            features: the adapter's features, items concatenated along dim 0.
-            num_tokens: number of features of each item.
-
-        Returns:
-            ``[sum(num_tokens), hidden]``.
+        ``features``: the adapter's features, items concatenated along dim 0; ``num_tokens``: number of features of each
+        item. Returns ``[sum(num_tokens), hidden]``.
         """
         raise NotImplementedError
 
     def lm_tower(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> TensorFeatures:
         """Return what :meth:`lm_project` needs; an encoder that has both can have its tower on ranks of its own.
 
-        Args:
-            features: see :meth:`lm_encode`.
-            num_tokens: see :meth:`lm_encode`.
-
-        Returns:
-            Name -> ``[sum(num_tokens), ...]``. ``main`` comes first: ``[sum(num_tokens), width]`` of the tower.
+        ``features``: see :meth:`lm_encode`; ``num_tokens``: see :meth:`lm_encode`. Returns name -> ``[sum(num_tokens),
+        ...]``. ``main`` comes first: ``[sum(num_tokens), width]`` of the tower.
         """
         raise NotImplementedError
 
@@ -98,12 +90,8 @@ class DecoderMixin:
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return embeddings of target media for the foundation's input, and their labels.
 
-        Args:
-            features: the adapter's features, items concatenated along dim 0.
-            num_tokens: number of tokens of each item.
-
-        Returns:
-            ``[sum(num_tokens), hidden]`` embeddings and ``[sum(num_tokens)]`` int64 labels.
+        ``features``: the adapter's features, items concatenated along dim 0; ``num_tokens``: number of tokens of each
+        item. Returns ``[sum(num_tokens), hidden]`` embeddings and ``[sum(num_tokens)]`` int64 labels.
         """
         raise NotImplementedError
 
@@ -114,12 +102,9 @@ class DecoderMixin:
     def lm_embed(self, hidden: torch.Tensor, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample the next token of each sequence.
 
-        Args:
-            hidden: ``[batch, hidden]``, the states that predict the next token.
-            sample: ``logits [batch, classes] -> tokens [batch]``.
-
-        Returns:
-            Embeddings ``[batch, hidden]`` of the sampled tokens, and the tokens ``[batch]`` int64.
+        ``hidden``: ``[batch, hidden]``, the states that predict the next token; ``sample``: ``logits [batch, classes]
+        -> tokens [batch]``. Returns embeddings ``[batch, hidden]`` of the sampled tokens, and the tokens ``[batch]``
+        int64.
         """
         raise NotImplementedError
 

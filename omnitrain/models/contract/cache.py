@@ -18,11 +18,25 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.discovery import config_nodes
 
 T = TypeVar("T")
+
+
+def cached(model: PreTrainedModel, suffix: str, kind: type[T], check: Callable[[], T]) -> T:
+    """Return what ``check`` finds out about a model's class and config, a dataclass ``kind``; from its file if written.
+
+    ``suffix``: ends the name of the file of this check, such as ``.stages.json``.
+    """
+    path = contract_path(type(model), model.config).with_suffix(suffix)
+    found = kept(path, kind)
+    if found is None:
+        found = check()
+        keep(path, found)
+    return found
 
 
 def contract_path(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Path:
@@ -47,25 +61,26 @@ def _installed() -> tuple[str, ...]:
 def _class_digest(model_class: type[PreTrainedModel]) -> str:
     """Hash the files of the class and its base classes; a plugin's files have no version."""
     files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in model_class.__mro__}
-    digest = hashlib.sha256()
-    for file in sorted(file for file in files if file is not None and Path(file).is_file()):
-        digest.update(Path(file).read_bytes())
-    return digest.hexdigest()
+    return _digest(sorted(Path(file) for file in files if file is not None and Path(file).is_file()))
 
 
 @lru_cache(maxsize=1)
 def _code_digest() -> str:
+    return _digest(sorted(Path(__file__).parents[2].rglob("*.py")))
+
+
+def _digest(files: list[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
-        digest.update(path.read_bytes())
+    for file in files:
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-def kept(path: Path, read: Callable[[dict[str, Any]], T]) -> T | None:
-    """Read the JSON at ``path`` by ``read``; None if the file is missing or invalid."""
+def kept(path: Path, kind: type[T]) -> T | None:
+    """Read a dataclass from the JSON at ``path``; None if the file is missing or invalid."""
     try:
-        return read(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -12,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
-from omnitrain.models.contract.cache import contract_path, keep, kept
+from omnitrain.models.contract.cache import cached
 from omnitrain.models.contract.checks_packing import (
     TOLERANCE,
     gradient_fact,
@@ -28,11 +27,10 @@ from omnitrain.models.contract.checks_packing import (
 )
 from omnitrain.models.contract.checks_reads import read_from_outside
 from omnitrain.models.contract.checks_unread import skipped_modules_of, tokenwise_modules, unread_by_short_samples
-from omnitrain.models.contract.harness import Failure, Trial, attempt
-from omnitrain.models.contract.samples import probe_samples
-from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_configs
+from omnitrain.models.contract.tiny_model import tiny_configs
+from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.foundation.in_forward import outermost_unreached
-from omnitrain.models.hf.hub_kernels import kernels_of, torch_kernels
+from omnitrain.models.hf.hub_kernels import kernels_of
 
 _MOST_SEGMENTED_CLASSES = 3
 
@@ -40,62 +38,50 @@ _MOST_SEGMENTED_CLASSES = 3
 def contract_of(model: PreTrainedModel, key: str = "model.foundation") -> Contract:
     """Return the contract of a foundation, from the cache or by checking a tiny model of its class.
 
-    Args:
-        model: a causal language model.
-        key: key of the recipe that names it, for the message.
-
-    Raises:
-        UserError: omnitrain cannot train it; names every check that refused it and its measurement.
+    ``model``: a causal language model; ``key``: key of the recipe that names it, for the message. Raises UserError:
+    omnitrain cannot train it; names every check that refused it and its measurement.
     """
-    path = contract_path(type(model), model.config)
-    if (known := kept(path, Contract.from_json)) is not None:
-        return known
-    contract = check_contract(type(model), model.config)
-    if contract.refusals:
-        facts = dict.fromkeys(f"{finding.check}: {finding.fact}" for finding in contract.refusals)
-        raise UserError(f"{key}: omnitrain cannot train {type(model).__name__} with this config: {'; '.join(facts)}")
-    keep(path, contract)
-    return contract
+
+    def accepted() -> Contract:
+        contract = check_contract(type(model), model.config)
+        if contract.refusals:
+            facts = "; ".join(dict.fromkeys(f"{finding.check}: {finding.fact}" for finding in contract.refusals))
+            raise UserError(f"{key}: omnitrain cannot train {type(model).__name__} with this config: {facts}")
+        return contract
+
+    return cached(model, ".json", Contract, accepted)
 
 
 def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:
     """Check ``model_class`` on a tiny ``config``: same hidden widths, few layers, narrow MLPs, peaked weights.
 
     If a check does not pass, towers keep all layers; if a check would refuse the model, MLPs keep their width, too.
-
-    Returns:
-        The contract with a finding per check. For a model that fails even unpacked, one finding has ``refused``.
+    Returns the contract with a finding per check. For a model that fails even unpacked, one finding has ``refused``.
     """
     configs = tiny_configs(config)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         for (small, larger), accepted in zip(pairwise(configs), ({"passed"}, {"passed", "fallback"}), strict=True):
             if small.to_dict() == larger.to_dict():
                 continue
-            contract = attempt(partial(_contract_on, model_class, small))
+            contract = attempt(_contract_on, model_class, small)
             if isinstance(contract, Contract) and {f.outcome for f in contract.findings} - {"left out"} <= accepted:
                 return contract
-        contract = attempt(partial(_contract_on, model_class, configs[-1]))
+        contract = attempt(_contract_on, model_class, configs[-1])
         return Contract().noting("tiny model", "refused", contract) if isinstance(contract, Failure) else contract
 
 
 def _contract_on(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:
-    plain = build_tiny_model(model_class, config)
-    with torch_kernels(plain):
-        contract = _checked(Trial(plain))
-    if kernels := kernels_of(plain):
-        replaced = "; the check ran torch code instead" if any(kernel.is_used for kernel in kernels) else ""
-        contract = contract.noting("kernels", "passed", ", ".join(map(str, kernels)) + replaced)
-    return contract
-
-
-def _checked(trial: Trial) -> Contract:
     """Run the checks until one refuses. An exception of the model's code refuses it if the check has no fallback."""
-    for name, check in _checks().items():
-        failed = attempt(partial(check, trial))
-        if isinstance(failed, Failure):
-            trial.note(name, "refused", failed)
-        if trial.contract.refusals:
-            break
+    with Trial.of(model_class, config) as trial:
+        for name, check in _checks().items():
+            failed = attempt(check, trial)
+            if isinstance(failed, Failure):
+                trial.note(name, "refused", failed)
+            if trial.contract.refusals:
+                break
+    if kernels := kernels_of(trial.plain):
+        replaced = "; the check ran torch code instead" if any(kernel.is_used for kernel in kernels) else ""
+        trial.note("kernels", "passed", ", ".join(map(str, kernels)) + replaced)
     return trial.contract
 
 
@@ -120,16 +106,15 @@ def _checks() -> dict[str, Callable[[Trial], None]]:
 def _modalities(trial: Trial) -> None:
     """Check that features of each modality can be computed outside the forward, one per placeholder."""
     for modality, interface in trial.native.interfaces.items():
-        trial.note(
-            f"modality {modality}", "passed", f"features of {interface.component} enter through {interface.method}"
-        )
+        fact = f"features of {interface.component} enter through {interface.method}"
+        trial.note(f"modality {modality}", "passed", fact)
     for modality, reason in trial.native.in_forward.items():
         fact = f"read by the model's own forward, one sample per pack: {reason}"
         trial.note(f"modality {modality}", "fallback", fact)
     for modality, reason in trial.native.refused.items():
         trial.note(f"modality {modality}", "fallback", f"samples with this modality are refused: {reason}")
-    for probe in probe_samples(trial.plain, trial.native):
-        case = attempt(partial(trial.run_plain, probe))
+    for probe in trial.probes:
+        case = attempt(trial.run_plain, probe)
         if not isinstance(case, Failure):
             trial.cases.append(case)
         elif len(set(probe.modalities)) > 1:
@@ -141,33 +126,29 @@ def _modalities(trial: Trial) -> None:
 
 def _attention(trial: Trial) -> None:
     """Check that a single sample has the logits of plain transformers with omnitrain's attention."""
-    error = attempt(partial(logit_error, trial))
+    error = attempt(logit_error, trial)
     if not isinstance(error, Failure) and error <= TOLERANCE:
         exactly = "bit for bit" if error == 0 else f"within {error:.0e} of the largest"
         trial.note("attention", "passed", f"logits of a single sample equal those of transformers, {exactly}")
         return
     fact = error if isinstance(error, Failure) else f"logits of a single sample differ by {error:.1e} of the largest"
-    trial.use(attention="native", packs=False)
-    trial.note("attention", "fallback", f"{fact}; the model keeps its own attention")
+    trial.note("attention", "fallback", f"{fact}; the model keeps its own attention", attention="native", packs=False)
     trial.note("packing", "fallback", "one sample per pack: only omnitrain's attention keeps packed samples apart")
 
 
 def _head(trial: Trial) -> None:
     """Check that the logits are the output of the head, unchanged."""
-    fact = attempt(partial(head_fact, trial))
-    if fact is None:
+    if (fact := attempt(head_fact, trial)) is None:
         trial.note("head", "passed", "the loss is computed inside the head")
-        return
-    trial.use(head="plain")
-    trial.note("head", "fallback", f"{fact}; the loss is computed on the logits of supervised tokens")
+    else:
+        trial.note("head", "fallback", f"{fact}; the loss is computed on the logits of supervised tokens", head="plain")
 
 
 def _items(trial: Trial) -> None:
     """Check that a tower's features of an item do not depend on other items in the call."""
     if mixed := mixing_modalities(trial):
-        trial.use(by_sample=mixed)
         fact = f"features of {', '.join(mixed)} depend on other items in the call; samples are encoded one at a time"
-        trial.note("items", "fallback", fact)
+        trial.note("items", "fallback", fact, by_sample=mixed)
     elif trial.native.interfaces:
         trial.note("items", "passed", "the features of an item do not depend on other items in the call")
 
@@ -188,7 +169,7 @@ def _packing(trial: Trial) -> None:
     if not trial.contract.packs:
         return
     segmented: tuple[str, ...] = ()
-    while fact := attempt(partial(packing_fact, trial)):
+    while fact := attempt(packing_fact, trial):
         leak = leaking_class(trial)
         if leak is None or leak in segmented or len(segmented) == _MOST_SEGMENTED_CLASSES:
             _unpack(trial, fact if leak is None else f"{fact}, first in {leak}")
@@ -204,13 +185,13 @@ def _packing(trial: Trial) -> None:
 
 def _skipped_modules(trial: Trial) -> None:
     """Find modules that some samples skip: they are called on empty inputs, so that all ranks make the same calls."""
-    calls = attempt(partial(skipped_modules_of, trial))
+    calls = attempt(skipped_modules_of, trial)
     skipped = () if isinstance(calls, Failure) else calls
     trial.use(skipped_modules=skipped)
-    if skipped and isinstance(failed := attempt(partial(logit_error, trial)), Failure):
+    if skipped and isinstance(failed := attempt(logit_error, trial), Failure):
         problem = f"on empty inputs it fails: {failed}"
         skipped = tuple(replace(module, problem=module.problem or problem) for module in skipped)
-    short = attempt(partial(unread_by_short_samples, trial))
+    short = attempt(unread_by_short_samples, trial)
     if not isinstance(short, Failure):
         prefixes = tuple(f"{module.module}." for module in skipped)
         skipped += tuple(module for module in short if not f"{module.module}.".startswith(prefixes))
@@ -227,59 +208,57 @@ def _skipped_modules(trial: Trial) -> None:
 
 def _units(trial: Trial) -> None:
     """Find modules whose parameters are read while they do not run; an outer module must gather these parameters."""
-    modules = attempt(partial(read_from_outside, trial))
+    modules = attempt(read_from_outside, trial)
     if modules and not isinstance(modules, Failure):
-        trial.use(read_outside=modules)
-        trial.note("units", "passed", f"parameters are read while their module does not run: {', '.join(modules)}")
+        fact = f"parameters are read while their module does not run: {', '.join(modules)}"
+        trial.note("units", "passed", fact, read_outside=modules)
 
 
 def _own_loss(trial: Trial) -> None:
     """Report a term that the model's own loss adds to the loss of the tokens (a router's auxiliary loss)."""
-    fact = attempt(partial(own_loss_fact, trial))
+    fact = attempt(own_loss_fact, trial)
     if fact is not None and not isinstance(fact, Failure):  # a model without its own loss adds nothing
         trial.note("own loss", "left out", f"{fact}; omnitrain trains only the loss of the tokens")
 
 
 def _unread_tokens(trial: Trial) -> None:
     """Find modules that may skip tokens whose output no loss reads; gradients are then checked without these tokens."""
-    modules = attempt(partial(tokenwise_modules, trial))
+    modules = attempt(tokenwise_modules, trial)
     if modules and not isinstance(modules, Failure):
-        trial.use(tokenwise=modules)
-        trial.note("unread tokens", "passed", f"these modules skip tokens that no loss reads: {', '.join(modules)}")
+        fact = f"these modules skip tokens that no loss reads: {', '.join(modules)}"
+        trial.note("unread tokens", "passed", fact, tokenwise=modules)
 
 
 def _tails(trial: Trial) -> None:
     """Check that tokens after the last supervised token can be skipped; gradients are then checked without them."""
-    if attempt(partial(needs_no_tails, trial)) is True:
-        trial.use(without_tails=True)
-        trial.note("tails", "passed", "tokens after the last supervised token are skipped")
+    if attempt(needs_no_tails, trial) is True:
+        trial.note("tails", "passed", "tokens after the last supervised token are skipped", without_tails=True)
 
 
 def _gradients(trial: Trial) -> None:
     """Check that the loss and all gradients equal those of plain transformers; list parameters that never get one."""
-    fact = attempt(partial(gradient_fact, trial))
+    fact = attempt(gradient_fact, trial)
     skipping = {"unread tokens": trial.contract.tokenwise, "tails": trial.contract.without_tails}
     if fact is not None and any(skipping.values()):
         trial.use(tokenwise=(), without_tails=False)
         for check in (check for check, is_used in skipping.items() if is_used):
             trial.note(check, "fallback", f"{fact} without the tokens that no loss reads; all tokens are computed")
-        fact = attempt(partial(gradient_fact, trial))
+        fact = attempt(gradient_fact, trial)
     if fact is not None and trial.contract.packs:
         _unpack(trial, fact)
-        fact = attempt(partial(gradient_fact, trial))
+        fact = attempt(gradient_fact, trial)
     if fact is not None:
         trial.note("gradients", "refused", fact)
         return
     trial.note("gradients", "passed", "the loss and all gradients equal those of transformers")
     if unused := unused_parameters(trial):
         shown = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
-        reached = [name for name, scale in trial.scales.items() if scale]
-        trial.use(beyond_text=outermost_unreached(reached, unused))
-        trial.note("unused parameters", "passed", f"{len(unused)} of the tiny model never get a gradient: {shown}")
+        reached = [name for name, gradient in trial.expected.gradients.items() if gradient.any()]
+        fact = f"{len(unused)} of the tiny model never get a gradient: {shown}"
+        trial.note("unused parameters", "passed", fact, beyond_text=outermost_unreached(reached, unused))
 
 
 def _unpack(trial: Trial, fact: str) -> None:
     layers = ", ".join(trial.runner.own_attention)
-    trial.use(packs=False, segmented=())
     why = f"; {layers} computes attention in its own code, which cannot be replaced" if layers else ""
-    trial.note("packing", "fallback", f"one sample per pack: {fact}{why}")
+    trial.note("packing", "fallback", f"one sample per pack: {fact}{why}", packs=False, segmented=())

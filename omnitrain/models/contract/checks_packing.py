@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.models.contract.harness import Case, Trial, head_of, largest, relative
-from omnitrain.models.discovery import config_nodes, float_tensors, raise_if_ours
+from omnitrain.models.contract.trial import Case, Trial, compare, largest, relative, worst
+from omnitrain.models.discovery import config_nodes, float_tensors, raise_if_ours, watching
 from omnitrain.models.foundation.recurrent_segments import cut_tokens
 from omnitrain.models.foundation.runner import EncodedMedia
-from omnitrain.ops.attention import PackedSequence
+from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.torch_private import BatchNorm
 
 # Relative to the largest value compared. Rounding is a hundred times smaller, a wrong mask or position far larger.
 TOLERANCE = 1e-3
+# Smaller gradients, relative to the largest of all, are differences of large numbers.
+SMALLEST = 1e-3
 # Rounding in expert layers may change this much with their number of rows.
 ROUNDING = 1e-4
 # A relative difference of losses above this is an added term; rounding of a mean is smaller.
@@ -35,12 +34,9 @@ _LOSS_WEIGHTS = ("loss_coef", "loss_coefficient", "loss_weight", "loss_alpha")
 @torch.no_grad()
 def logit_error(trial: Trial) -> float:
     """Return the largest difference to plain transformers' logits over all samples, each alone in its pack."""
-    packs = [Pack.from_samples([case.probe.sample]) for case in trial.cases]
-    errors = [
-        relative(trial.logits(pack, trial.media(pack)), case.logits)
-        for pack, case in zip(packs, trial.cases, strict=True)
-    ]
-    return max(errors)
+    packs = [Pack.from_samples([sample]) for sample in trial.samples]
+    found = (trial.logits(pack, trial.media(pack)) for pack in packs)
+    return worst(relative(logits, case.logits) for logits, case in zip(found, trial.cases, strict=True))
 
 
 @torch.no_grad()
@@ -52,7 +48,7 @@ def head_fact(trial: Trial) -> str | None:
         inside.append(lm_head.forward(hidden))
         return inside[-1]
 
-    kind = type(head_of(trial.ours))
+    kind: type = type(trial.ours.get_output_embeddings())
     if not issubclass(kind, nn.Linear):
         return f"its head is a {kind.__name__}, not a linear layer"
     output = trial.runner.run_pack(Pack.from_samples(trial.samples[:1]), EncodedMedia(), head)
@@ -125,14 +121,15 @@ def leaking_class(trial: Trial) -> str | None:
     cu_seqlens = tuple(pack.cu_seqlens.tolist())
     for index, (start, stop) in reversed(list(zip(pack.info.indices, pairwise(cu_seqlens), strict=True))):
         alone = Pack.from_samples([sample for sample in trial.samples if sample.index == index])
-        name = first_leak(
-            trial.ours,
-            partial(trial.logits, alone, EncodedMedia()),
-            partial(trial.logits, pack, EncodedMedia(), PackedSequence(cu_seqlens)),
-            start,
-            stop,
-            cu_seqlens[-1],
-        )
+        expected, watch = _Watch(trial, stop - start, 0, stop - start), _Watch(trial, cu_seqlens[-1], start, stop)
+        expected.run(alone)
+        try:
+            watch.run(pack, PackedSequence(cu_seqlens))
+        except Exception as error:  # a foreign forward
+            raise_if_ours(error)
+            name = watch.running[-1] if watch.running else None
+        else:
+            name = expected.first_difference(watch)
         if name is not None:
             return type(trial.ours.get_submodule(name)).__name__
     return None
@@ -141,14 +138,13 @@ def leaking_class(trial: Trial) -> str | None:
 @torch.no_grad()
 def needs_no_tails(trial: Trial) -> bool:
     """Whether a sample's first tokens keep their logits without its last tokens; False for a model with experts."""
-    return not trial.has_experts and all(_tail_error(trial, case) <= TOLERANCE for case in trial.telling_cases)
-
-
-def _tail_error(trial: Trial, case: Case) -> float:
-    sample = case.probe.sample
-    trained = sample.loss_mask & (np.arange(len(sample)) < len(sample) - 3)
-    pack = Pack.from_samples([replace(sample, loss_mask=trained).without_tail()])
-    return relative(trial.logits(pack, trial.media(pack)), case.logits[: pack.num_tokens])
+    for case in () if trial.has_experts else trial.telling_cases:
+        sample = case.probe.sample
+        trained = sample.loss_mask & (np.arange(len(sample)) < len(sample) - 3)
+        pack = Pack.from_samples([replace(sample, loss_mask=trained).without_tail()])
+        if not relative(trial.logits(pack, trial.media(pack)), case.logits[: pack.num_tokens]) <= TOLERANCE:
+            return False
+    return not trial.has_experts
 
 
 @torch.no_grad()
@@ -170,122 +166,63 @@ def own_loss_fact(trial: Trial) -> str | None:
 
 def gradient_fact(trial: Trial) -> str | None:
     """Check that the loss and gradients of all samples equal those of plain transformers."""
-    cases = trial.telling_cases
-    samples = [case.probe.sample for case in cases]
+    samples = [case.probe.sample for case in trial.telling_cases]
     if trial.contract.without_tails:
         samples = [sample.without_tail() for sample in samples]
-    packs = [samples] if trial.contract.packs else [[sample] for sample in samples]
-    trial.start_gradients(cases)
-    total = 0.0
-    for pack in map(Pack.from_samples, packs):
-        term = trial.runner.text_loss(pack, trial.media(pack))[0]
-        term.sum.backward()
-        total += term.sum.item()
-    expected = sum(float(case.losses.sum()) for case in cases)
-    if not abs(total - expected) <= TOLERANCE * abs(expected):
-        return f"the loss is {total:.4f}, but transformers' loss is {expected:.4f}"
-    largest_error, parameter = _largest_gradient_error(trial)
-    if not largest_error <= 10 * TOLERANCE:
-        return f"the gradient of {parameter} has an error of {largest_error:.1e}"
-    return None
-
-
-def _largest_gradient_error(trial: Trial) -> tuple[float, str]:
-    """The largest error relative to the gradient's largest value, and the parameter's name."""
-    floor = TOLERANCE * max(trial.scales.values())  # smaller gradients are differences of large numbers
-    largest_error, worst_name = 0.0, ""
-    for name, parameter in trial.ours.named_parameters():
-        error = largest(parameter.grad) / max(trial.scales[name], floor)
-        if not error <= largest_error:
-            largest_error, worst_name = error, name
-    return largest_error, worst_name
+    expected = trial.expected
+    found = trial.step(trial.packed(samples))
+    if not abs(found.loss - expected.loss) <= TOLERANCE * abs(expected.loss):
+        return f"the loss is {found.loss:.4f}, but transformers' loss is {expected.loss:.4f}"
+    difference = compare(found.gradients, expected.gradients, SMALLEST)
+    return f"the gradient of {difference}" if not difference.error <= 10 * TOLERANCE else None
 
 
 def unused_parameters(trial: Trial) -> tuple[str, ...]:
     """Return the trainable parameters that get no gradient in plain transformers."""
     trainable = [name for name, parameter in trial.plain.named_parameters() if parameter.requires_grad]
-    return tuple(name for name in trainable if not trial.scales[name])
+    return tuple(name for name in trainable if not largest(trial.expected.gradients.get(name)))
 
 
 # Relative to the largest value of a tensor. Rounding is smaller, the effect of another sample or position larger.
 _SAME = 1e-4
 
-_Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
-
-
-def first_leak(
-    model: nn.Module, alone: Callable[[], Any], packed: Callable[[], Any], start: int, stop: int, length: int
-) -> str | None:
-    """Return the name of the first module whose output for a sample changes when the sample is packed.
-
-    It is the first module to return with the same inputs and other outputs, so inner modules come before outer ones. If
-    the model fails on the packed sequence, it is the innermost module that was running.
-
-    Args:
-        model: the model whose modules are compared.
-        alone: runs the model on the sample.
-        packed: runs the model on a sequence of ``length`` tokens; the sample has tokens ``start`` to ``stop``.
-        start: first token of the sample in the packed sequence.
-        stop: end of the sample in the packed sequence, exclusive.
-        length: number of tokens of the packed sequence.
-
-    Returns:
-        The name; None if no module differs, among those whose tensors have a dim for tokens.
-    """
-    watch = _Watch(model)
-    expected = watch.calls(alone, stop - start, 0, stop - start)
-    try:
-        got = watch.calls(packed, length, start, stop)
-    except Exception as error:  # a foreign forward
-        raise_if_ours(error)
-        return watch.running[-1] if watch.running else None
-    for key, (inputs, outputs) in expected.items():
-        other_inputs, other_outputs = got.get(key, ([], []))
-        if inputs and outputs and _equal(inputs, other_inputs) and not _equal(outputs, other_outputs):
-            return key[0]
-    return None
-
 
 class _Watch:
-    """Records the inputs and outputs of every module.
+    """Records the inputs and outputs of every module at the tokens ``start`` to ``stop`` of ``length`` tokens.
 
     Attributes:
+        calls: ``(name, index of the call)`` -> inputs and outputs with a dim for tokens, in the order of the returns:
+            inner modules come before outer ones.
         running: names of the modules that were called and have not returned.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, trial: Trial, length: int, start: int, stop: int) -> None:
+        self._trial, self._length, self._start, self._stop = trial, length, start, stop
+        self.calls: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = {}
         self.running: list[str] = []
 
     @torch.no_grad()
-    def calls(self, run: Callable[[], Any], length: int, start: int, stop: int) -> _Calls:
-        """Return ``(name, index of the call)`` -> inputs and outputs at the tokens, in the order of the returns."""
-        seen: _Calls = {}
-        with ExitStack() as hooks:
-            for name, module in self.model.named_modules():
-                if name:
-                    hook = self._hook(name, seen, length, start, stop)
-                    hooks.enter_context(
-                        module.register_forward_pre_hook(lambda *_, name=name: self.running.append(name))
-                    )
-                    hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-            run()
-        return seen
+    def run(self, pack: Pack, packed: PackedSequence | None = None) -> None:
+        modules = ((name, module) for name, module in self._trial.ours.named_modules() if name)
+        with watching(modules, lambda name, *_: self.running.append(name), self._note):
+            self._trial.logits(pack, EncodedMedia(), packed)
 
-    def _hook(self, name: str, seen: _Calls, length: int, start: int, stop: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.running.remove(name)
-            index = sum(1 for other, _ in seen if other == name)
-            inputs, outputs = (list(_tokens(value, length, start, stop)) for value in ((args, kwargs), output))
-            seen[name, index] = (inputs, outputs)
+    def _note(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.running.remove(name)
+        index = sum(1 for other, _ in self.calls if other == name)
+        self.calls[name, index] = self._tokens((args, kwargs)), self._tokens(output)
 
-        return hook
+    def _tokens(self, value: Any) -> list[Tensor]:
+        cut = float_tensors(cut_tokens(value, self._length, self._start, self._stop))
+        return [tensor.clone() for tensor in cut if self._stop - self._start in tensor.shape[1:]]
 
-
-def _tokens(value: Any, length: int, start: int, stop: int) -> Iterator[Tensor]:
-    for tensor in float_tensors(cut_tokens(value, length, start, stop)):
-        if stop - start in tensor.shape[1:]:
-            yield tensor.clone()
+    def first_difference(self, other: _Watch) -> str | None:
+        """The first module to return with the same inputs and other outputs."""
+        for key, (inputs, outputs) in self.calls.items():
+            other_inputs, other_outputs = other.calls.get(key, ([], []))
+            if inputs and outputs and _equal(inputs, other_inputs) and not _equal(outputs, other_outputs):
+                return key[0]
+        return None
 
 
 def _equal(one: list[Tensor], other: list[Tensor]) -> bool:

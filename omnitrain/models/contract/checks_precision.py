@@ -19,18 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
-from omnitrain.data.packing.pack import IGNORED, MediaGroup, Pack
+from omnitrain.data.packing.pack import IGNORED, Pack
 from omnitrain.models.components.contract import Contract
-from omnitrain.models.contract.cache import contract_path
-from omnitrain.models.contract.checks_sequence import SequenceContract, kept_or_checked
-from omnitrain.models.contract.harness import Failure, attempt
-from omnitrain.models.contract.samples import Probe, probe_samples
-from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_configs, without_dropout
-from omnitrain.models.discovery import discover
-from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
+from omnitrain.models.contract.cache import cached
+from omnitrain.models.contract.checks_sequence import SequenceContract, first_without_problem
+from omnitrain.models.contract.samples import Probe
+from omnitrain.models.contract.tiny_model import tiny_configs, without_dropout
+from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.hf.compute_dtype import compute_in, stays_fp32
-from omnitrain.models.hf.hub_kernels import torch_kernels
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import LOSS, Rounding, Step
 
 _COMPARED = 2**14  # about so many elements of each gradient are compared
@@ -43,46 +40,37 @@ def precision_problem_of(model: PreTrainedModel, contract: Contract) -> str:
 
     ``contract``: the foundation's contract, by which the tiny model runs.
     """
-    path = contract_path(type(model), model.config).with_suffix(".precision.json")
-    return kept_or_checked(path, lambda: SequenceContract(check_precision(type(model), model.config, contract))).problem
+    check = partial(check_precision, type(model), model.config, contract)
+    return cached(model, ".precision.json", SequenceContract, lambda: SequenceContract(check())).problem
 
 
 def check_precision(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> str:
     """Check a tiny model of ``config``; if it has a problem, check one with all layers of towers and full MLPs."""
     small, _, whole = tiny_configs(config)
-    problem = ""
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        for tiny in (small, whole):
-            measured = attempt(partial(_problem_of, model_class, tiny, contract))
-            problem = f"it fails: {measured}" if isinstance(measured, Failure) else measured
-            if not problem:
-                break
-    return problem
+    return first_without_problem(partial(_measured, model_class, tiny, contract) for tiny in (small, whole)).problem
 
 
-def _problem_of(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> str:
-    model = build_tiny_model(model_class, config).train()
-    with torch_kernels(model):
-        native = discover(model)
-        probes = [probe for probe in probe_samples(model, native)[2:] if len(probe.modalities) < 2]
-        plain = _in_bf16(model)
-        runner = FoundationRunner(model, contract, native=native)
-        runner.skip_unread_rows()
-        _compute_in_bf16(model)
-        weights = dict(model.named_parameters())
+@torch.enable_grad()
+def _measured(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> SequenceContract:
+    with Trial.of(model_class, config, contract) as trial:
+        probes = [probe for probe in trial.probes[2:] if len(probe.modalities) < 2]
+        plain, ours = _in_bf16(trial.plain), trial.ours
+        _compute_in_bf16(ours)
+        weights = dict(ours.named_parameters())
         recording = Recording()
         contexts = chain([recording.recorded], repeat(recording.replayed))
         rounding = Rounding.measure(
-            lambda: _step(model, probes, partial(_our_loss, runner), next(contexts)),
+            lambda: _step(ours, probes, partial(_our_loss, trial), next(contexts)),
             weights,
             lambda name: weights[name].dtype,
         )
-        expected = attempt(partial(_step, plain, probes, partial(_plain_loss, plain), recording.replayed))
+        expected = attempt(_step, plain, probes, partial(_plain_loss, plain), recording.replayed)
     if isinstance(expected, Failure):  # transformers' model cannot compute in bf16, where ours can
-        return ""
+        return SequenceContract()
     beyond = rounding.beyond(expected)
     worst = max(beyond, key=lambda name: beyond[name].excess, default="")
-    return f"{worst if worst == LOSS else f'the gradient of {worst}'} is {beyond[worst]}" if worst else ""
+    what = worst if worst == LOSS else f"the gradient of {worst}"
+    return SequenceContract(f"{what} is {beyond[worst]}" if worst else "")
 
 
 def _in_bf16(model: PreTrainedModel) -> PreTrainedModel:
@@ -123,15 +111,15 @@ def _step(model: PreTrainedModel, probes: Sequence[Probe], loss_of: _Loss, exper
     return total, gradients
 
 
-def _our_loss(runner: FoundationRunner, probe: Probe) -> Tensor:
+def _our_loss(trial: Trial, probe: Probe) -> Tensor:
     pack = Pack.from_samples([probe.sample])
-    inputs = {name: replace(batch, groups=tuple(map(_low_group, batch.groups))) for name, batch in pack.inputs.items()}
+    groups = {
+        name: tuple(replace(group, features=_low(group.features)) for group in batch.groups)
+        for name, batch in pack.inputs.items()
+    }
+    inputs = {name: replace(batch, groups=groups[name]) for name, batch in pack.inputs.items()}
     pack = replace(pack, inputs=inputs)
-    return runner.text_loss(pack, EncodedMedia(runner.encode(pack))).text.sum
-
-
-def _low_group(group: MediaGroup) -> MediaGroup:
-    return replace(group, features=_low(group.features))
+    return trial.runner.text_loss(pack, trial.media(pack)).text.sum
 
 
 def _low(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,41 +15,30 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import Contract
-from omnitrain.models.contract.cache import contract_path
+from omnitrain.models.contract.cache import cached
 from omnitrain.models.contract.checks_packing import TOLERANCE
-from omnitrain.models.contract.checks_sequence import SequenceContract, first_without_problem, kept_or_checked
-from omnitrain.models.contract.harness import Recorded, Replayed, relative, worst
-from omnitrain.models.contract.samples import probe_samples
+from omnitrain.models.contract.checks_sequence import SequenceContract, first_without_problem
 from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config, tower_config
-from omnitrain.models.discovery import discover
-from omnitrain.models.foundation.runner import FoundationRunner
+from omnitrain.models.contract.trial import Recorded, Replayed, Trial, relative, worst
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.hf.load import as_config, as_dict
-from omnitrain.ops.attention import use_omnitrain_attention
+from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.plan.sequence import split_sequence
 
 _NUM_SLICES = 3
 _NUM_ITEMS = 3
 
-Encode = Callable[[], Sequence[Tensor]]
-
 
 def native_tower_contract(model: PreTrainedModel, contract: Contract, component: str) -> SequenceContract:
-    """Return the contract of a component inside a foundation, from the cache or by checking a tiny model.
-
-    Args:
-        model: the foundation.
-        contract: the foundation's contract, by which the tiny model runs.
-        component: name of a component that :func:`~omnitrain.models.discovery.discover` finds in the foundation.
-    """
-    path = contract_path(type(model), model.config).with_suffix(f".{component}.json")
-    return kept_or_checked(path, partial(check_native_tower, type(model), model.config, contract, component))
+    """Return the contract of a component of a foundation, from the cache or by a tiny model run by ``contract``."""
+    check = partial(check_native_tower, type(model), model.config, contract, component)
+    return cached(model, f".{component}.json", SequenceContract, check)
 
 
 def attached_tower_contract(encoder: PreTrainedModel) -> SequenceContract:
     """Return the contract of an attached encoder, from the cache or by checking a tiny model."""
-    path = contract_path(type(encoder), encoder.config).with_suffix(".tower.json")
-    return kept_or_checked(path, partial(check_attached_tower, type(encoder), encoder.config))
+    check = partial(_check_attached_tower, type(encoder), encoder.config)
+    return cached(encoder, ".tower.json", SequenceContract, check)
 
 
 def check_native_tower(
@@ -57,31 +46,30 @@ def check_native_tower(
 ) -> SequenceContract:
     """Check a tiny model of a foundation's ``config``; if it has a problem, check one with all layers of its towers."""
 
-    def measured(cuts: dict[str, bool]) -> SequenceContract:
-        model = build_tiny_model(model_class, tiny_config(config, **cuts))
-        native = discover(model)
-        runner = FoundationRunner(model.train(), contract, native=native)
-        names = {modality for modality, interface in native.interfaces.items() if interface.component == component}
-        samples = [probe.sample for probe in probe_samples(model, native) if names & set(probe.modalities)]
-        packs = [Pack.from_samples([sample]) for sample in samples]
-        parameters = [model.get_parameter(path) for path in native.components[component]]
+    def measured(tiny: PreTrainedConfig) -> SequenceContract:
+        with Trial.of(model_class, tiny, contract) as trial:
+            interfaces = trial.native.interfaces.items()
+            names = {modality for modality, interface in interfaces if interface.component == component}
+            probes = [probe for probe in trial.probes if names & set(probe.modalities)]
+            packs = [Pack.from_samples([probe.sample]) for probe in probes]
+            parameters = [trial.ours.get_parameter(path) for path in trial.native.components[component]]
 
-        def encode() -> list[Tensor]:
-            encoded = [runner.encode(pack) for pack in packs]
-            return [tensor for media in encoded for features in media.values() for tensor in features.tensors()]
+            def encode() -> list[Tensor]:
+                encoded = [trial.runner.encode(pack) for pack in packs]
+                return [tensor for media in encoded for features in media.values() for tensor in features.tensors()]
 
-        return _measured(model, parameters, encode)
+            return _measured(trial.ours, parameters, encode)
 
-    return first_without_problem(partial(measured, cuts) for cuts in ({}, {"cut_towers": False}))
+    return first_without_problem(partial(measured, tiny_config(config, cut_towers=cut)) for cut in (True, False))
 
 
-def check_attached_tower(encoder_class: type[PreTrainedModel], config: PreTrainedConfig) -> SequenceContract:
+def _check_attached_tower(encoder_class: type[PreTrainedModel], config: PreTrainedConfig) -> SequenceContract:
     """Check a tiny model of an encoder; if it has a problem, check one with all layers."""
 
-    def measured(tower: Callable[[PreTrainedConfig], PreTrainedConfig]) -> SequenceContract:
+    def measured(cut_tower: bool) -> SequenceContract:
         values = as_dict(config)
-        if values.get("tower"):
-            values["tower"] = as_dict(tower(as_config(values["tower"])))
+        if cut_tower and values.get("tower"):
+            values["tower"] = as_dict(tower_config(as_config(values["tower"])))
         encoder: Any = build_tiny_model(encoder_class, as_config(values)).train()
         use_omnitrain_attention(encoder)
         features, num_tokens = encoder.minimal_input()
@@ -92,49 +80,39 @@ def check_attached_tower(encoder_class: type[PreTrainedModel], config: PreTraine
                 items[name] = torch.randn(tensor.shape, generator=generator)
         return _measured(encoder, encoder.parameters(), lambda: [encoder.lm_encode(items, num_tokens * _NUM_ITEMS)])
 
-    return first_without_problem(partial(measured, tower) for tower in (tower_config, lambda whole: whole))
+    return first_without_problem(partial(measured, cut) for cut in (True, False))
 
 
-def _measured(model: nn.Module, parameters: Any, encode: Encode) -> SequenceContract:
-    calls = _Calls()
-    tower = SharedTower(model, parameters, calls)
+@torch.no_grad()
+def _measured(model: nn.Module, parameters: Any, encode: Callable[[], Sequence[Tensor]]) -> SequenceContract:
+    """Encode whole, then in slices of the same calls of all stacks of blocks, in order."""
+    recorded: list[Recorded] = []
+    replayed: list[Replayed] = []
+    part = -1
+
+    def slice_of(num_rows: int, device: torch.device) -> Recorded | Replayed:
+        if part < 0:
+            recorded.append(Recorded(num_rows))
+            return recorded[-1]
+        positions = split_sequence(num_rows, sp=_NUM_SLICES).positions[part]
+        replayed.append(Replayed(recorded[len(replayed)], torch.from_numpy(positions)))
+        return replayed[-1]
+
+    tower = SharedTower(model, parameters, slice_of)
     if not tower.num_stacks:
         return SequenceContract("it has no list of blocks")
     with tower.sharing():
         whole = encode()
-    if not any(call.attended for call in calls.recorded):
+    if not any(call.attended for call in recorded):
         return SequenceContract("its blocks do not take all items as one sequence [rows, width] with their cu_seqlens")
-    heads = tuple(sorted({num_heads for call in calls.recorded for num_heads in call.heads}))
+    heads = tuple(sorted({num_heads for call in recorded for num_heads in call.heads}))
     for index in range(_NUM_SLICES):
-        calls.start(index)
+        part = index
+        replayed.clear()
         with tower.sharing():
-            encoded = encode()
-        errors = [relative(got, expected) for got, expected in zip(encoded, whole, strict=True)]
-        error = worst([*errors, *(e for call in calls.replayed for e in call.errors)])
+            errors = list(map(relative, encode(), whole))
+        error = worst([*errors, *(error for call in replayed for error in call.errors)])
         if not error <= TOLERANCE:
             fact = f"features of a slice of its sequence differ by {error:.1e} of the largest from those of the whole"
             return SequenceContract(fact, heads)
     return SequenceContract("", heads)
-
-
-class _Calls:
-    """The calls of all stacks of blocks while encoding, in order: first whole, then slices of the same calls."""
-
-    def __init__(self) -> None:
-        self.recorded: list[Recorded] = []
-        self.replayed: list[Replayed] = []
-        self._slice: int | None = None
-
-    def start(self, index: int) -> None:
-        """Let the next encoding run slice ``index``."""
-        self._slice = index
-        self.replayed = []
-
-    def __call__(self, num_rows: int, device: torch.device) -> Recorded | Replayed:
-        if self._slice is None:
-            self.recorded.append(Recorded(num_rows))
-            return self.recorded[-1]
-        whole = self.recorded[len(self.replayed)]
-        positions = split_sequence(num_rows, sp=_NUM_SLICES).positions[self._slice]
-        self.replayed.append(Replayed(whole, torch.from_numpy(positions)))
-        return self.replayed[-1]

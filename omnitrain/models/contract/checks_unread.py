@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,8 @@ from torch import Tensor, nn
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.contract import SkippedModule
-from omnitrain.models.contract.harness import Case, Trial
+from omnitrain.models.contract.trial import Case, Trial
+from omnitrain.models.discovery import watching
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.ops.cpu.unread_rows import name_from_end
 from omnitrain.ops.fused.rms_norm import rms_norm_form
@@ -36,10 +35,8 @@ def tokenwise_modules(trial: Trial) -> tuple[str, ...]:
     model = trial.ours
     names = list(_candidates(model))
     calls: dict[str, list[Tensor]] = {name: [] for name in names}
-    with ExitStack() as hooks:
-        for name in names:
-            module = model.get_submodule(name)
-            hooks.enter_context(module.register_forward_hook(lambda *args, seen=calls[name]: seen.append(args[2])))
+    watched = [(name, model.get_submodule(name)) for name in names]
+    with watching(watched, after=lambda name, *args: calls[name].append(args[-1])):
         hidden = _last_hidden_states(trial)
     outputs = {
         name: seen[0] for name, seen in calls.items() if len(seen) == 1 and seen[0].shape[:2] == hidden.shape[:2]
@@ -60,15 +57,11 @@ def _candidates(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():
         if module is head or not name or (last is not None and name.startswith(f"{last}.")):
             continue
-        if _is_in_earlier_block(model, name):
-            continue
+        if any(part.startswith("-") and part != "-1" for part in name_from_end(model, name).split(".")):
+            continue  # in an earlier block
         if type(module) is nn.Linear or is_swiglu(module) or rms_norm_form(module) is not None:
             last = name
             yield name
-
-
-def _is_in_earlier_block(model: nn.Module, name: str) -> bool:
-    return any(part.startswith("-") and part != "-1" for part in name_from_end(model, name).split("."))
 
 
 def _last_hidden_states(trial: Trial) -> Tensor:
@@ -165,10 +158,8 @@ def _calls_of(trial: Trial, case: Case) -> _Calls:
 
     pack = Pack.from_samples([case.probe.sample])
     media = trial.media(pack)
-    with ExitStack() as hooks:
-        for name, module in trial.ours.named_modules():
-            if next(module.parameters(), None) is not None:
-                hooks.enter_context(module.register_forward_pre_hook(partial(record, name), with_kwargs=True))
+    modules = [(name, module) for name, module in trial.ours.named_modules() if any(True for _ in module.parameters())]
+    with watching(modules, before=record):
         trial.logits(pack, media)
     return seen
 

@@ -26,15 +26,10 @@ _ENDS = ("{}_end_token_id", "{}_eos_token_id", "eo{}_token_id", "eo{}_token_inde
 
 @dataclass(frozen=True)
 class Probe:
-    """A sample, and the arguments of the plain HF forward for it.
+    """A sample, and the arguments of the plain HF forward for it."""
 
-    Attributes:
-        sample: the sample as omnitrain's data pipeline would make it.
-        arguments: arguments of the HF forward, a batch of one: ids, attention mask, media. No positions: the model
-            computes them.
-    """
-
-    sample: Sample
+    sample: Sample  # the sample as omnitrain's data pipeline would make it
+    # arguments of the HF forward, a batch of one: ids, attention mask, media. No positions: the model computes them.
     arguments: dict[str, Tensor]
 
     @property

@@ -7,8 +7,7 @@ each stage needs is measured, too: whether it needs the input embeddings, and wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,22 +18,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import Contract, StageContract
-from omnitrain.models.contract.cache import contract_path, keep, kept
-from omnitrain.models.contract.harness import Failure, attempt, largest
-from omnitrain.models.contract.samples import probe_samples
-from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config, tiny_configs
-from omnitrain.models.discovery import MediaFeatures, ParameterReads, discover
-from omnitrain.models.discovery.text_run import text_blocks
-from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
+from omnitrain.models.contract.cache import cached
+from omnitrain.models.contract.checks_packing import SMALLEST
+from omnitrain.models.contract.tiny_model import tiny_config, tiny_configs
+from omnitrain.models.contract.trial import Failure, Step, Trial, attempt, compare, gradients_of
+from omnitrain.models.discovery import MediaFeatures, ParameterReads, text_blocks, watching
+from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.stage import BlockSpan, Stage, hidden_among
-from omnitrain.models.hf.hub_kernels import torch_kernels
 from omnitrain.recipe.globs import any_layer
 
 # Relative to the largest gradient of a parameter. The gradients of a parameter that two stages read are summed in
 # another order than in the whole model; all other gradients are equal bit for bit.
 TOLERANCE = 1e-5
-# Gradients smaller than this, relative to the largest one, are differences of large numbers.
-_FLOOR = 1e-3
 # So that there is a stage that is neither the first nor the last, and has more than one block.
 _LAYERS = 4
 # A model with all layers is built only up to this size.
@@ -42,16 +37,9 @@ _MOST_PARAMETERS = 300_000_000
 
 
 def stage_contract_of(model: PreTrainedModel, contract: Contract) -> StageContract:
-    """Return the stage contract of a foundation, from the cache or by checking a tiny model.
-
-    ``contract``: the foundation's contract, by which the tiny model runs.
-    """
-    path = contract_path(type(model), model.config).with_suffix(".stages.json")
-    if (known := kept(path, StageContract.from_json)) is not None:
-        return known
-    found = check_stages(type(model), model.config, contract, len(text_blocks(model)))
-    keep(path, found)
-    return found
+    """Return where a foundation may be cut, from the cache or by checking a tiny model, run by ``contract``."""
+    check = partial(check_stages, type(model), model.config, contract, len(text_blocks(model)))
+    return cached(model, ".stages.json", StageContract, check)
 
 
 def check_stages(
@@ -60,12 +48,6 @@ def check_stages(
     """Check a tiny model of ``config``; if it cannot be cut everywhere, also one with all layers, if that is small.
 
     A model whose tiny model can be cut everywhere can be cut everywhere, too. Otherwise each of its cuts is measured.
-
-    Args:
-        model_class: class of the foundation.
-        config: its config.
-        contract: its contract.
-        num_blocks: number of its blocks.
     """
     if num_blocks < 2:
         return StageContract(f"it has {num_blocks} block")
@@ -86,8 +68,13 @@ def check_stages(
 
 def _checked(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> StageContract:
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        found = attempt(partial(measure_stages, model_class, config, contract))
+        found = attempt(_measured, model_class, config, contract)
     return StageContract(str(found)) if isinstance(found, Failure) else found
+
+
+def _measured(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> StageContract:
+    with Trial.of(model_class, config, contract) as trial:
+        return _StageTrial(trial).measured()
 
 
 def _num_parameters(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> int:
@@ -95,26 +82,11 @@ def _num_parameters(model_class: type[PreTrainedModel], config: PreTrainedConfig
         return sum(parameter.numel() for parameter in model_class(config).parameters())
 
 
-@dataclass
-class _Step:
-    """The loss and the gradients of some packs: of parameters, and of the features of each pack."""
+class _StageTrial:
+    """Runs a tiny model as a whole and in stages."""
 
-    loss: float = 0.0
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-
-
-class StageTrial:
-    """Runs a tiny model as a whole and in stages.
-
-    Args:
-        runner: runs the tiny model.
-    """
-
-    def __init__(self, runner: FoundationRunner) -> None:
-        self.runner, self.model = runner, runner.model
-        runner.skip_unread_rows()
-        samples = [probe.sample for probe in probe_samples(self.model, runner.native)]
-        self.packs = [Pack.from_samples(each) for each in ([samples] if runner.contract.packs else zip(samples))]
+    def __init__(self, trial: Trial) -> None:
+        self.runner, self.model, self.packs = trial.runner, trial.ours, trial.packs
         self.count = len(text_blocks(self.model))
         self.whole = self.step((), StageContract())
 
@@ -160,42 +132,27 @@ class StageTrial:
 
     def fact(self, cuts: Sequence[int], contract: StageContract) -> str:
         """Return how the loss or a gradient differs from that of the whole model; empty if they are equal."""
-        step = attempt(partial(self.step, cuts, contract))
+        step = attempt(self.step, cuts, contract)
         if isinstance(step, Failure):
             return f"it fails: {step}"
         if not abs(step.loss - self.whole.loss) <= TOLERANCE * abs(self.whole.loss):
             return f"the loss is {step.loss:.6f}, but that of the whole model is {self.whole.loss:.6f}"
-        error, name = self.largest_error(step)
-        return f"the gradient of {name} differs by {error:.1e} of its largest value" if not error <= TOLERANCE else ""
+        difference = compare(step.gradients, self.whole.gradients, SMALLEST)
+        return f"the gradient of {difference}" if not difference.error <= TOLERANCE else ""
 
-    def largest_error(self, step: _Step) -> tuple[float, str]:
-        """Return the largest error of a gradient relative to its largest value, and its name."""
-        scales = {name: largest(gradient) for name, gradient in self.whole.gradients.items()}
-        floor = _FLOOR * max(scales.values())
-        worst = 0.0, ""
-        for name in self.whole.gradients.keys() | step.gradients.keys():
-            expected, got = self.whole.gradients.get(name), step.gradients.get(name)
-            difference = got if expected is None else expected if got is None else got - expected
-            error = largest(difference) / max(scales.get(name, 0.0), floor)
-            if not error <= worst[0]:
-                worst = error, name
-        return worst
-
-    def step(self, cuts: Sequence[int], contract: StageContract) -> _Step:
-        """Run forward and backward of all packs, in stages divided by ``cuts``."""
+    def step(self, cuts: Sequence[int], contract: StageContract) -> Step:
+        """Run forward and backward of all packs, in stages divided by ``cuts``; gradients of features, too."""
         self.model.zero_grad(set_to_none=True)
-        step = _Step()
+        loss, gradients = 0.0, dict[str, Tensor]()
         spans = [BlockSpan(start, stop, self.count) for start, stop in pairwise((0, *cuts, self.count))]
         for index, pack in enumerate(self.packs):
             leaves = {name: _leaves(features) for name, features in self.runner.encode(pack).items()}
-            step.loss += self._forward_backward(pack, EncodedMedia(leaves), spans, contract)
+            loss += self._forward_backward(pack, EncodedMedia(leaves), spans, contract)
             for modality, features in leaves.items():
                 for name, leaf in zip(features.layout.names, features.tensors(), strict=True):
                     if leaf.grad is not None:
-                        step.gradients[f"{name} of {modality} in pack {index}"] = leaf.grad
-        parameters = self.model.named_parameters()
-        step.gradients |= {name: p.grad for name, p in parameters if p.grad is not None}
-        return step
+                        gradients[f"{name} of {modality} in pack {index}"] = leaf.grad
+        return Step(loss, gradients | gradients_of(self.model))
 
     def _forward_backward(
         self, pack: Pack, media: EncodedMedia, spans: Sequence[BlockSpan], contract: StageContract
@@ -243,9 +200,7 @@ class StageTrial:
     def returns(self) -> tuple[int, int] | None:
         """Return how blocks return the hidden states; see :class:`StageContract`."""
         found: list[Any] = []
-        with ExitStack() as hooks:
-            for block in text_blocks(self.model):
-                hooks.enter_context(block.register_forward_hook(lambda _, __, output: found.append(output)))
+        with watching(text_blocks(self.model).named_children(), after=lambda *args: found.append(args[-1])):
             self.runner.text_loss(self.packs[0], EncodedMedia(self.runner.encode(self.packs[0])))
         if not found:
             raise RuntimeError("the forward does not call the list of layers that was found")
@@ -272,23 +227,11 @@ class StageTrial:
 
     def _block_inputs(self, pack: Pack, media: dict[str, MediaFeatures]) -> list[Tensor]:
         found: list[Tensor] = []
-        with ExitStack() as hooks:
-            for block in text_blocks(self.model):
-                hooks.enter_context(
-                    block.register_forward_pre_hook(
-                        lambda _, args, kwargs: found.append(hidden_among(args, kwargs)), with_kwargs=True
-                    )
-                )
+        blocks = text_blocks(self.model).named_children()
+        with watching(blocks, before=lambda _, __, args, kwargs: found.append(hidden_among(args, kwargs))):
             self.runner.text_loss(pack, EncodedMedia(media))
         return found
 
 
 def _leaves(features: MediaFeatures) -> MediaFeatures:
     return features.with_tensors([tensor.detach().requires_grad_() for tensor in features.tensors()], features.counts)
-
-
-def measure_stages(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> StageContract:
-    """Measure all cuts of a model of ``config``, which must be small."""
-    model = build_tiny_model(model_class, config)
-    with torch_kernels(model):
-        return StageTrial(FoundationRunner(model.train(), contract, native=discover(model))).measured()

@@ -51,19 +51,16 @@ TINY_INNER_WIDTH = 256
 def tiny_config(
     config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: bool = True, least_layers: int = 2
 ) -> PreTrainedConfig:
-    """Return a config with the same hidden widths that is quick to build.
+    """Return a copy of a config with the same hidden widths that is quick to build.
 
-    The language model keeps the first layers, as many as it needs to have each kind of layer, at most
-    four experts per routing group, and a few hundred tokens of vocabulary; special tokens get new ids in it. Windows
-    and other length thresholds are cut to a few tokens, so that a short sample exceeds them. Dropout and other random
-    draws in training are off.
+    The language model keeps the first layers, as many as it needs to have each kind of layer, and ``least_layers`` if
+    it has them; at most four experts per routing group, and a few hundred tokens of vocabulary; special tokens get new
+    ids in it. Windows and other length thresholds are cut to a few tokens, so that a short sample exceeds them. Dropout
+    and other random draws in training are off.
 
-    Args:
-        config: config of the full model; it is not changed.
-        cut_towers: towers keep only their first layers; layers that a list names by index (full attention, side
-            features) become the first layers.
-        cut_mlps: MLPs of the language model, and of towers that are cut, get a small inner width.
-        least_layers: the language model keeps at least so many layers, if it has them.
+    ``cut_towers``: towers keep only their first layers; layers that a list names by index (full attention, side
+    features) become the first layers. ``cut_mlps``: MLPs of the language model, and of towers that are cut, get a small
+    inner width.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)

@@ -60,8 +60,7 @@ class MediaTokenizer(Protocol):
 def media_tokenizer(model: PreTrainedModel, image_size: int | None, num_codebooks: int) -> MediaTokenizer:
     """Return the :class:`MediaTokenizer` for ``model``.
 
-    Raises:
-        UserError: ``model`` is no media tokenizer, or a setting is missing.
+    Raises UserError: ``model`` is no media tokenizer, or a setting is missing.
     """
     if isinstance(model, MediaTokenizer):
         return model
@@ -124,8 +123,7 @@ class ImageVQTokenizer:
     def __init__(self, model: PreTrainedModel, image_size: int | None) -> None:
         """Check ``image_size``, in pixels.
 
-        Raises:
-            UserError: ``image_size`` is missing or no multiple of the model's stride.
+        Raises UserError: ``image_size`` is missing or no multiple of the model's stride.
         """
         config = model.config
         self.model = model
@@ -153,8 +151,7 @@ class ImageVQTokenizer:
     def decode(self, codes: torch.Tensor) -> Image.Image:
         """Decode ``[side * side]`` codes to an RGB image.
 
-        Raises:
-            UserError: the tokenizer has no decoder (Chameleon's in transformers).
+        Raises UserError: the tokenizer has no decoder (Chameleon's in transformers).
         """
         if not hasattr(self.model, "decode"):
             raise UserError(
@@ -259,10 +256,8 @@ class CodecTokenizer:
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode ``waveform`` ``[samples of all clips]`` -> ``[n]`` codes.
 
-        Clips are encoded one by one: in a batch the codec's convolutions would see the padding of other clips.
-
-        Raises:
-            UserError: the codec has fewer than ``num_codebooks`` codebooks.
+        Clips are encoded one by one: in a batch the codec's convolutions would see the padding of other clips. Raises
+        UserError: the codec has fewer than ``num_codebooks`` codebooks.
         """
         num_samples = [(count - 1) // self.num_codebooks * self.hop for count in num_tokens]
         clips = features["waveform"].to(self.model.dtype).split(num_samples)

@@ -39,8 +39,7 @@ class MelVQ(PreTrainedModel):
     def __init__(self, config: MelVQConfig) -> None:
         """Draw a random codebook; k-means or ``from_pretrained`` replaces it.
 
-        Raises:
-            ValueError: the hop is too long for the window.
+        Raises ValueError: the hop is too long for the window.
         """
         super().__init__(config)
         if 2 * config.hop_length > config.n_fft:
@@ -57,14 +56,8 @@ class MelVQ(PreTrainedModel):
     def encode(self, log_mel: torch.Tensor) -> torch.Tensor:
         """Return the index of the nearest codebook vector of each group of frames.
 
-        Args:
-            log_mel: ``[n * frames_per_code, num_mels]``; several clips may lie end to end.
-
-        Returns:
-            ``[n]`` int64.
-
-        Raises:
-            ValueError: the frames have another shape, or are no whole number of codes.
+        ``log_mel``: ``[n * frames_per_code, num_mels]``; several clips may lie end to end. Returns ``[n]`` int64.
+        Raises ValueError: the frames have another shape, or are no whole number of codes.
         """
         num_frames, num_bands = log_mel.shape
         if num_bands != self.config.num_mels or num_frames % self.config.frames_per_code:
@@ -79,8 +72,7 @@ class MelVQ(PreTrainedModel):
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Decode ``codes`` ``[n]`` int64 to float32 ``[n * frames_per_code * hop_length]``, within [-1, 1].
 
-        Raises:
-            ValueError: a code is outside the codebook.
+        Raises ValueError: a code is outside the codebook.
         """
         if codes.numel() == 0:
             return torch.zeros(0, device=codes.device)
@@ -101,15 +93,9 @@ def num_codes(num_samples: int, config: MelVQConfig) -> int:
 def log_mel(waveform: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
     """Compute the natural logarithm of mel band magnitudes; this needs no weights.
 
-    Args:
-        waveform: float32 ``[samples]`` in [-1, 1] at ``config.sampling_rate``.
-        config: config of the :class:`MelVQ` that will encode the frames.
-
-    Returns:
-        float32 ``[num_codes * frames_per_code, num_mels]``, each ``log(max(magnitude, config.floor))``.
-
-    Raises:
-        ValueError: ``waveform`` is empty or has more than one dim.
+    ``waveform``: float32 ``[samples]`` in [-1, 1] at ``config.sampling_rate``; ``config``: config of the :class:`MelVQ`
+    that will encode the frames. Returns float32 ``[num_codes * frames_per_code, num_mels]``, each ``log(max(magnitude,
+    config.floor))``. Raises ValueError: ``waveform`` is empty or has more than one dim.
     """
     if waveform.dim() != 1 or not len(waveform):
         raise ValueError(f"a waveform of shape {list(waveform.shape)}, expected [samples]")

@@ -66,8 +66,7 @@ class TokenDecoder(ContainerModel, DecoderMixin):
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return embeddings ``[sum(num_tokens), hidden]`` and labels ``[sum(num_tokens)]`` of target media.
 
-        Raises:
-            ValueError: the tokenizer gives another number of codes.
+        Raises ValueError: the tokenizer gives another number of codes.
         """
         with torch.no_grad():
             labels = self._with_ends(self.codec.encode(features, num_tokens), num_tokens)

@@ -9,6 +9,7 @@ from omnitrain.models.discovery.model_errors import failure_of_model, raise_if_o
 from omnitrain.models.discovery.parameter_reads import ParameterReads, float_tensors
 from omnitrain.models.discovery.peaked_init import init_peaked_
 from omnitrain.models.discovery.placeholders import special_ids
+from omnitrain.models.discovery.text_run import text_blocks, watching
 
 __all__ = [
     "Discovery",
@@ -25,4 +26,6 @@ __all__ = [
     "raise_if_ours",
     "refusing",
     "special_ids",
+    "text_blocks",
+    "watching",
 ]

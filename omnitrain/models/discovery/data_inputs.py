@@ -30,13 +30,9 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
 
 @dataclass(frozen=True)
 class SamplePositions:
-    """Computes the position ids of a sample from the features of its items.
+    """Computes the position ids of a sample from the features of its items."""
 
-    Attributes:
-        function: the model's position function.
-    """
-
-    function: PositionFunction
+    function: PositionFunction  # the model's position function
 
     def __call__(
         self,

@@ -42,40 +42,24 @@ class _Shared:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How to rebuild a feature method's output from flat features.
+    """How to rebuild a feature method's output from flat features."""
 
-    Attributes:
-        output: class of the output (``None``: it is no :class:`ModelOutput`).
-        fields: field -> nested lists and tuples, in which marks stand for tensors.
-        names: names of the tensors with one row per placeholder, the main one first.
-        shared: names of the tensors that are not per feature.
-        joined: whether all items form one piece (False: one piece per item).
-    """
-
-    output: type | None
-    fields: dict[str, Any]
-    names: tuple[str, ...]
-    shared: tuple[str, ...]
-    joined: bool = True
+    output: type | None  # class of the output (``None``: it is no :class:`ModelOutput`)
+    fields: dict[str, Any]  # field -> nested lists and tuples, in which marks stand for tensors
+    names: tuple[str, ...]  # names of the tensors with one row per placeholder, the main one first
+    shared: tuple[str, ...]  # names of the tensors that are not per feature
+    joined: bool = True  # whether all items form one piece (False: one piece per item)
 
 
 @dataclass(frozen=True)
 class MediaFeatures:
-    """The features of some items of one modality.
+    """The features of some items of one modality."""
 
-    Attributes:
-        main: ``[rows, hidden]``, the features that replace the placeholders.
-        side: further tensors ``[rows, ...]`` by name (deepstack levels, labels of a decoder, ...).
-        shared: tensors that are not per feature, by name (the same for every call).
-        counts: number of features of each item; their sum is ``rows``.
-        layout: how the model's forward expects them.
-    """
-
-    main: Tensor
-    side: dict[str, Tensor]
-    shared: dict[str, Tensor]
-    counts: tuple[int, ...]
-    layout: RowLayout
+    main: Tensor  # ``[rows, hidden]``, the features that replace the placeholders
+    side: dict[str, Tensor]  # further tensors ``[rows, ...]`` by name (deepstack levels, labels of a decoder, ...)
+    shared: dict[str, Tensor]  # tensors that are not per feature, by name (the same for every call)
+    counts: tuple[int, ...]  # number of features of each item; their sum is ``rows``
+    layout: RowLayout  # how the model's forward expects them
 
     def __post_init__(self) -> None:
         assert sum(self.counts) == self.main.size(0)
@@ -157,14 +141,7 @@ class MediaFeatures:
 def check_rows(modality: str, expected: Sequence[int], got: Sequence[int], samples: Sequence[str]) -> None:
     """Check that each item has as many features as placeholders; transformers silently accepts surplus features.
 
-    Args:
-        modality: modality of the items, for the message.
-        expected: number of placeholders of each item.
-        got: number of features of each item.
-        samples: sample id of each item.
-
-    Raises:
-        UserError: names the samples, and their numbers of placeholders and features.
+    Raises UserError: names the samples, and their numbers of placeholders (``expected``) and features (``got``).
     """
     if len(expected) != len(got):
         raise UserError(f"{len(got)} {modality} items were encoded, but the samples have {len(expected)}")
@@ -177,17 +154,10 @@ def check_rows(modality: str, expected: Sequence[int], got: Sequence[int], sampl
         raise UserError(f"{modality} features do not match their placeholders:\n" + "\n".join(wrong))
 
 
-# Flatten a method's output --------------------------------------------------------------------------------------------
-
-
 def describe(output: Any, used: Sequence[str], rows: int, *, joined: bool = True) -> RowLayout | None:
     """Return the layout of an output with ``rows`` features, or None if no tensor in it has as many.
 
-    Args:
-        output: return value of the feature method.
-        used: the fields that the model's forward reads.
-        rows: number of placeholders.
-        joined: see :class:`RowLayout`.
+    ``used``: the fields that the model's forward reads. ``joined``: see :class:`RowLayout`.
     """
     values = _fields(output, used)
     masks = _masks(values, rows)
@@ -205,7 +175,8 @@ def flatten(output: Any, layout: RowLayout) -> MediaFeatures:
     values = _fields(output, tuple(layout.fields))
     tensors: dict[str, Tensor] = {}
     splits: list[tuple[int, ...]] = []
-    mask = _validity(values, layout)
+    nodes = ((values[name], node) for name, node in layout.fields.items() if isinstance(node, _Validity))
+    mask = next((value.bool() == node.valid for value, node in nodes), None)
     for name, node in layout.fields.items():
         _collect(values[name], node, mask, tensors, splits)
     main, *side = layout.names
@@ -297,13 +268,6 @@ def _node(
     return value
 
 
-def _validity(values: dict[str, Any], layout: RowLayout) -> Tensor | None:
-    for name, node in layout.fields.items():
-        if isinstance(node, _Validity):
-            return values[name].bool() == node.valid
-    return None
-
-
 def _collect(
     value: Any, node: Any, mask: Tensor | None, tensors: dict[str, Tensor], splits: list[tuple[int, ...]]
 ) -> None:
@@ -327,23 +291,16 @@ def _collect(
             _collect(inner, child, mask, tensors, splits)
 
 
-class Watched:
-    """An output that records which of its fields are read.
-
-    Attributes:
-        output: object to pass to the model instead of the given one.
-        fields: names of the fields read so far, in order.
-    """
-
-    def __init__(self, output: Any) -> None:
-        self.fields: list[str] = []
-        self.output = output
-        if not isinstance(output, ModelOutput):
-            return
-        values = {name: getattr(output, name) for name in {**vars(output), **output}}
-        self.output = _with_fields(type(output), values)
-        # Change the class last: the constructor reads the fields, and transformers registers the class.
-        object.__setattr__(self.output, "__class__", _watching(type(output), values.keys(), self.fields))
+def watched(output: Any) -> tuple[Any, list[str]]:
+    """Return an output to pass to the model instead of this one, and the names of its fields read so far, in order."""
+    read: list[str] = []
+    if not isinstance(output, ModelOutput):
+        return output, read
+    values = {name: getattr(output, name) for name in {**vars(output), **output}}
+    watching = _with_fields(type(output), values)
+    # Change the class last: the constructor reads the fields, and transformers registers the class.
+    object.__setattr__(watching, "__class__", _watching(type(output), values.keys(), read))
+    return watching, read
 
 
 def _watching(kind: type[ModelOutput], known: Set[str], read: list[str]) -> type[ModelOutput]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from omnitrain.models.discovery.features import MediaFeatures, RowLayout, Watched, describe, flatten, row_numbers
+from omnitrain.models.discovery.features import MediaFeatures, RowLayout, describe, flatten, row_numbers, watched
 from omnitrain.models.discovery.interface import ModalityInterface, method_name
 from omnitrain.models.discovery.model_errors import failure_of_model
-from omnitrain.models.discovery.parameter_reads import ParameterReads, float_tensors, leaves
+from omnitrain.models.discovery.parameter_reads import ParameterReads, float_tensors
 from omnitrain.models.discovery.placeholders import token_ids
 from omnitrain.models.discovery.probe_inputs import MAIN_ARGUMENTS, ProbeInput, candidates
 from omnitrain.models.discovery.text_run import (
@@ -28,7 +28,9 @@ from omnitrain.models.discovery.text_run import (
     text_arguments,
     text_core,
     typed,
+    watching,
 )
+from omnitrain.torch_private import tree_iter
 
 _MOST_ROWS = 20_000
 
@@ -37,12 +39,7 @@ class WrongGuessError(Exception):
     """A guess about the model was wrong; the message says why."""
 
 
-def find_port(model: PreTrainedModel, modality: str) -> ModalityInterface | str:
-    """Return the interface of a modality (with an empty component name), or the reason why none was found."""
-    return _Search(model, modality).find()
-
-
-class _Search:
+class InterfaceSearch:
     """Tries guesses for one modality on the model itself."""
 
     def __init__(self, model: PreTrainedModel, modality: str) -> None:
@@ -52,16 +49,14 @@ class _Search:
         self.forward_names = tuple(inspect.signature(type(model).forward).parameters)
 
     def find(self) -> ModalityInterface | str:
-        main = self._main()
+        """Return the interface of the modality (with an empty component name), or the reason why none was found."""
+        known, first = MAIN_ARGUMENTS[self.modality], next(iter(self._parameters()), "")
+        main = next((name for name in (first, *known) if name in self.forward_names and name in known), None)
         if main is None:
-            return f"its forward takes none of {', '.join(MAIN_ARGUMENTS[self.modality])}"
+            return f"its forward takes none of {', '.join(known)}"
         accepted = tuple(dict.fromkeys((*self.forward_names, *self._parameters())))
         reasons: dict[str, None] = {}
-        tried: set[ProbeInput] = set()
-        for probe in candidates(self.model.config, self.modality, main, accepted):
-            if probe in tried:
-                continue
-            tried.add(probe)
+        for probe in dict.fromkeys(candidates(self.model.config, self.modality, main, accepted)):
             try:
                 return self._port_with(probe)
             except WrongGuessError as reason:
@@ -70,11 +65,12 @@ class _Search:
 
     def _port_with(self, probe: ProbeInput) -> ModalityInterface:
         features = typed(self.model, probe.make([0, 1]))
+        items = [replace(probe, variable=False).make(numbers) for numbers in ([0], [1], [0, 1])]
         with _guess(""), ParameterReads(self.model) as reads:
             call = self._captured(features)
             reads.names.clear()
             output = getattr(self.model.get_submodule(self.host), self.method)(**call, return_dict=True)
-        if not any(isinstance(value, Tensor) for value in leaves(_values(output))):
+        if not any(isinstance(value, Tensor) for value in tree_iter(_values(output))):
             raise WrongGuessError(f"{self.method} returned {type(output).__name__}")
         bindings, constants = self._bindings(call, features)
         if probe.variable and {name for name, _ in bindings.values()} <= {probe.main}:
@@ -94,7 +90,7 @@ class _Search:
             probe=probe,
             parameters=tuple(sorted(reads.names)),
             items_are_independent=True,
-            items_stack=_stacks(replace(probe, variable=False)),
+            items_stack=all(torch.equal(torch.cat([items[0][k], items[1][k]]), both) for k, both in items[2].items()),
             minimal_rows=0,
             called_by_number=(),
         )
@@ -106,33 +102,26 @@ class _Search:
 
     def _caller(self) -> str:
         """The module whose forward calls the method; the others only pass the call on."""
-        for name in self.hosts:
-            if self._uses(type(self.model.get_submodule(name))):
-                return name
+        for host in self.hosts:
+            functions = vars(type(self.model.get_submodule(host))).items()
+            plain = [inspect.unwrap(f) for name, f in functions if callable(f) and not name.endswith("_features")]
+            if any(self.method in function.__code__.co_names for function in plain if inspect.isfunction(function)):
+                return host
         return self.hosts[-1]
 
-    def _uses(self, kind: type) -> bool:
-        methods = [
-            inspect.unwrap(f) for name, f in vars(kind).items() if callable(f) and not name.endswith("_features")
-        ]
-        return any(self.method in method.__code__.co_names for method in methods if inspect.isfunction(method))
+    @property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(inspect.unwrap(getattr(type(self.model.get_submodule(self.host)), self.method)))
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
-        function = inspect.unwrap(getattr(type(self.model.get_submodule(self.host)), self.method))
-        return dict(list(inspect.signature(function).parameters.items())[1:])
-
-    def _main(self) -> str | None:
-        known = MAIN_ARGUMENTS[self.modality]
-        first = next(iter(self._parameters()), "")
-        return next((name for name in (first, *known) if name in self.forward_names and name in known), None)
+        return dict(list(self._signature.parameters.items())[1:])
 
     def _captured(self, features: Mapping[str, Tensor]) -> dict[str, Any]:
         """The arguments with which the forward calls the method."""
         caught: dict[str, Any] = {}
-        function = inspect.unwrap(getattr(type(self.model.get_submodule(self.host)), self.method))
 
         def catch(*args: Any, **kwargs: Any) -> Any:
-            caught.update(inspect.signature(function).bind(None, *args, **kwargs).arguments)
+            caught.update(self._signature.bind(None, *args, **kwargs).arguments)
             raise StopRunError
 
         token = next(token_ids(self.model.config, self.modality, self._vocabulary()), None)
@@ -173,11 +162,11 @@ class _Search:
         raise WrongGuessError("; ".join(reasons) or "the config names no placeholder token")
 
     def _layout_of(self, features: Mapping[str, Tensor], output: Any, token: int, rows: int) -> RowLayout:
-        watched = Watched(output)
+        passed, fields = watched(output)
         with _guess(f"forward with {rows} features: "):
-            expected = self._decoder_inputs(token, rows, features, watched.output)
+            expected = self._decoder_inputs(token, rows, features, passed)
         for joined in (True, False):
-            layout = describe(output, watched.fields, rows, joined=joined)
+            layout = describe(output, fields, rows, joined=joined)
             if layout is None:
                 break
             with suppress(WrongGuessError), _guess(f"forward with {rows} flat features: "):
@@ -241,9 +230,8 @@ class _Search:
     def _with_independence(self, interface: ModalityInterface, output: Any) -> ModalityInterface:
         """Add whether items are independent: items of any size, only items of equal size, or none.
 
-        Args:
-            interface: the interface without this fact and without ``minimal_rows``.
-            output: output of the feature method for the first two items.
+        ``interface``: the interface without this fact and without ``minimal_rows``; ``output``: output of the feature
+        method for the first two items.
         """
         apart, together = self._encoded(interface, interface.probe_items(2)), [flatten(output, interface.layout)]
         if interface.probe.variable and not _same_rows(apart, together):
@@ -258,10 +246,10 @@ class _Search:
     def _calls(self, interface: ModalityInterface, features: dict[str, Tensor]) -> Counter[str]:
         """Module with parameters -> number of its calls; empty if the tower refuses the input."""
         counts: Counter[str] = Counter()
-        with ExitStack() as hooks:
-            for name, module in self.model.named_modules():
-                if next(module.parameters(), None) is not None:
-                    hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: counts.update([name])))
+        modules = [
+            (name, module) for name, module in self.model.named_modules() if any(True for _ in module.parameters())
+        ]
+        with watching(modules, before=lambda name, *_: counts.update([name])):
             return counts if self._encoded(interface, [features]) else Counter()
 
     def _encoded(self, interface: ModalityInterface, inputs: Sequence[dict[str, Tensor]]) -> list[MediaFeatures]:
@@ -307,22 +295,15 @@ def _same(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
     return len(expected) == len(got) and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-def _stacks(probe: ProbeInput) -> bool:
-    one, other, both = probe.make([0]), probe.make([1]), probe.make([0, 1])
-    return all(_same([torch.cat([one[name], other[name]])], [value]) for name, value in both.items())
-
-
 def _same_rows(apart: Sequence[MediaFeatures], together: Sequence[MediaFeatures]) -> bool:
     if not apart or not together:
         return False
-    pairs = zip(MediaFeatures.cat(apart).tensors(), MediaFeatures.cat(together).tensors(), strict=True)
-    return all(_close(a, b) for a, b in pairs)
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    scale = float(b.abs().max()) if b.numel() else 0.0
-    tolerance = 1e-4 if b.dtype == torch.float32 else 2e-2
-    return a.shape == b.shape and torch.allclose(a, b, rtol=10 * tolerance, atol=tolerance * scale)
+    for a, b in zip(MediaFeatures.cat(apart).tensors(), MediaFeatures.cat(together).tensors(), strict=True):
+        tolerance = 1e-4 if b.dtype == torch.float32 else 2e-2
+        scale = float(b.abs().max()) if b.numel() else 0.0
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=10 * tolerance, atol=tolerance * scale):
+            return False
+    return True
 
 
 def _num_changed(a: Tensor, b: Tensor) -> int:

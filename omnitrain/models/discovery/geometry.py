@@ -30,38 +30,23 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """Sizes of a vision tower.
+    """Sizes of a vision tower."""
 
-    Attributes:
-        patch: side of a patch in pixels.
-        side: side of a fixed-size image in pixels.
-        channels: number of channels of an image.
-        temporal: number of frames in a patch.
-        merge: number of patches along a side that become one feature.
-        unit: height and width are multiples of this number of patches.
-    """
-
-    patch: int
-    side: int
-    channels: int
-    temporal: int
-    merge: int
-    unit: int
+    patch: int  # side of a patch in pixels
+    side: int  # side of a fixed-size image in pixels
+    channels: int  # number of channels of an image
+    temporal: int  # number of frames in a patch
+    merge: int  # number of patches along a side that become one feature
+    unit: int  # height and width are multiples of this number of patches
 
 
 @dataclass(frozen=True)
 class AudioSizes:
-    """Sizes of an audio tower.
+    """Sizes of an audio tower."""
 
-    Attributes:
-        bins: number of frequency bins of a spectrogram.
-        chunk: lengths are multiples of this number of frames.
-        full_frames: number of frames of a clip, if the tower takes only one length; None: any length.
-    """
-
-    bins: int
-    chunk: int
-    full_frames: int | None
+    bins: int  # number of frequency bins of a spectrogram
+    chunk: int  # lengths are multiples of this number of frames
+    full_frames: int | None  # number of frames of a clip, if the tower takes only one length; None: any length
 
 
 def config_nodes(config: PreTrainedConfig) -> list[PreTrainedConfig]:

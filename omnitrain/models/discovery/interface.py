@@ -19,44 +19,27 @@ from omnitrain.ops.device import to_device
 
 @dataclass(frozen=True)
 class ModalityInterface:
-    """How features of one modality are computed and enter the model's forward. Holds no module and can be pickled.
+    """How features of one modality are computed and enter the model's forward. Holds no module and can be pickled."""
 
-    Attributes:
-        modality: ``image``, ``video`` or ``audio``.
-        component: name of the component that computes the features; modalities with shared parameters share it.
-        token_id: id of the placeholder token; each feature replaces one placeholder.
-        host: name of the module whose feature method is called (empty: the model itself).
-        overridden: names of all modules with that method.
-        arguments: names of the arguments of the model's forward that hold the media.
-        bindings: parameter of the feature method -> argument of the forward, and whether the forward inverts it first.
-        constants: parameters of the feature method that the forward sets by itself.
-        trigger: arguments that make the forward call the feature method.
-        layout: layout of the feature method's output.
-        probe: makes tiny inputs.
-        parameters: names of the model's parameters that the feature method reads.
-        items_are_independent: an item's features do not depend on other items in the call (of the same size, unless
-            ``probe.variable``).
-        items_stack: the input of two items of one size is the concatenation of both along dim 0, as packs join them.
-        minimal_rows: number of features of :meth:`minimal_input`; 0: the tower refuses this input alone.
-        called_by_number: names of modules that one call of the feature method runs more often for more items, such as
-            a projector in a loop over images.
-    """
-
-    modality: str
-    component: str
-    token_id: int
-    host: str
-    overridden: tuple[str, ...]
-    arguments: tuple[str, ...]
+    modality: str  # ``image``, ``video`` or ``audio``
+    component: str  # name of the component that computes the features; modalities with shared parameters share it
+    token_id: int  # id of the placeholder token; each feature replaces one placeholder
+    host: str  # name of the module whose feature method is called (empty: the model itself)
+    overridden: tuple[str, ...]  # names of all modules with that method
+    arguments: tuple[str, ...]  # names of the arguments of the model's forward that hold the media
+    # parameter of the feature method -> argument of the forward, and whether the forward inverts it first
     bindings: dict[str, tuple[str, bool]]
-    constants: dict[str, Any]
-    trigger: dict[str, Tensor]
-    layout: RowLayout
-    probe: ProbeInput
-    parameters: tuple[str, ...]
+    constants: dict[str, Any]  # parameters of the feature method that the forward sets by itself
+    trigger: dict[str, Tensor]  # arguments that make the forward call the feature method
+    layout: RowLayout  # layout of the feature method's output
+    probe: ProbeInput  # makes tiny inputs
+    parameters: tuple[str, ...]  # names of the model's parameters that the feature method reads
+    # an item's features do not depend on other items in the call (of the same size, unless ``probe.variable``)
     items_are_independent: bool
-    items_stack: bool
-    minimal_rows: int
+    items_stack: bool  # the input of two items of one size is the concatenation of both along dim 0, as packs join them
+    minimal_rows: int  # number of features of :meth:`minimal_input`; 0: the tower refuses this input alone
+    # names of modules that one call of the feature method runs more often for more items, such as a projector in a loop
+    # over images
     called_by_number: tuple[str, ...]
 
     @property
@@ -72,14 +55,9 @@ class ModalityInterface:
     def encode(self, model: PreTrainedModel, features: Mapping[str, Any]) -> MediaFeatures:
         """Compute the features of some items by the model's own method.
 
-        If its output has no pieces per item, all features count as one item.
-
-        Args:
-            model: the HF model.
-            features: values of the forward's media arguments (as the HF processor returns them).
-
-        Raises:
-            UserError: an argument is missing.
+        If its output has no pieces per item, all features count as one item. ``model``: the HF model; ``features``:
+        values of the forward's media arguments (as the HF processor returns them). Raises UserError: an argument is
+        missing.
         """
         arguments = dict(self.constants)
         for parameter, (name, inverted) in self.bindings.items():

@@ -20,8 +20,7 @@ _MACHINE = (MemoryError, torch.OutOfMemoryError)
 def raise_if_ours(error: Exception) -> None:
     """Raise ``error`` again unless the model's code may have caused it.
 
-    Raises:
-        Exception: ``error`` itself: memory ran out, or it is a name or assertion error in omnitrain's code.
+    Raises Exception: ``error`` itself: memory ran out, or it is a name or assertion error in omnitrain's code.
     """
     if isinstance(error, _MACHINE) or (isinstance(error, _BUGS) and _OURS in Path(_origin(error)[0]).parents):
         raise error
@@ -30,8 +29,7 @@ def raise_if_ours(error: Exception) -> None:
 def failure_of_model(error: Exception) -> str:
     """Describe an exception of a model's code in one line, with its file and line.
 
-    Raises:
-        Exception: see :func:`raise_if_ours`.
+    Raises Exception: see :func:`raise_if_ours`.
     """
     raise_if_ours(error)
     file, line = _origin(error)
@@ -40,12 +38,19 @@ def failure_of_model(error: Exception) -> str:
 
 
 @contextmanager
+def suppress_errors_of_models() -> Iterator[None]:
+    """End the context at an exception of a model's code; others are raised, see :func:`raise_if_ours`."""
+    try:
+        yield
+    except Exception as error:  # the model's code may raise anything
+        raise_if_ours(error)
+
+
+@contextmanager
 def refusing(what: str) -> Iterator[None]:
     """Turn exceptions of a model's code into a :class:`ModelError` whose message begins with ``what``.
 
-    Raises:
-        ModelError: the model's code raised an exception.
-        Exception: see :func:`raise_if_ours`.
+    Raises ModelError: the model's code raised an exception; Exception: see :func:`raise_if_ours`.
     """
     try:
         yield

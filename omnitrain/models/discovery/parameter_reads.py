@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from omnitrain.torch_private import tree_iter, tree_map
 
 # All large meta tensors are views of these random values: filling each tensor at every read would take most of the
 # time. Views start at different offsets, so no two are equal.
@@ -39,11 +41,11 @@ class ParameterReads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        parameters = [value for value in leaves((args, kwargs)) if id(value) in self._names]
+        parameters = [value for value in tree_iter((args, kwargs)) if id(value) in self._names]
         if self._seeds:
-            args, kwargs = map_leaves(args, self._off_meta), map_leaves(kwargs, self._off_meta)
+            args, kwargs = tree_map(self._off_meta, (args, kwargs))
         result = func(*args, **kwargs)
-        if parameters and any(isinstance(value, Tensor) for value in leaves(result)):
+        if parameters and any(isinstance(value, Tensor) for value in tree_iter(result)):
             for value in parameters:
                 self.note(self._names[id(value)])
         return self._off_meta(result) if self._seeds else result
@@ -84,29 +86,6 @@ def _shared_values(dtype: torch.dtype) -> Tensor:
     return torch.empty(_NUM_VALUES).uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the values in nested lists, tuples and dicts."""
-    if isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from leaves(value)
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from leaves(value)
-    else:
-        yield tree
-
-
 def float_tensors(tree: Any) -> list[Tensor]:
     """Return the floating-point tensors in nested lists, tuples and dicts."""
-    return [value for value in leaves(tree) if isinstance(value, Tensor) and value.is_floating_point()]
-
-
-def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply ``function`` to the values in nested lists, tuples and dicts, and return the same structure."""
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(value, function) for value in tree))
-    if type(tree) in (list, tuple):
-        return type(tree)(map_leaves(value, function) for value in tree)
-    if type(tree) is dict:
-        return {key: map_leaves(value, function) for key, value in tree.items()}
-    return function(tree)
+    return [value for value in tree_iter(tree) if isinstance(value, Tensor) and value.is_floating_point()]

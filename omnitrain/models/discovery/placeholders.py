@@ -60,29 +60,20 @@ def extra_arguments(model_class: type[PreTrainedModel]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TokenExtras:
-    """Computes the per-token arguments that a model's forward takes besides ids and positions.
+    """Computes the per-token arguments that a model's forward takes besides ids and positions."""
 
-    Attributes:
-        names: names of these arguments; often none.
-        tokens: modality -> id of its placeholder.
-        video_marks: ids at the start and end of a video, for models with one placeholder for videos and images.
-        marks_answer: the arguments tell prompt (0) from answer (1), not modalities; attention is full in the prompt.
-    """
-
-    names: tuple[str, ...]
-    tokens: dict[str, int]
+    names: tuple[str, ...]  # names of these arguments; often none
+    tokens: dict[str, int]  # modality -> id of its placeholder
+    # ids at the start and end of a video, for models with one placeholder for videos and images
     video_marks: tuple[int, int] | None = None
+    # the arguments tell prompt (0) from answer (1), not modalities; attention is full in the prompt
     marks_answer: bool = False
 
     def __call__(self, ids: _Ids, answer: _Ids | None = None) -> dict[str, _Ids]:
         """Return the per-token arguments of one sample.
 
-        Args:
-            ids: ``[T]`` token ids.
-            answer: ``[T]`` bool, the supervised tokens; None: none.
-
-        Returns:
-            Argument name -> ``[T]`` int64.
+        ``ids``: ``[T]`` token ids; ``answer``: ``[T]`` bool, the supervised tokens; None: none. Returns argument name
+        -> ``[T]`` int64.
         """
         if not self.names:
             return {}

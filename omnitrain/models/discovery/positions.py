@@ -35,32 +35,20 @@ class PositionFunction:
     """Computes the position ids of one unpacked sample, equal to those the model would compute.
 
     It can be pickled. Each process builds a model instance without weights at the first call.
-
-    Attributes:
-        model: class of the model.
-        config: its config as JSON (with ``model_type``); None: positions are a plain count, with or without media.
-        axes: number of rows of the result; 0: the result is ``[T]``.
-        start: first position.
     """
 
-    model: type[PreTrainedModel]
+    model: type[PreTrainedModel]  # class of the model
+    # its config as JSON (with ``model_type``); None: positions are a plain count, with or without media
     config: str | None
-    axes: int = 0
-    start: int = 0
+    axes: int = 0  # number of rows of the result; 0: the result is ``[T]``
+    start: int = 0  # first position
 
     def __call__(self, ids: _Array, features: Mapping[str, Any], extras: Mapping[str, _Array]) -> _Array:
-        """Return the position ids of one sample.
+        """Return the position ids of one sample, ``[axes, T]`` or ``[T]``, int64.
 
-        Args:
-            ids: ``[T]`` token ids.
-            features: the forward's media arguments of this sample alone (grids, lengths, masks, ...), numpy or torch.
-            extras: its per-token arguments (:class:`omnitrain.models.discovery.placeholders.TokenExtras`).
-
-        Returns:
-            ``[axes, T]`` or ``[T]``, int64.
-
-        Raises:
-            UserError: the model's function refuses these media; the message quotes its error.
+        ``ids``: ``[T]``. ``features``: the forward's media arguments of this sample alone (grids, lengths, masks, ...),
+        numpy or torch. ``extras``: its per-token arguments, of ``TokenExtras``. Raises UserError: the model's function
+        refuses these media; the message quotes its error.
         """
         plain = np.arange(self.start, self.start + ids.size, dtype=np.int64)
         if self.config is None:

@@ -7,6 +7,7 @@ width). The layout of the media array is one of a few conventions; we try them i
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -45,54 +46,42 @@ def media_arguments(model_class: type[PreTrainedModel], modality: str) -> tuple[
 
 @dataclass(frozen=True)
 class ProbeInput:
-    """Makes inputs for the feature method of a modality.
+    """Makes inputs for the feature method of a modality."""
 
-    Attributes:
-        modality: ``image``, ``video`` or ``audio``.
-        main: name of the argument that holds pixels, spectrograms or waveforms.
-        names: names of all arguments to make.
-        layout: layout of the main argument, a key of the tables below.
-        vision: sizes of images and videos.
-        audio: sizes of sound.
-        pinpoints: tile grids that the config allows, ``(height, width)`` in pixels.
-        variable: items differ in size (False: only in content).
-        full_length: clips have the fixed length that the tower takes.
-        grid_frames: frames of a video in units of temporal patches.
-        high_resolution: sizes of a second tower for the same images.
-    """
-
-    modality: str
-    main: str
-    names: tuple[str, ...]
-    layout: str
-    vision: VisionSizes
-    audio: AudioSizes
-    pinpoints: tuple[tuple[int, int], ...] = ()
-    variable: bool = True
-    full_length: bool = False
-    grid_frames: int = 1
-    high_resolution: VisionSizes | None = None
+    modality: str  # ``image``, ``video`` or ``audio``
+    main: str  # name of the argument that holds pixels, spectrograms or waveforms
+    names: tuple[str, ...]  # names of all arguments to make
+    layout: str  # layout of the main argument, a key of the tables below
+    vision: VisionSizes  # sizes of images and videos
+    audio: AudioSizes  # sizes of sound
+    pinpoints: tuple[tuple[int, int], ...] = ()  # tile grids that the config allows, ``(height, width)`` in pixels
+    variable: bool = True  # items differ in size (False: only in content)
+    full_length: bool = False  # clips have the fixed length that the tower takes
+    grid_frames: int = 1  # frames of a video in units of temporal patches
+    high_resolution: VisionSizes | None = None  # sizes of a second tower for the same images
 
     def make(self, items: Sequence[int]) -> dict[str, Tensor]:
         """Return the arguments for these items in one call; content depends only on an item's index (fp32, CPU)."""
         shapes = [self._shape(index) for index in items]
-        media = {self.main: _LAYOUTS[self.modality][self.layout](self, shapes)}
-        return media | {name: _COMPANIONS[name](self, shapes) for name in self.names if name != self.main}
+        main = [shape.random(*_LAYOUTS[self.layout](self, shape)) for shape in shapes]
+        made = {self.main: _joined(main, dim=-1 if self.layout == "strip" else 0)}
+        for name in (name for name in self.names if name != self.main):
+            arrays = [_COMPANIONS[name](self, shape) for shape in shapes]
+            made[name] = _joined(arrays, fill=-1 if name.endswith("position_ids") else 0)
+        return made
 
     def _shape(self, index: int) -> _Shape:
         generator = torch.Generator().manual_seed(1000 + index)
         unit = self.vision.unit
         larger = index % 2 if self.variable else 0
         if self.modality == "audio":
-            full = self.audio.full_frames
-            chunk = self.audio.chunk
+            full, chunk = self.audio.full_frames, self.audio.chunk
             short = chunk * -(-_SHORT_CLIP // chunk)
-            length = full if self.full_length and full else short * (1 + larger)
-            return _Shape(generator, length, 0, 0)
+            return _Shape(generator, full if self.full_length and full else short * (1 + larger), 0, 0)
         frames = self.grid_frames * self.vision.temporal if self.modality == "video" else 1
         if self.layout in _FIXED_SIDE:
             patches = max(1, self.vision.side // self.vision.patch)
-            return _Shape(generator, frames, patches, patches // (1 + larger) if self.variable else patches)
+            return _Shape(generator, frames, patches, patches // (1 + larger))
         return _Shape(generator, frames, 2 * unit, 2 * unit * (1 + larger))
 
 
@@ -105,21 +94,32 @@ class _Shape:
     height: int
     width: int
 
+    @property
+    def patches(self) -> int:
+        """Number of patches of a frame."""
+        return self.height * self.width
+
     def random(self, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self.generator) * 2 - 1
 
 
-def candidates(config: PreTrainedConfig, modality: str, main: str, accepted: Sequence[str]) -> Iterator[ProbeInput]:
-    """Yield ways to make inputs of a feature method, the likeliest first.
+def _joined(arrays: Sequence[Tensor], dim: int = 0, fill: int = 0) -> Tensor:
+    """Concatenate the arrays of items; other dims are padded to the longest."""
+    longest = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+    padded = []
+    for array in arrays:
+        longest[dim] = array.size(dim)
+        padded.append(array.new_full(longest, fill))
+        padded[-1][tuple(slice(0, size) for size in array.shape)] = array
+    return torch.cat(padded, dim)
 
-    Args:
-        config: config of the model.
-        modality: ``image``, ``video`` or ``audio``.
-        main: name of the argument that holds pixels, spectrograms or waveforms.
-        accepted: names of the arguments that the model's forward takes.
+
+def candidates(config: PreTrainedConfig, modality: str, main: str, accepted: Sequence[str]) -> Iterator[ProbeInput]:
+    """Yield ways to make inputs of a feature method with the media argument ``main``, the likeliest first.
+
+    ``accepted``: names of the arguments that the model's forward takes.
     """
-    known = _COMPANION_NAMES[modality]
-    companions = tuple(name for name in accepted if name in known)
+    companions = tuple(name for name in accepted if name in _COMPANIONS_OF[modality])
     choices = [companions, *(tuple(n for n in companions if n != omitted) for omitted in companions), ()]
     for chosen in dict.fromkeys(choices):
         for layout in _layouts_for(modality, main, chosen):
@@ -168,209 +168,111 @@ def _can_vary(layout: str, names: tuple[str, ...]) -> bool:
     return layout in ("flat patches", "square patches", "cubes", "padded patches", "strip") and bool(names)
 
 
-# Layouts of the main argument -----------------------------------------------------------------------------------------
+# Tables --------------------------------------------------------------------------------------------------------------
 
-
-def _flat_patches(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    size = probe.vision
-    return _patches(probe, shapes, size.channels * size.temporal * size.patch**2)
-
-
-def _square_patches(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    return _patches(probe, shapes, probe.vision.channels, probe.vision.patch, probe.vision.patch)
-
-
-def _cubes(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    size = probe.vision
-    return _patches(probe, shapes, size.channels, size.temporal, size.patch, size.patch)
-
-
-def _patches(probe: ProbeInput, shapes: list[_Shape], *of_patch: int) -> Tensor:
-    """All patches of all items; a patch has shape ``of_patch``."""
-    return torch.cat([s.random(_grid_frames(probe, s) * s.height * s.width, *of_patch) for s in shapes])
-
-
-def _padded_patches(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    width = probe.vision.channels * probe.vision.patch**2
-    longest = max(s.height * s.width for s in shapes)
-    rows = [_padded(s.random(s.height * s.width, width), (longest, width)) for s in shapes for _ in range(s.frames)]
-    return torch.stack(rows)
-
-
-def _strip(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    size = probe.vision
-    strips = [s.random(size.channels, size.patch, size.patch * s.height * s.width) for s in shapes]
-    return torch.cat(strips, dim=-1)[None]
-
-
-def _images(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    patch = probe.vision.patch
-    height, width = max(s.height for s in shapes) * patch, max(s.width for s in shapes) * patch
-    images = [s.random(probe.vision.channels, s.height * patch, s.width * patch) for s in shapes]
-    return torch.stack([_padded(image, (probe.vision.channels, height, width)) for image in images])
-
-
-def _tiles(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    side = probe.vision.side
-    count = 1 + max(((height // side) * (width // side) for height, width in probe.pinpoints), default=0)
-    return torch.stack([s.random(count * s.frames, probe.vision.channels, side, side) for s in shapes])
-
-
-def _clips(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    side = probe.vision.side
-    return torch.stack([s.random(s.frames, probe.vision.channels, side, side) for s in shapes])
-
-
-def _channel_clips(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    return _clips(probe, shapes).transpose(1, 2).contiguous()
-
-
-def _bins_by_frames(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    longest = max(s.frames for s in shapes)
-    return torch.stack([_padded(s.random(probe.audio.bins, s.frames), (probe.audio.bins, longest)) for s in shapes])
-
-
-def _frames_by_bins(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    longest = max(s.frames for s in shapes)
-    return torch.stack([_padded(s.random(s.frames, probe.audio.bins), (longest, probe.audio.bins)) for s in shapes])
-
-
-def _waves(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    longest = max(s.frames for s in shapes) * _SAMPLES_PER_FRAME
-    return torch.stack([_padded(s.random(s.frames * _SAMPLES_PER_FRAME), (longest,)) for s in shapes])
-
-
-def _channel_waves(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    return _waves(probe, shapes)[:, None]
-
-
-def _padded(array: Tensor, shape: Sequence[int]) -> Tensor:
-    padded = array.new_zeros(*shape)
-    padded[tuple(slice(0, size) for size in array.shape)] = array
-    return padded
-
-
-_Layout = Callable[[ProbeInput, list[_Shape]], Tensor]
 _SAMPLES_PER_FRAME = 160
 _SHORT_CLIP = 96
 """Frames of a spectrogram of about a second."""
-_VISION: dict[str, _Layout] = {
-    "flat patches": _flat_patches,
-    "square patches": _square_patches,
-    "cubes": _cubes,
-    "padded patches": _padded_patches,
-    "strip": _strip,
-    "images": _images,
-    "tiles": _tiles,
-    "clips": _clips,
-    "channel clips": _channel_clips,
-}
-_AUDIO: dict[str, _Layout] = {
-    "bins, frames": _bins_by_frames,
-    "frames, bins": _frames_by_bins,
-    "waves": _waves,
-    "channel waves": _channel_waves,
-}
-_LAYOUTS = {"image": _VISION, "video": _VISION, "audio": _AUDIO}
 _FIXED_SIDE = ("images", "tiles", "clips", "channel clips")
+_AUDIO = ("bins, frames", "frames, bins", "waves", "channel waves")
+_WAVES = ("waves", "channel waves")
 
 
-# Further arguments ----------------------------------------------------------------------------------------------------
+def _grid_frames(probe: ProbeInput, item: _Shape) -> int:
+    return max(1, item.frames // probe.vision.temporal)
 
 
-def _grid_frames(probe: ProbeInput, shape: _Shape) -> int:
-    return max(1, shape.frames // probe.vision.temporal)
+def _of_patches(*names: str) -> Callable[[ProbeInput, _Shape], tuple[int, ...]]:
+    """All patches of an item; the dims of a patch are the products of these sizes of the tower."""
+
+    def shape(probe: ProbeInput, item: _Shape) -> tuple[int, ...]:
+        sizes = [math.prod(getattr(probe.vision, size) for size in name.split("*")) for name in names]
+        return (_grid_frames(probe, item) * item.patches, *sizes)
+
+    return shape
 
 
-def _grid_thw(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    return torch.tensor([[_grid_frames(probe, s), s.height, s.width] for s in shapes])
+def _tiles(probe: ProbeInput, item: _Shape) -> tuple[int, ...]:
+    side = probe.vision.side
+    count = 1 + max(((height // side) * (width // side) for height, width in probe.pinpoints), default=0)
+    return 1, count * item.frames, probe.vision.channels, side, side
 
 
-def _grid_hw(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    return torch.tensor([[s.height, s.width] for s in shapes])
+# Layout of the main argument -> shape of the array of an item.
+_LAYOUTS: dict[str, Callable[[ProbeInput, _Shape], tuple[int, ...]]] = {
+    "flat patches": _of_patches("channels*temporal*patch*patch"),
+    "square patches": _of_patches("channels", "patch", "patch"),
+    "cubes": _of_patches("channels", "temporal", "patch", "patch"),
+    "padded patches": lambda p, s: (s.frames, s.patches, p.vision.channels * p.vision.patch**2),
+    "strip": lambda p, s: (1, p.vision.channels, p.vision.patch, p.vision.patch * s.patches),
+    "images": lambda p, s: (1, p.vision.channels, s.height * p.vision.patch, s.width * p.vision.patch),
+    "tiles": _tiles,
+    "clips": lambda p, s: (1, s.frames, p.vision.channels, p.vision.side, p.vision.side),
+    "channel clips": lambda p, s: (1, p.vision.channels, s.frames, p.vision.side, p.vision.side),
+    "bins, frames": lambda p, s: (1, p.audio.bins, s.frames),
+    "frames, bins": lambda p, s: (1, s.frames, p.audio.bins),
+    "waves": lambda p, s: (1, s.frames * _SAMPLES_PER_FRAME),
+    "channel waves": lambda p, s: (1, 1, s.frames * _SAMPLES_PER_FRAME),
+}
 
 
-def _pixels(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    return _grid_hw(probe, shapes) * probe.vision.patch
+def _mask(*shape: int) -> Tensor:
+    return torch.ones(1, *shape, dtype=torch.bool)
 
 
-def _pixel_mask(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    patch = probe.vision.patch
-    height, width = max(s.height for s in shapes) * patch, max(s.width for s in shapes) * patch
-    valid = [torch.ones(s.height * patch, s.width * patch, dtype=torch.bool) for s in shapes]
-    return torch.stack([_padded(mask, (height, width)) for mask in valid])
-
-
-def _pixel_attention_mask(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
+def _pixel_attention_mask(probe: ProbeInput, item: _Shape) -> Tensor:
     if probe.layout == "padded patches":
-        longest = max(s.height * s.width for s in shapes)
-        return torch.tensor([[i < s.height * s.width for i in range(longest)] for s in shapes])
-    mask = _pixel_mask(probe, shapes)
-    return mask[:, None] if probe.layout == "tiles" else mask
+        return _mask(item.patches)
+    pixels = item.height * probe.vision.patch, item.width * probe.vision.patch
+    return _mask(1, *pixels) if probe.layout == "tiles" else _mask(*pixels)
 
 
-def _high_resolution(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
+def _high_resolution(probe: ProbeInput, item: _Shape) -> Tensor:
     side = (probe.high_resolution or probe.vision).side
-    return torch.stack([s.random(probe.vision.channels, side, side) for s in shapes])
+    return item.random(1, probe.vision.channels, side, side)
 
 
-def _patch_positions(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    longest = max(s.height * s.width for s in shapes)
-    positions = []
-    for s in shapes:
-        columns, rows = torch.meshgrid(torch.arange(s.width), torch.arange(s.height), indexing="xy")
-        padded = torch.full((longest, 2), -1)
-        padded[: s.height * s.width] = torch.stack([columns.flatten(), rows.flatten()], -1)
-        positions += [padded] * s.frames
-    return torch.stack(positions)
+def _patch_positions(probe: ProbeInput, item: _Shape) -> Tensor:
+    columns, rows = torch.meshgrid(torch.arange(item.width), torch.arange(item.height), indexing="xy")
+    return torch.stack([columns.flatten(), rows.flatten()], -1).expand(item.frames, -1, -1)
 
 
-def _frames_per_item(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    return torch.tensor([s.frames for s in shapes])
+def _frame_mask(probe: ProbeInput, item: _Shape) -> Tensor:
+    return _mask(item.frames * (_SAMPLES_PER_FRAME if probe.layout in _WAVES else 1))
 
 
-def _ones(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    return torch.ones(len(shapes), dtype=torch.long)
+def _grid_thw(probe: ProbeInput, item: _Shape) -> Tensor:
+    return torch.tensor([[_grid_frames(probe, item), item.height, item.width]])
 
 
-def _merge_sizes(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    return torch.full((len(shapes),), probe.vision.merge)
+def _grid_hw(probe: ProbeInput, item: _Shape) -> Tensor:
+    return torch.tensor([[item.height, item.width]])
 
 
-def _seconds(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    return torch.ones(len(shapes))
-
-
-def _frame_mask(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    scale = _SAMPLES_PER_FRAME if probe.layout in ("waves", "channel waves") else 1
-    longest = max(s.frames for s in shapes)
-    return torch.tensor([[i < s.frames for i in range(longest)] for s in shapes]).repeat_interleave(scale, dim=1)
-
-
-_Companion = Callable[[ProbeInput, list[_Shape]], Tensor]
-_COMPANIONS_OF: dict[str, dict[str, _Companion]] = {
+# Modality -> further argument -> its array for an item.
+_COMPANIONS_OF: dict[str, dict[str, Callable[[ProbeInput, _Shape], Tensor]]] = {
     "image": {
         "image_grid_thw": _grid_thw,
         "image_grid_hw": _grid_hw,
-        "image_sizes": _pixels,
+        "image_sizes": lambda p, s: _grid_hw(p, s) * p.vision.patch,
         "image_position_ids": _patch_positions,
-        "image_merge_sizes": _merge_sizes,
+        "image_merge_sizes": lambda p, s: torch.tensor([p.vision.merge]),
         "pixel_attention_mask": _pixel_attention_mask,
-        "pixel_mask": _pixel_mask,
+        "pixel_mask": lambda p, s: _mask(s.height * p.vision.patch, s.width * p.vision.patch),
         "spatial_shapes": _grid_hw,
         "target_sizes": _grid_hw,
-        "images_per_sample": _ones,
-        "batch_num_images": _ones,
+        "images_per_sample": lambda p, s: torch.tensor([1]),
+        "batch_num_images": lambda p, s: torch.tensor([1]),
         "high_res_pixel_values": _high_resolution,
     },
     "video": {
         "video_grid_thw": _grid_thw,
         "video_position_ids": _patch_positions,
-        "video_merge_sizes": _merge_sizes,
-        "num_frames_per_video": _frames_per_item,
+        "video_merge_sizes": lambda p, s: torch.tensor([p.vision.merge]),
+        "num_frames_per_video": lambda p, s: torch.tensor([s.frames]),
         "target_sizes_videos": _grid_hw,
-        "second_per_grid_ts": _seconds,
-        "video_second_per_grid": _seconds,
+        "second_per_grid_ts": lambda p, s: torch.ones(1),
+        "video_second_per_grid": lambda p, s: torch.ones(1),
     },
     "audio": {
         "feature_attention_mask": _frame_mask,
@@ -379,5 +281,4 @@ _COMPANIONS_OF: dict[str, dict[str, _Companion]] = {
         "padding_mask": _frame_mask,
     },
 }
-_COMPANION_NAMES = {modality: tuple(table) for modality, table in _COMPANIONS_OF.items()}
 _COMPANIONS = {name: make for table in _COMPANIONS_OF.values() for name, make in table.items()}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -70,9 +71,7 @@ def _towers(model: PreTrainedModel) -> Iterator[nn.Module]:
 def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the positional and keyword arguments with which the model's forward calls ``module``; stop it there.
 
-    Raises:
-        RuntimeError: the forward does not call the module.
-        Exception: the model's code raises it before the call.
+    Raises RuntimeError: the forward does not call the module; Exception: the model's code raises it before the call.
     """
     caught: list[tuple[Any, dict[str, Any]]] = []
 
@@ -91,10 +90,8 @@ def first_position(model: PreTrainedModel) -> int:
     """Return the position from which a model counts if it gets no positions.
 
     With positions from there, its first layer gets the same arguments as without. Some models start after the id of
-    their padding token, in a table or a formula. 0 for a model that takes no positions, or if no guess fits.
-
-    Raises:
-        Exception: the model's code raises it.
+    their padding token, in a table or a formula. 0 for a model that takes no positions, or if no guess fits. Raises
+    Exception: the model's code raises it.
     """
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return 0
@@ -112,13 +109,9 @@ def first_position(model: PreTrainedModel) -> int:
 
 
 def text_arguments(model: PreTrainedModel, modality: str = "image", token: int | None = None, rows: int = 2) -> Any:
-    """Return arguments of a forward: ids with placeholders between text, a mask, and per-token arguments.
+    """Return arguments of a forward: ids with ``rows`` placeholders between text, a mask, and per-token arguments.
 
-    Args:
-        model: the HF model.
-        modality: modality of the placeholders.
-        token: id of the placeholder; None: ordinary text.
-        rows: number of placeholders.
+    ``token``: id of the placeholder; None: ordinary text.
     """
     plain = plain_ids(model, 4)
     size = model.get_input_embeddings().weight.size(0)
@@ -167,6 +160,22 @@ def methods_replaced(
     finally:
         for module in modules:
             object.__delattr__(module, method)
+
+
+@contextmanager
+def watching(
+    modules: Iterable[tuple[str, nn.Module]],
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> Iterator[None]:
+    """Call ``before(name, module, args, kwargs)`` and ``after(name, module, args, kwargs, output)`` at each call."""
+    with ExitStack() as hooks:
+        for name, module in modules:
+            if before is not None:
+                hooks.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            if after is not None:
+                hooks.enter_context(module.register_forward_hook(partial(after, name), with_kwargs=True))
+        yield
 
 
 @contextmanager

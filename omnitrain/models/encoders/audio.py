@@ -30,8 +30,7 @@ class AudioAdapter(ComponentAdapter):
     def __init__(self, config: AudioEncoderConfig) -> None:
         """Build the feature extractor, and the tower without weights, for its length function.
 
-        Raises:
-            UserError: the tower has no length function, or see :func:`feature_extractor`.
+        Raises UserError: the tower has no length function, or see :func:`feature_extractor`.
         """
         settings = dict(config.processor or {})
         self.extractor = feature_extractor(settings)
@@ -66,8 +65,7 @@ class AudioAdapter(ComponentAdapter):
 def feature_extractor(settings: dict[str, Any]) -> Any:
     """Build the HF feature extractor of ``settings``.
 
-    Raises:
-        UserError: ``feature_extractor_type`` is unknown, or it does not make chunks of a fixed length.
+    Raises UserError: ``feature_extractor_type`` is unknown, or it does not make chunks of a fixed length.
     """
     name = settings.pop("feature_extractor_type")
     extractor_class = feature_extractor_class_from_name(name)
@@ -103,16 +101,13 @@ class AudioEncoder(ContainerModel, EncoderMixin):
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode all clips; features of the padding in a clip's last chunk are dropped.
 
+        Returns ``[sum(num_tokens), hidden]``. Raises RuntimeError: the tower gives another number of features. On CUDA
+        a device assertion raises it.
+
         Args:
             features: ``input_features`` ``[chunks, mels, frames]`` fp32; ``num_rows`` ``[chunks]`` int64, the number of
                 features of each chunk without its padding.
             num_tokens: number of features of each clip.
-
-        Returns:
-            ``[sum(num_tokens), hidden]``.
-
-        Raises:
-            RuntimeError: the tower gives another number of features. On CUDA a device assertion raises it.
         """
         return self.lm_project(self.lm_tower(features, num_tokens))
 

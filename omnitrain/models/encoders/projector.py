@@ -9,15 +9,10 @@ from torch import nn
 
 
 class ProjectorSettings(NamedTuple):
-    """The kind of a projector.
+    """The kind of a projector."""
 
-    Attributes:
-        kind: ``linear``, ``mlp`` or ``pixel_shuffle``.
-        factor: neighbours along a dim that ``pixel_shuffle`` joins.
-    """
-
-    kind: str
-    factor: int
+    kind: str  # ``linear``, ``mlp`` or ``pixel_shuffle``
+    factor: int  # neighbours along a dim that ``pixel_shuffle`` joins
 
     @property
     def merge(self) -> int:

@@ -13,10 +13,7 @@ from omnitrain.models.hf.stored_tensor import read_weights, weights_left_in_file
 def tower_from_source(source: Source, modality: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load the tower of a model for ``modality``; ``source`` as in :func:`omnitrain.models.hf.load.resolve`.
 
-    Weights of other parts of the model are not read.
-
-    Raises:
-        UserError: the model has no encoder for the modality.
+    Weights of other parts of the model are not read. Raises UserError: the model has no encoder for the modality.
     """
     with weights_left_in_files():
         tower = _tower_of(resolve(source, dtype=dtype), modality)

@@ -40,10 +40,8 @@ class VisionAdapter(ComponentAdapter):
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Return the pixels of an image or of a video's frames, and the number of tokens.
 
-        Shapes: :meth:`VisionEncoder.lm_encode`.
-
-        Raises:
-            ValueError: the patches cannot be joined in blocks of the projector's factor.
+        Shapes: :meth:`VisionEncoder.lm_encode`. Raises ValueError: the patches cannot be joined in blocks of the
+        projector's factor.
         """
         frames = media if modality == "video" else [media]
         index = np.arange(len(frames)) if modality == "video" else np.array([STILL])
@@ -65,8 +63,7 @@ class VisionAdapter(ComponentAdapter):
 def image_processor(settings: dict[str, Any]) -> Any:
     """Build the HF image processor of ``settings``, with its Pillow backend if it has one.
 
-    Raises:
-        UserError: ``image_processor_type`` is unknown.
+    Raises UserError: ``image_processor_type`` is unknown.
     """
     name = settings.pop("image_processor_type")
     base = name.removesuffix("Fast").removesuffix("Pil")
@@ -90,8 +87,7 @@ class VisionEncoder(ContainerModel, EncoderMixin):
     def __init__(self, config: VisionEncoderConfig, tower: PreTrainedModel | None = None) -> None:
         """``tower``: a tower with weights; None: one with random weights.
 
-        Raises:
-            UserError: the tower merges patches itself and the projector would do it again.
+        Raises UserError: the tower merges patches itself and the projector would do it again.
         """
         super().__init__(config)
         self.tower = tower if tower is not None else tower_from_config(as_config(config.tower or {}), "image")
@@ -112,18 +108,14 @@ class VisionEncoder(ContainerModel, EncoderMixin):
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode all images and frames in one call of the tower.
 
+        Returns ``[sum(num_tokens), hidden]``. Raises ValueError: the tower gives another number of features; UserError:
+        the tower has side outputs (deepstack), which the foundation cannot take.
+
         Args:
             features: ``pixel_values`` ``[frames, channels, height, width]`` fp32, or for towers with ``grid_thw``
                 ``[patches, channels * patch_volume]`` with ``image_grid_thw`` ``[frames, 3]`` int64; ``frame_index``
                 ``[frames]`` int64, -1 for still images.
             num_tokens: number of features of each item (an image, or a whole video).
-
-        Returns:
-            ``[sum(num_tokens), hidden]``.
-
-        Raises:
-            ValueError: the tower gives another number of features.
-            UserError: the tower has side outputs (deepstack), which the foundation cannot take.
         """
         encoded, tokens_per_frame = self._encoded(features, num_tokens)
         return self.projector(encoded) + self._time(features["frame_index"]).repeat_interleave(

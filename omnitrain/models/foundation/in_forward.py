@@ -7,31 +7,26 @@ the same gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
+from omnitrain.models.foundation.zeros_in_step import with_zeros_for
 from omnitrain.recipe.globs import any_layer
 
 
 def outermost_unreached(reached: Iterable[str], unreached: Iterable[str]) -> tuple[str, ...]:
     """Return the outermost modules without any reached parameter, and unreached parameters of other modules.
 
-    Args:
-        reached: parameters that get a gradient.
-        unreached: parameters that never get a gradient.
-
-    Returns:
-        Names with ``*`` for indices in module lists. A name is omitted if it is reached in another layer of the list.
+    ``reached``: parameters that get a gradient; ``unreached``: parameters that never get a gradient. Returns names with
+    ``*`` for indices in module lists. A name is omitted if it is reached in another layer of the list.
     """
     around = {prefix for name in reached for prefix in _prefixes(any_layer(name))}
     outermost = (next((p for p in _prefixes(any_layer(name)) if p not in around), None) for name in unreached)
@@ -42,9 +37,8 @@ def outermost_unreached(reached: Iterable[str], unreached: Iterable[str]) -> tup
 def beyond_text(names: tuple[str, ...], unreached: tuple[str, ...]) -> frozenset[str]:
     """Return the parameters that only some samples reach: those in ``unreached``, and all others in their layers.
 
-    Args:
-        names: names of all parameters of a foundation; names of adapters start with the name of the adapted module.
-        unreached: see :func:`outermost_unreached`.
+    ``names``: names of all parameters of a foundation; names of adapters start with the name of the adapted module;
+    ``unreached``: see :func:`outermost_unreached`.
     """
     not_reached = {name for name in names if any(prefix in unreached for prefix in _prefixes(any_layer(name)))}
     layers = {layer for name in not_reached if (layer := _layer_of(name))}
@@ -72,12 +66,9 @@ class ForwardReader:
     """
 
     def __init__(self, model: PreTrainedModel, modalities: Collection[str], unreached: tuple[str, ...]) -> None:
-        """Attach to ``model``.
+        """Attach to ``model``, the foundation.
 
-        Args:
-            model: the foundation.
-            modalities: modalities that only its own forward reads.
-            unreached: see :func:`outermost_unreached`.
+        ``modalities``: those that only its own forward reads. ``unreached``: see :func:`outermost_unreached`.
         """
         self._model, self._name = model, type(model).__name__  # sharding changes the class
         self.modalities, self._unreached = modalities, unreached
@@ -88,16 +79,14 @@ class ForwardReader:
     def require_whole_sequence(self, pack: Pack) -> None:
         """Refuse a pack that ranks share if the foundation's own forward reads its media.
 
-        Raises:
-            UserError: names the sample.
+        Raises UserError: names the sample.
         """
         self._refuse(pack, "and needs the whole pack, but ranks share its sequence; set ulysses and cp to 1")
 
     def require_whole_model(self, pack: Pack) -> None:
         """Refuse a pack for a rank with a part of the model if the foundation's own forward reads its media.
 
-        Raises:
-            UserError: names the sample.
+        Raises UserError: names the sample.
         """
         self._refuse(pack, "and a rank that has a part of the model cannot run it; set pp to 1 without sections")
 
@@ -115,15 +104,14 @@ class ForwardReader:
     def with_zero_gradients(self, output: Tensor) -> Tensor:
         """Return the output of a sharded model with a gradient of zeros for what only some samples reach.
 
-        Args:
-            output: a loss, or the hidden states for the next pipeline stage.
+        ``output``: a loss, or the hidden states for the next pipeline stage.
         """
         if output.grad_fn is None or not self._gives_zeros:
             return output
         live = {n: p for n, p in self._named_parameters().items() if p.requires_grad and not p.is_meta}
         reached = _reached(output.grad_fn)
         self.read.update(name for name, parameter in live.items() if parameter in reached)
-        return _ZeroGradients.apply(output, *live.values())
+        return with_zeros_for(output, live.values())
 
     def parameters_by_key(self) -> dict[str, Iterable[nn.Parameter]]:
         """Return name -> the parameter that only some samples reach; empty if it is given no zeros."""
@@ -159,8 +147,7 @@ def _reached(node: Node) -> set[Tensor]:
 def require_length(pack: Pack, hidden: Tensor) -> None:
     """Refuse a forward that changed the number of tokens: its labels would belong to other tokens.
 
-    Raises:
-        UserError: names the sample and both numbers of tokens.
+    Raises UserError: names the sample and both numbers of tokens.
     """
     if pack.forward_inputs and hidden.size(1) != pack.num_tokens:
         raise UserError(
@@ -174,27 +161,3 @@ def _cast_floats(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
     dtype = model.get_input_embeddings().weight.dtype
     cast = {name: v.to(dtype) for name, v in kwargs.items() if isinstance(v, Tensor) and v.is_floating_point()}
     return args, kwargs | cast
-
-
-class _ZeroGradients(torch.autograd.Function):
-    """Returns ``output``; its backward gives zeros to the other tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, *others: Tensor) -> Tensor:
-        ctx.zeros = [_zeros_for(other) for other in others]
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return gradient, *(zeros(gradient) for zeros in ctx.zeros)
-
-
-def _zeros_for(other: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that makes zeros, sharded as ``other`` is, on its argument's device."""
-    shape, dtype = other.shape, other.dtype
-    if not isinstance(other, DTensor):
-        return lambda near: near.new_zeros(shape, dtype=dtype)
-    mesh, placements, stride, own = other.device_mesh, other.placements, other.stride(), other.to_local().shape
-    return lambda near: DTensor.from_local(
-        near.new_zeros(own, dtype=dtype), mesh, placements, run_check=False, shape=shape, stride=stride
-    )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnitrain.ops.attention import PackedSequence, packed_sequence
+from omnitrain.ops.attention.packed_context import PackedSequence, packed_sequence
 
 Kernel = Callable[..., Any]
 
@@ -31,8 +31,7 @@ _PACKING = {"cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max
 def by_heads(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return a layer's forward for a slice of the sequence; None: it does not use both kernels.
 
-    Args:
-        forward: forward of the layer's class.
+    ``forward``: forward of the layer's class.
     """
     plain = inspect.unwrap(forward)
     if not isinstance(plain, FunctionType):

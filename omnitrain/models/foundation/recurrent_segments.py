@@ -6,8 +6,8 @@ on each rank, which keeps only its tokens: the gradients of their parameters are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -16,20 +16,23 @@ from torch import Tensor, nn
 
 from omnitrain.errors import UserError
 from omnitrain.models.foundation.linear_attention_heads import by_heads
-from omnitrain.ops.attention import MaskSpec, SequenceSlice, packed, packed_sequence
-from omnitrain.ops.attention.packed_context import check_recomputation, relies_on_context
+from omnitrain.ops.attention.packed_context import (
+    SequenceSlice,
+    check_recomputation,
+    packed,
+    packed_sequence,
+    relies_on_context,
+)
+from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.patch_forward import Forward, set_forward
+from omnitrain.torch_private import tree_map, tree_map_only
 
 
 def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
     """Make every module of these classes run the samples of a packed sequence one by one.
 
     Only the ``forward`` of the modules changes: classes, parameters and names stay. Unpacked input runs as before.
-    Idempotent.
-
-    Args:
-        model: the model, changed in place.
-        class_names: names of module classes.
+    Idempotent. ``model``: the model, changed in place; ``class_names``: names of module classes.
     """
     for module in model.modules():
         if type(module).__name__ in class_names:
@@ -48,15 +51,18 @@ def _segmented_forward(kind: type[nn.Module]) -> Forward:
         relies_on_context(self)
         if sequence.sequence_slice is not None and (shared := by_heads(alone)) is not None:
             return shared(self, *args, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}
         if sequence.sequence_slice is not None:
-            args, kwargs = gathered_whole((args, kwargs), sequence.sequence_slice)
+            args, kwargs = tree_map(partial(_gathered_whole, sequence_slice=sequence.sequence_slice), (args, kwargs))
         outputs = []
         for start, stop in pairwise(sequence.offsets):
             with packed((0, stop - start)):
                 sample = cut_tokens((args, kwargs), sequence.offsets[-1], start, stop)
                 outputs.append(alone(self, *sample[0], **sample[1]))
-        whole = _end_to_end(outputs, [stop - start for start, stop in pairwise(sequence.offsets)])
-        return whole if sequence.sequence_slice is None else keep_tokens(whole, sequence.sequence_slice)
+        whole = tree_map(partial(_end_to_end, [stop - start for start, stop in pairwise(sequence.offsets)]), *outputs)
+        if sequence.sequence_slice is None:
+            return whole
+        return tree_map_only(Tensor, partial(_kept_tokens, sequence_slice=sequence.sequence_slice), whole)
 
     return forward
 
@@ -73,65 +79,49 @@ def _is_square(shape: Sequence[int], length: int) -> bool:
     return len(shape) == 4 and tuple(shape[-2:]) == (length, length)
 
 
-def cut_tokens(value: Any, length: int, start: int, stop: int) -> Any:
-    """Slice all tensors along a sequence of ``length`` tokens to ``start:stop``, and drop packing arguments."""
-    if isinstance(value, MaskSpec):
-        return value.between(start, stop)
-    if isinstance(value, Tensor):
+def cut_tokens(tree: Any, length: int, start: int, stop: int) -> Any:
+    """Slice all tensors along a sequence of ``length`` tokens to ``start:stop``."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, MaskSpec):
+            return value.between(start, stop)
+        if not isinstance(value, Tensor):
+            return value
         if _is_square(value.shape, length):
             return value[..., start:stop, start:stop]
         dim = token_dim(value.shape, length)
         return value if dim is None else value.narrow(dim, start, stop - start)
-    if isinstance(value, dict):
-        value = {key: item for key, item in value.items() if key not in _PACKING}
-    return each(value, lambda item: cut_tokens(item, length, start, stop))
+
+    return tree_map(cut, tree)
 
 
-def gathered_whole(value: Any, sequence_slice: SequenceSlice) -> Any:
-    """Gather all tensors along a slice to the whole sequence.
-
-    Raises:
-        UserError: a mask tensor covers only the tokens of one rank.
-    """
+def _gathered_whole(value: Any, sequence_slice: SequenceSlice) -> Any:
+    """Gather a tensor along a slice to the whole sequence."""
     if isinstance(value, MaskSpec):
         return value.whole
-    if isinstance(value, Tensor):
-        if _is_square(value.shape, sequence_slice.positions.numel()):
-            raise UserError(
-                "ranks cannot share the sequence of this model: its mask covers only the tokens of one rank; set "
-                "ulysses and cp to 1"
-            )
-        dim = token_dim(value.shape, sequence_slice.positions.numel())
-        return value if dim is None else sequence_slice.gather(value, dim)
-    return each(value, lambda item: gathered_whole(item, sequence_slice))
+    if not isinstance(value, Tensor):
+        return value
+    if _is_square(value.shape, sequence_slice.positions.numel()):
+        raise UserError(
+            "ranks cannot share the sequence of this model: its mask covers only the tokens of one rank; set ulysses "
+            "and cp to 1"
+        )
+    dim = token_dim(value.shape, sequence_slice.positions.numel())
+    return value if dim is None else sequence_slice.gather(value, dim)
 
 
-def keep_tokens(value: Any, sequence_slice: SequenceSlice) -> Any:
-    """Return this rank's tokens of all tensors along the whole sequence."""
-    if isinstance(value, Tensor):
-        dim = token_dim(value.shape, sequence_slice.num_tokens)
-        return value if dim is None else value.index_select(dim, sequence_slice.positions)
-    return each(value, lambda item: keep_tokens(item, sequence_slice))
-
-
-def each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply ``change`` to each item of a list, tuple or dict; return other values unchanged."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(change(item) for item in value)
-    if isinstance(value, dict):
-        return {key: change(item) for key, item in value.items()}
-    return value
+def _kept_tokens(value: Tensor, sequence_slice: SequenceSlice) -> Tensor:
+    """This rank's tokens of a tensor along the whole sequence."""
+    dim = token_dim(value.shape, sequence_slice.num_tokens)
+    return value if dim is None else value.index_select(dim, sequence_slice.positions)
 
 
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
-def _end_to_end(outputs: list[Any], lengths: list[int]) -> Any:
+def _end_to_end(lengths: Sequence[int], *segments: Any) -> Any:
     """Concatenate the outputs of all segments; a tensor without a dim for tokens (a state) is the last segment's."""
-    last = outputs[-1]
-    if isinstance(last, Tensor):
-        dims = [token_dim(output.shape, length) for output, length in zip(outputs, lengths, strict=True)]
-        return last if dims[0] is None else torch.cat(outputs, dim=dims[0])
-    if isinstance(last, (list, tuple)):
-        return type(last)(_end_to_end(list(items), lengths) for items in zip(*outputs, strict=True))
-    return last
+    if not isinstance(segments[-1], Tensor):
+        return segments[-1]
+    dims = [token_dim(segment.shape, length) for segment, length in zip(segments, lengths, strict=True)]
+    return segments[-1] if dims[0] is None else torch.cat(segments, dim=dims[0])

@@ -29,7 +29,9 @@ from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.foundation.skipped_modules import call_skipped_modules
 from omnitrain.models.foundation.stage import Stage
 from omnitrain.models.foundation.zeros_in_step import GivesZeros
-from omnitrain.ops.attention import MaskSpec, PackedSequence, SequenceSlice, inside, use_omnitrain_attention
+from omnitrain.ops.attention.install import use_omnitrain_attention
+from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside
+from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
 from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
@@ -41,17 +43,14 @@ Head = Callable[[Tensor, nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class EncodedMedia:
-    """The features of all media of a pack.
+    """The features of all media of a pack."""
 
-    Attributes:
-        native: modality -> features for the foundation's own placeholders, in the order of the placeholders.
-        inserted: features of attached components, which replace token embeddings: positions ``[n]`` int64 in the
-            flattened batch ``[B * T]``, on the host, and embeddings ``[n, hidden]``.
-        teachers: teacher -> its last hidden states ``[n, width]`` for the tokens from which text is predicted.
-    """
-
+    # modality -> features for the foundation's own placeholders, in the order of the placeholders
     native: dict[str, MediaFeatures] = field(default_factory=dict)
+    # features of attached components, which replace token embeddings: positions ``[n]`` int64 in the flattened batch
+    # ``[B * T]``, on the host, and embeddings ``[n, hidden]``
     inserted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    # teacher -> its last hidden states ``[n, width]`` for the tokens from which text is predicted
     teachers: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -71,12 +70,9 @@ class FoundationRunner:
     """
 
     def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
-        """Attach to ``model``.
+        """Attach to ``model``; its attention and the forwards that the contract names are replaced.
 
-        Args:
-            model: the HF model; its attention and the forwards that the contract names are replaced.
-            contract: the model's contract.
-            native: result of :func:`discover` for the model; None: run it.
+        ``native``: result of :func:`discover` for the model; None: run it.
         """
         self.model = model
         self.contract = contract
@@ -100,19 +96,15 @@ class FoundationRunner:
     def skip_unread_rows(self) -> Counter[str]:
         """Let modules that the contract lists as tokenwise compute only the tokens that a loss reads.
 
-        Returns:
-            Class name -> number of such modules.
+        Returns class name -> number of such modules.
         """
         return skip_unread_rows(self.model, self.contract.tokenwise)
 
     def encode(self, pack: Pack) -> dict[str, MediaFeatures]:
         """Encode all media of a pack that the model reads by itself, by its own feature methods.
 
-        Returns:
-            Modality -> features in the order of their placeholders. Modalities that share a placeholder are joined.
-
-        Raises:
-            UserError: the model has no such modality, or the numbers of features and placeholders differ.
+        Returns modality -> features in the order of their placeholders. Modalities that share a placeholder are joined.
+        Raises UserError: the model has no such modality, or the numbers of features and placeholders differ.
         """
         batches = {name: batch for name, batch in pack.inputs.items() if name.startswith(NATIVE_PREFIX)}
         features = {
@@ -122,13 +114,7 @@ class FoundationRunner:
         return self.joined(features, {name: batch.positions for name, batch in batches.items()})
 
     def calls(self, pack: Pack, name: str, most_elements: int | None = None) -> list[MediaGroup]:
-        """Return the items of each call for a modality (``foundation.image``, ...) of a pack; often one, or none.
-
-        Args:
-            pack: a micro-batch.
-            name: the modality.
-            most_elements: see :func:`media_calls`.
-        """
+        """Return the items of each call for a modality (``foundation.image``, ...); see :func:`media_calls`."""
         if name not in pack.inputs:
             return []
         return list(media_calls(pack.inputs[name], apart=self.apart.get(name), most_elements=most_elements))
@@ -144,11 +130,8 @@ class FoundationRunner:
     def encode_call(self, name: str, items: MediaGroup) -> MediaFeatures:
         """Run one call of a modality (``foundation.image``, ...); see :meth:`encode`.
 
-        Returns:
-            The features in the order of the items.
-
-        Raises:
-            UserError: the model does not read the modality, or the numbers of features and placeholders differ.
+        Returns the features in the order of the items. Raises UserError: the model does not read the modality, or the
+        numbers of features and placeholders differ.
         """
         modality = name.removeprefix(NATIVE_PREFIX)
         interface = self.native.interfaces.get(modality)
@@ -167,9 +150,8 @@ class FoundationRunner:
     ) -> dict[str, MediaFeatures]:
         """Join the features of calls as :meth:`encode` returns them.
 
-        Args:
-            features: modality (``foundation.image``, ...) -> features.
-            positions: modality -> ``[n]`` int64, the tokens that the features replace.
+        ``features``: modality (``foundation.image``, ...) -> features; ``positions``: modality -> ``[n]`` int64, the
+        tokens that the features replace.
         """
         by_token: dict[int, list[str]] = {}
         for name in features:
@@ -184,10 +166,8 @@ class FoundationRunner:
     def one_batch(self, encoded: Sequence[Mapping[str, MediaFeatures]]) -> dict[str, MediaFeatures]:
         """Join the features of several packs for a batch with one row per pack.
 
-        Features are joined by placeholder: prompts with different modalities may share one.
-
-        Args:
-            encoded: results of :meth:`encode`.
+        Features are joined by placeholder: prompts with different modalities may share one. ``encoded``: results of
+        :meth:`encode`.
         """
         by_token: dict[int, list[tuple[str, MediaFeatures]]] = {}
         for modality, features in (item for media in encoded for item in media.items()):
@@ -205,15 +185,10 @@ class FoundationRunner:
 
         After :meth:`skip_unread_rows`, hidden states of tokens that no loss of this pack reads are not valid.
 
-        Args:
-            pack: the micro-batch.
-            media: features for the tokens of ``part``.
-            sequence_slice: the tokens to run; losses and hidden states cover only these. None: all tokens.
-            stage: the last stage of a pipeline; None: the whole model.
-
-        Raises:
-            UserError: the pack has several samples and the model cannot keep them apart, or ranks share the sequence of
-                a sample that the foundation's own forward reads, or such a sample is given to a stage.
+        ``sequence_slice``: the tokens to run, with ``media`` for them; losses and hidden states cover only these; None:
+        all tokens. ``stage``: the last stage of a pipeline; None: the whole model. Raises UserError: the pack has
+        several samples and the model cannot keep them apart, or ranks share the sequence of a sample that the
+        foundation's own forward reads, or such a sample is given to a stage.
         """
         with self._local(pack, sequence_slice, stage) as (local, packed):
             loss = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
@@ -227,8 +202,7 @@ class FoundationRunner:
     ) -> Tensor:
         """Run a stage that is not the last; arguments and errors are those of :meth:`text_loss`.
 
-        Returns:
-            ``[1, t, hidden]``, the hidden states for the next stage.
+        Returns ``[1, t, hidden]``, the hidden states for the next stage.
         """
         with self._local(pack, sequence_slice, stage) as (local, packed):
             hidden: Tensor = self.run_pack(local, media or EncodedMedia(), _unreached, packed, stage)
@@ -354,7 +328,8 @@ class FoundationRunner:
         """Run one forward of the HF model with ``head(hidden, lm_head)`` instead of its language-model head.
 
         The replacement runs inside the model's forward, so it need not compute all logits, and FSDP has gathered the
-        head's weight.
+        head's weight. Returns the model's own output; of a stage that is not the last, the hidden states for the next
+        one.
 
         Args:
             input_ids: ``[B, T]``; arbitrary at positions of inserted features.
@@ -364,9 +339,6 @@ class FoundationRunner:
             packed: the packed sequence that ``input_ids`` has, or has a slice of; None: each row of the batch is one
                 sample.
             stage: the stage of a pipeline to run; None: the whole model.
-
-        Returns:
-            The model's own output; of a stage that is not the last, the hidden states for the next one.
         """
         accepted = self._accepted(arguments, packed, input_ids.device)
         lm_head: Any = self.model.get_output_embeddings()

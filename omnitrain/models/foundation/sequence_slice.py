@@ -12,19 +12,15 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import Pack, PackInfo
-from omnitrain.ops.attention import SequenceSlice
+from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
 
 
 def local_positions(sequence_slice: SequenceSlice | None, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Find the tokens that are on this rank, and their positions in its slice. All tensors are on the host.
 
-    Args:
-        sequence_slice: the slice; None: all tokens.
-        positions: ``[n]`` int64, tokens of the whole sequence, in any order.
-
-    Returns:
-        ``[m]`` int64, indices into ``positions``; ``[m]`` int64, positions in the slice.
+    ``sequence_slice``: the slice; None: all tokens; ``positions``: ``[n]`` int64, tokens of the whole sequence, in any
+    order. Returns ``[m]`` int64, indices into ``positions``; ``[m]`` int64, positions in the slice.
     """
     if sequence_slice is None:
         return torch.arange(len(positions)), positions

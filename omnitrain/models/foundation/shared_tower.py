@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from omnitrain.ops.attention import SequenceSlice, offsets_on
+from omnitrain.ops.attention.packed_context import SequenceSlice
+from omnitrain.ops.attention.spec import offsets_on
 from omnitrain.torch_private import tree_map_only
 
 MakeSlice = Callable[[int, torch.device], SequenceSlice | None]
@@ -31,12 +32,9 @@ class SharedTower:
     """The blocks of a component, with hooks that do nothing until :meth:`sharing`."""
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], slice_of: MakeSlice) -> None:
-        """Attach.
+        """Attach to the blocks of ``model`` that have only these parameters.
 
-        Args:
-            model: the model that contains the component.
-            parameters: the component's parameters.
-            slice_of: number of rows of a call, and their device -> this rank's slice; None: all ranks run all rows.
+        ``slice_of``: number of rows of a call, and their device -> this rank's slice; None: all ranks run all rows.
         """
         self._stacks = [_Stack(blocks, siblings, slice_of) for blocks, siblings in _stacks_of(model, set(parameters))]
 
@@ -78,17 +76,12 @@ def _called(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 @dataclass
 class _Call:
-    """A call of a stack that ranks share.
+    """A call of a stack that ranks share."""
 
-    Attributes:
-        slice: this rank's slice.
-        offsets: id of an offsets tensor of the whole call -> that tensor, and the slice's.
-        between: output of the latest block.
-    """
-
-    slice: SequenceSlice
+    slice: SequenceSlice  # this rank's slice
+    # id of an offsets tensor of the whole call -> that tensor, and the slice's
     offsets: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    between: Tensor | None = None
+    between: Tensor | None = None  # output of the latest block
 
 
 # The stacks whose calls are shared in this thread -> the running call; None: none is running, or it is not shared.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from omnitrain.models.components.contract import SkippedModule
+from omnitrain.models.foundation.zeros_in_step import with_zeros_for
 from omnitrain.recipe.globs import any_layer
 from omnitrain.torch_private import tree_iter, tree_map
 
@@ -28,12 +29,8 @@ _ATTRIBUTE = "_calls_skipped_modules"
 def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> list[SkippedCalls]:
     """Let every forward of ``model`` call the modules that it skips on empty tensors. Idempotent.
 
-    Args:
-        model: changed in place, by hooks; classes, parameters and names stay.
-        found: the modules, in the order in which a forward that skips none calls them.
-
-    Returns:
-        The calls of each parent.
+    ``model``: changed in place, by hooks; classes, parameters and names stay; ``found``: the modules, in the order in
+    which a forward that skips none calls them. Returns the calls of each parent.
     """
     modules = dict(model.named_modules())
     order = {skipped.module: (index, skipped) for index, skipped in enumerate(found)}
@@ -60,21 +57,14 @@ def parent_of(name: str, kind: SkippedModule) -> str:
 
 @dataclass
 class _Running:
-    """A forward of a parent.
+    """A forward of a parent."""
 
-    Attributes:
-        input: a floating-point input of the parent.
-        next: index of the next child in order.
-        outputs: results of calls, on empty tensors or not, that are not yet connected to the graph.
-        is_calling: whether a child is being called on empty tensors.
-        has_ended: whether all calls are made and connected to the input of the language-model head.
-    """
-
-    input: Tensor | None
-    next: int = 0
+    input: Tensor | None  # a floating-point input of the parent
+    next: int = 0  # index of the next child in order
+    # results of calls, on empty tensors or not, that are not yet connected to the graph
     outputs: list[Tensor] = field(default_factory=list)
-    is_calling: bool = False
-    has_ended: bool = False
+    is_calling: bool = False  # whether a child is being called on empty tensors
+    has_ended: bool = False  # whether all calls are made and connected to the input of the language-model head
 
 
 # The running forwards of parents in this thread: a backward may recompute a parent while another forward of it runs.
@@ -151,7 +141,7 @@ class SkippedCalls:
         """Connect the outputs of all calls to the graph of the first tensor in ``tree``."""
         outputs, running.outputs = running.outputs, []
         first = next(_floating(tree))
-        tied = _Tied.apply(first, *outputs)
+        tied = with_zeros_for(first, outputs)
         return tree_map(lambda value: tied if value is first else value, tree)
 
     def _catch_up(self, running: _Running, index: int) -> None:
@@ -172,26 +162,6 @@ class SkippedCalls:
             return running.input.flatten()[:0]
         weight = next(child.parameters())
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
-
-
-class _Tied(torch.autograd.Function):
-    """Returns ``output`` and connects the outputs of calls to its graph, with gradients of zero.
-
-    It saves a tensor also on ranks that skipped nothing: unpacking the first saved tensor recomputes a block, and all
-    ranks must recompute, and so gather FSDP units, in the same order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, *others: Tensor) -> Tensor:
-        ctx.save_for_backward(output.new_empty(0))
-        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        _ = ctx.saved_tensors
-        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others)
-        return gradients[0], *zeros
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:

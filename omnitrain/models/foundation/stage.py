@@ -29,17 +29,11 @@ _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(v
 
 @dataclass(frozen=True)
 class BlockSpan:
-    """The blocks of a foundation that a stage runs.
+    """The blocks of a foundation that a stage runs."""
 
-    Attributes:
-        start: index of the first block.
-        stop: index after the last block.
-        count: number of blocks of the foundation.
-    """
-
-    start: int
-    stop: int
-    count: int
+    start: int  # index of the first block
+    stop: int  # index after the last block
+    count: int  # number of blocks of the foundation
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= self.count:
@@ -58,17 +52,11 @@ class BlockSpan:
 
 @dataclass(frozen=True)
 class Stage:
-    """One call of a stage.
+    """One call of a stage."""
 
-    Attributes:
-        span: its blocks.
-        contract: how the foundation may be cut.
-        arrived: ``[1, t, hidden]``, the output of the stage before; None for the first stage.
-    """
-
-    span: BlockSpan
-    contract: StageContract
-    arrived: Tensor | None = None
+    span: BlockSpan  # its blocks
+    contract: StageContract  # how the foundation may be cut
+    arrived: Tensor | None = None  # ``[1, t, hidden]``, the output of the stage before; None for the first stage
 
     def __post_init__(self) -> None:
         if self.span.is_first != (self.arrived is None):
@@ -94,11 +82,8 @@ class Stage:
         """Let the next forward of ``model`` run only this stage.
 
         Of a stage that is not the last, the forward returns the hidden states for the next one, ``[1, t, hidden]``. It
-        ends inside ``model``, so that the hooks of ``model`` (FSDP's) see its end.
-
-        Args:
-            model: the foundation.
-            blocks: its blocks.
+        ends inside ``model``, so that the hooks of ``model`` (FSDP's) see its end. ``model``: the foundation;
+        ``blocks``: its blocks.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:

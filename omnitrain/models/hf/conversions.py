@@ -39,11 +39,8 @@ def with_experts_apart(
 ) -> list[WeightTransform]:
     """Return the conversions ``known``, with others for experts if a checkpoint has them apart and these do not.
 
-    Args:
-        known: the conversions of the model's class.
-        names: of the tensors of the checkpoint.
-        model: the model. If its own experts are apart, they need no conversion.
-        quantizer: transformers' quantizer, if the tensors are quantized.
+    ``names``: of the tensors of the checkpoint. If the model's own experts are apart, they need no conversion.
+    ``quantizer``: transformers' quantizer, if the tensors are quantized.
     """
     sources = [source for each in known if isinstance(each, WeightConverter) for source in each.source_patterns]
     is_fused = any(name.endswith(_FUSED) for name, _ in model.named_parameters())

@@ -26,17 +26,11 @@ _CLOSURE_NAMES = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One function that a package may replace.
+    """One function that a package may replace."""
 
-    Attributes:
-        name: name of the function in the package.
-        package: import name of the package.
-        is_used: whether the package is installed, so that its function runs.
-    """
-
-    name: str
-    package: str
-    is_used: bool
+    name: str  # name of the function in the package
+    package: str  # import name of the package
+    is_used: bool  # whether the package is installed, so that its function runs
 
     def __str__(self) -> str:
         return f"{self.name}: {self.package if self.is_used else 'torch'}"

@@ -40,8 +40,7 @@ Source: TypeAlias = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
 def as_config(values: dict[str, Any]) -> PreTrainedConfig:
     """Build the HF config of a plain dict with ``model_type``.
 
-    Raises:
-        UserError: ``model_type`` is missing or not registered with transformers.
+    Raises UserError: ``model_type`` is missing or not registered with transformers.
     """
     rest = dict(values)
     model_type = rest.pop("model_type", None)
@@ -69,17 +68,12 @@ def resolve(
     dtype: torch.dtype | None = None,
     part_of: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None,
 ) -> PreTrainedModel:
-    """Load or build the model that ``source`` names.
+    """Load or build the model that ``source`` names: Hub id or folder, config or its dict (random weights), or a model.
 
-    Args:
-        source: Hub id or folder (pretrained weights), config or its dict (random weights), or a model.
-        class_of: returns the class that builds a config; None: :func:`model_class`.
-        dtype: dtype of the weights; None: fp32 for random weights, the checkpoint's dtype for loaded weights.
-        part_of: returns the sub-config to build; None: the whole config is built.
-
-    Raises:
-        UserError: no model at the path, an unknown architecture, or a config that its class does not take.
-        WeightsError: tensors are missing, renamed or have another shape.
+    ``class_of``: returns the class that builds a config; None: :func:`model_class`. ``dtype``: of the weights; None:
+    fp32 for random weights, the checkpoint's dtype for loaded weights. ``part_of``: returns the sub-config to build;
+    None: all. Raises UserError: no model at the path, an unknown architecture, or a config that its class does not
+    take; WeightsError: tensors are missing, renamed or have another shape.
     """
     class_of, part_of = class_of or model_class, part_of or (lambda config: config)
     if isinstance(source, str):
@@ -96,8 +90,7 @@ def resolve(
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class that builds ``config``: AutoModel's, else the only class of that config (VQ tokenizers).
 
-    Raises:
-        UserError: no class builds it, or several do.
+    Raises UserError: no class builds it, or several do.
     """
     classes = _mapped(config, "AutoModel") or _owners(config)
     if len(classes) != 1:
@@ -109,10 +102,7 @@ def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class with a forward over tokens and a language-model head that builds ``config``.
 
     It is the config's ``architectures`` entry, else the class that an auto mapping names, else the only class of that
-    config that generates.
-
-    Raises:
-        UserError: no class does; the message names the sub-configs that have such a class.
+    config that generates. Raises UserError: no class does; the message names the sub-configs that have such a class.
     """
     classes = _language_models(config)
     if classes and not config.is_encoder_decoder:
@@ -147,12 +137,8 @@ def foundation_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def require_sub_configs(source: str | dict[str, Any]) -> None:
     """Check that a foundation's config has all sub-configs: transformers fills a missing one with full-size defaults.
 
-    Args:
-        source: a config as a dict, or its Hub id or folder. Files of older models write the keys of the language model
-            at the top level; that sub-config is then not missing.
-
-    Raises:
-        UserError: names the missing sub-configs.
+    ``source``: a config as a dict, or its Hub id or folder. Files of older models write the keys of the language model
+    at the top level; that sub-config is then not missing. Raises UserError: names the missing sub-configs.
     """
     if isinstance(source, dict):
         values, config, has_flat_text = source, as_config(source), False
@@ -226,8 +212,7 @@ def _modeling_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
 def config_at(path: str) -> PreTrainedConfig:
     """Return the HF config of a Hub id or folder, without the quantization of its files: we build plain weights.
 
-    Raises:
-        UserError: the path has no HF config.
+    Raises UserError: the path has no HF config.
     """
     require_folder(path, "HF model")
     try:
@@ -241,8 +226,7 @@ def config_at(path: str) -> PreTrainedConfig:
 def require_folder(path: str, what: str) -> None:
     """Raise if ``path`` looks local but does not exist; other names may be Hub ids (``org/name``).
 
-    Raises:
-        UserError: names the missing folder and the nearest existing one.
+    Raises UserError: names the missing folder and the nearest existing one.
     """
     is_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if is_local and not Path(path).expanduser().is_dir():
@@ -251,15 +235,10 @@ def require_folder(path: str, what: str) -> None:
 
 
 def folder_with(path: str | Path, pattern: str, **hub: Any) -> Path:
-    """Return the folder ``path``, or download the files of a Hub repository and return their folder.
+    """Return the folder ``path``, or download the files ``pattern`` of a Hub repository and return their folder.
 
-    Args:
-        path: folder or Hub id.
-        pattern: glob of the files to download, relative to the repository.
-        **hub: keyword arguments of ``snapshot_download``.
-
-    Raises:
-        UserError: neither a folder nor a repository has this name.
+    ``hub``: keyword arguments of ``snapshot_download``. Raises UserError: neither a folder nor a repository has this
+    name.
     """
     require_folder(str(path), "checkpoint")
     if Path(path).expanduser().is_dir():
@@ -275,20 +254,13 @@ def load_strictly(
 ) -> PreTrainedModel:
     """Call ``cls.from_pretrained(path)`` and check that the tensors of the files are exactly those of the model.
 
-    Quantized weights (fp8, mxfp4) are dequantized for training, on any device.
+    Quantized weights (fp8, mxfp4) are dequantized for training, on any device. ``dtype``: of the weights; None: the
+    checkpoint's. ``allow_extra``: accept tensors in the files that the model does not have (a tower from a whole
+    model); the model's attribute ``unused_tensors`` counts them, and ``source_path`` says where they are.
 
-    Args:
-        cls: model class.
-        path: folder or Hub id.
-        dtype: dtype of the weights; None: the checkpoint's dtype.
-        allow_extra: accept tensors in the files that the model does not have (a tower from a whole model); the model's
-            attribute ``unused_tensors`` counts them, and ``source_path`` says where they are.
-        **kwargs: keyword arguments of ``from_pretrained``.
-
-    Raises:
-        UserError: the folder or its weights are missing, or transformers cannot dequantize the weights.
-        WeightsError: names every tensor that is missing, unexpected or of another shape, and probable renames; or those
-            that the config ties to others, and the files do not.
+    Raises UserError: the folder or its weights are missing, or transformers cannot dequantize the weights;
+    WeightsError: names every tensor that is missing, unexpected or of another shape, and probable renames; or those
+    that the config ties to others, and the files do not.
     """
     require_folder(path, cls.__name__)
     quantized = dequantizing(path) if "config" in kwargs else None

@@ -26,8 +26,7 @@ _DEQUANTIZE = "dequantize"  # a key inside it
 def dequantizing(path: str) -> dict[str, Any] | None:
     """Return the quantization config of a folder or Hub id, so that transformers dequantizes; None: not quantized.
 
-    Raises:
-        UserError: transformers cannot dequantize the weights.
+    Raises UserError: transformers cannot dequantize the weights.
     """
     quantization = PreTrainedConfig.get_config_dict(path)[0].get(QUANTIZATION)
     if quantization is None:
@@ -69,12 +68,7 @@ def partial_blocks_are_dequantized() -> Iterator[None]:
 
 
 class Dequantizer:
-    """Dequantizes tensors of a checkpoint without its model.
-
-    Args:
-        quantization: see :func:`dequantizing`.
-        dtype: dtype of dequantized tensors; also an attribute.
-    """
+    """Dequantizes tensors of a checkpoint to ``dtype`` without a model. ``quantization``: see :func:`dequantizing`."""
 
     def __init__(self, quantization: dict[str, Any], dtype: torch.dtype) -> None:
         self._quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=True)
@@ -92,8 +86,7 @@ class Dequantizer:
     def dequantized(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         """Return the quantized tensor that ``parts`` stand for; nothing is computed if they are in files.
 
-        Raises:
-            UserError: transformers cannot dequantize it alone.
+        Raises UserError: transformers cannot dequantize it alone.
         """
         last = name.rpartition(".")[2]
         with weights_left_in_files(), operations_recorded(), partial_blocks_are_dequantized():

@@ -19,17 +19,13 @@ from omnitrain.models.discovery.placeholders import MODALITY_CODES
 def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> Sample:
     """Convert one sample.
 
-    Args:
-        native: the modalities that the foundation reads by itself.
-        arguments: arguments of the HF model's forward for this sample alone: ``input_ids`` ``[1, T]`` or ``[T]``,
-            ``labels`` of that shape (-100: ignored; not shifted), and its media. All media of one modality become one
-            item. If only the model's own forward reads some of the media, it gets all arguments. Names that are
-            neither the model's arguments nor media have no effect.
-        index: index of the sample; also its id.
+    ``arguments``: arguments of the HF model's forward for this sample alone: ``input_ids`` ``[1, T]`` or ``[T]``,
+    ``labels`` of that shape (-100: ignored; not shifted), and its media. All media of one modality become one item. If
+    only the model's own forward reads some of the media, it gets all arguments. Names that are neither the model's
+    arguments nor media have no effect. ``index``: also the sample's id.
 
-    Raises:
-        UserError: a required argument is missing, the sample has no tokens or has padding, labels differ from the ids,
-            media have no placeholders, modalities share a placeholder, or an argument would not reach the model.
+    Raises UserError: a required argument is missing, the sample has no tokens or has padding, labels differ from the
+    ids, media have no placeholders, modalities share a placeholder, or an argument would not reach the model.
     """
     for name in ("input_ids", "labels"):
         if name not in arguments:

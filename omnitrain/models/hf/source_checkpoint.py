@@ -29,27 +29,20 @@ _NOT_NEEDED = ("*/*", "*.bin", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of the
 
 @dataclass(frozen=True)
 class SourceCheckpoint:
-    """A checkpoint in safetensors files.
+    """A checkpoint in safetensors files."""
 
-    Attributes:
-        folder: its folder.
-        file_of: name of a tensor -> its file.
-        parts: name of a tensor -> what the files have of it, and where it stays: itself, or its parts if quantized.
-        dequantizer: dequantizes tensors; None: none is quantized.
-    """
-
-    folder: Path
-    file_of: Mapping[str, str]
+    folder: Path  # its folder
+    file_of: Mapping[str, str]  # name of a tensor -> its file
+    # name of a tensor -> what the files have of it, and where it stays: itself, or its parts if quantized
     parts: Mapping[str, Mapping[str, Tensor]]
-    dequantizer: Dequantizer | None
+    dequantizer: Dequantizer | None  # dequantizes tensors; None: none is quantized
 
     @classmethod
     def open(cls, path: str) -> SourceCheckpoint:
         """Open a folder, or the files of a Hub id.
 
-        Raises:
-            UserError: there is no such folder, its weights are not in safetensors files, or transformers cannot
-                dequantize them.
+        Raises UserError: there is no such folder, its weights are not in safetensors files, or transformers cannot
+        dequantize them.
         """
         folder = folder_with(path, "*", ignore_patterns=list(_NOT_NEEDED))
         index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
@@ -74,11 +67,7 @@ class SourceCheckpoint:
         return next(iter(parts.values())) if is_plain else None
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor, dequantized.
-
-        Raises:
-            UserError: transformers cannot dequantize it alone.
-        """
+        """Return a tensor, dequantized. Raises UserError: transformers cannot dequantize it alone."""
         plain = self.plain(name)
         if plain is not None:
             return plain
@@ -96,13 +85,9 @@ class SourceCheckpoint:
     def matched(self, model: PreTrainedModel) -> MatchedWeights:
         """Find the model's weights among the tensors.
 
-        Args:
-            model: whole, in memory or in files, and not sharded. It may be a part of the model in the files of the
-                source, whose names then have a prefix.
-
-        Raises:
-            UserError: the files lack weights of the model, or have them with other shapes, or transformers cannot
-                dequantize a tensor that the model does not have.
+        ``model``: whole, in memory or in files, and not sharded. It may be a part of the model in the files, whose
+        names then have a prefix. Raises UserError: the files lack weights of the model, or have them with other shapes,
+        or transformers cannot dequantize a tensor that the model does not have.
         """
         values = self._values(model)
         first = max(values, key=len)
@@ -141,27 +126,18 @@ class SourceCheckpoint:
 
 @dataclass(frozen=True)
 class MatchedWeights:
-    """A model's weights in the names of its source.
+    """A model's weights in the names of its source."""
 
-    Attributes:
-        source: the checkpoint.
-        values: name without the prefix -> weight.
-        prefix: of the model's names in the files, such as ``thinker.``.
-        others: tensors of the source that the model does not have; they stay in the files.
-    """
-
-    source: SourceCheckpoint
-    values: Mapping[str, Tensor]
-    prefix: str
-    others: Mapping[str, Tensor]
+    source: SourceCheckpoint  # the checkpoint
+    values: Mapping[str, Tensor]  # name without the prefix -> weight
+    prefix: str  # of the model's names in the files, such as ``thinker.``
+    others: Mapping[str, Tensor]  # tensors of the source that the model does not have; they stay in the files
 
     def write(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write the files of the source, with the model's weights in it, tensor by tensor.
+        """Write the files of the source to ``folder``, with the model's weights in it, tensor by tensor.
 
-        Args:
-            folder: an existing folder.
-            dtype: whether weights keep the dtypes of the model. None: they get those of the source. Tensors that the
-                model does not have are copied.
+        ``dtype``: None: weights get the dtypes of the source; else they keep their own. Tensors that the model does not
+        have are copied.
         """
         names_of: defaultdict[str, list[str]] = defaultdict(list)
         for name, file in self.source.file_of.items():

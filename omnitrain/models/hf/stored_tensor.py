@@ -35,12 +35,9 @@ from omnitrain.models.hf.stored_values import (
     Concatenated,
     InFile,
     InMemory,
-    Narrowed,
-    Permuted,
     Reshaped,
-    Selected,
     StoredValue,
-    Unsqueezed,
+    View,
     cast,
     read,
     whole_of,
@@ -66,11 +63,7 @@ _leaves_in_files: ContextVar[bool] = ContextVar("_leaves_in_files", default=Fals
 
 
 class StoredTensor(Tensor):
-    """A tensor whose elements lie in files.
-
-    Attributes:
-        value: how it is made of them.
-    """
+    """A tensor whose elements lie in files; ``value`` says how it is made of them."""
 
     value: StoredValue
 
@@ -196,8 +189,8 @@ def _recorded_for_each(function: Callable[..., Tensor]) -> Callable[..., Tensor]
         first = function(*(torch.empty_like(tensor[:1], device="meta") for tensor in tensors), **kwargs)
         of_experts = zip(*(tensor.split(1) for tensor in tensors), strict=True)
         arguments = [(tuple(tensor.value for tensor in of_expert), kwargs) for of_expert in of_experts]
-        values = (Computed(name, of_expert, None, tuple(first.shape), first.dtype) for of_expert in arguments)
-        return torch.cat([StoredTensor(value, tensors[0].device) for value in values])
+        made = (StoredTensor(Computed(name, of_expert, None, first), tensors[0].device) for of_expert in arguments)
+        return torch.cat(tuple(made))
 
     return recorded
 
@@ -252,8 +245,7 @@ def _unwritten(tensor: StoredTensor) -> Tensor:
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Record any operation, whose results get their shapes from the meta device.
 
-    Raises:
-        NotImplementedError: it writes to a tensor, or has results other than tensors.
+    Raises NotImplementedError: it writes to a tensor, or has results other than tensors.
     """
     if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema_of(func).arguments):
         raise NotImplementedError
@@ -269,7 +261,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     def result(like: Any, index: int | None) -> StoredTensor:
         if not isinstance(like, Tensor):
             raise NotImplementedError
-        return StoredTensor(Computed(str(func), of_args, index, tuple(like.shape), like.dtype), device)
+        return StoredTensor(Computed(str(func), of_args, index, like), device)
 
     if isinstance(shaped, (tuple, list)):
         return type(shaped)(result(like, index) for index, like in enumerate(shaped))
@@ -318,7 +310,7 @@ def _sliced(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: i
     if step != 1:
         return NotImplemented
     first, last, _ = slice(start, end).indices(tensor.size(dim))
-    return _like(tensor, Narrowed(tensor.value, dim % tensor.ndim, first, max(last - first, 0)))
+    return _like(tensor, View(tensor.value, range(tensor.ndim), {dim % tensor.ndim: (first, max(last - first, 0))}))
 
 
 def _split(tensor: StoredTensor, sizes: int | Sequence[int], dim: int = 0) -> list[StoredTensor]:
@@ -331,7 +323,8 @@ def _split(tensor: StoredTensor, sizes: int | Sequence[int], dim: int = 0) -> li
 
 def _selected(tensor: StoredTensor, dim: int, index: int) -> StoredTensor:
     dim %= tensor.ndim
-    return _like(tensor, Selected(tensor.value, dim, index % tensor.size(dim)))
+    others = [other for other in range(tensor.ndim) if other != dim]
+    return _like(tensor, View(tensor.value, others, {dim: (index % tensor.size(dim), 1)}))
 
 
 def _unbound(tensor: StoredTensor, dim: int = 0) -> tuple[StoredTensor, ...]:
@@ -339,7 +332,8 @@ def _unbound(tensor: StoredTensor, dim: int = 0) -> tuple[StoredTensor, ...]:
 
 
 def _unsqueezed(tensor: StoredTensor, dim: int) -> StoredTensor:
-    return _like(tensor, Unsqueezed(tensor.value, dim % (tensor.ndim + 1)))
+    dim %= tensor.ndim + 1
+    return _like(tensor, View(tensor.value, [*range(dim), None, *range(dim, tensor.ndim)]))
 
 
 def _squeezed(tensor: StoredTensor, dim: int) -> StoredTensor:
@@ -347,7 +341,7 @@ def _squeezed(tensor: StoredTensor, dim: int) -> StoredTensor:
 
 
 def _permuted(tensor: StoredTensor, dims: Sequence[int]) -> StoredTensor:
-    return _like(tensor, Permuted(tensor.value, tuple(dim % tensor.ndim for dim in dims)))
+    return _like(tensor, View(tensor.value, [dim % tensor.ndim for dim in dims]))
 
 
 def _transposed(tensor: StoredTensor, first: int = 0, second: int = 1) -> StoredTensor:

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -31,23 +30,20 @@ Region: TypeAlias = tuple[slice, ...]  # of each dim, with a start and a stop
 _WIDENINGS = {torch.bfloat16: (torch.float32, torch.float64), torch.float16: (torch.float32, torch.float64)}
 
 
-class StoredValue(Protocol):
-    """A tensor as a tree over files."""
+class StoredValue:
+    """A tensor as a tree over files. ``parts``: the values that it is made of; empty for a leaf."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-
-    @property
-    def parts(self) -> tuple[StoredValue, ...]:
-        """The values that it is made of; empty for a leaf."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[StoredValue, ...] = ()
 
     def write_to(self, out: Tensor, region: Region) -> None:
         """Write a region to ``out``, a tensor of the region's shape, on any device. Other dtypes are cast to."""
+        if out.numel():
+            self._write(out, region)
+
+    def _write(self, out: Tensor, region: Region) -> None:
+        raise NotImplementedError
 
 
 def read(value: StoredValue, region: Region | None = None) -> Tensor:
@@ -109,134 +105,64 @@ class FileReader:
 FILES = FileReader()
 
 
-@dataclass(frozen=True)
-class InFile:
+class InFile(StoredValue):
     """A tensor in a file."""
 
-    file: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts = ()
+    def __init__(self, file: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.file, self.name, self.shape, self.dtype = file, name, shape, dtype
 
-    def write_to(self, out: Tensor, region: Region) -> None:
-        """See :meth:`StoredValue.write_to`."""
+    def _write(self, out: Tensor, region: Region) -> None:
         out.copy_(FILES.slice_of(self.file, self.name, region))
 
 
-@dataclass(frozen=True, eq=False)
-class InMemory:
+class InMemory(StoredValue):
     """A tensor in memory, such as one that was written to after loading."""
 
-    tensor: Tensor
-    parts = ()
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See :attr:`StoredValue.shape`."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See :attr:`StoredValue.dtype`."""
-        return self.tensor.dtype
-
-    def write_to(self, out: Tensor, region: Region) -> None:
-        """See :meth:`StoredValue.write_to`."""
+    def _write(self, out: Tensor, region: Region) -> None:
         out.copy_(self.tensor[region])
 
 
-@dataclass(frozen=True)
-class _OfOne:
-    """What is made of one other value; its dtype is that of the value unless it says otherwise."""
+class View(StoredValue):
+    """A slice or a selection of another value, or the value with its dims in another order, or with new dims of size 1.
 
-    value: StoredValue
+    ``dims``: of each dim, the dim of ``value`` that it is, or None for a new dim. ``ranges``: dim of ``value`` -> its
+    first entry, and the number of entries; others are whole. A dim that is not in ``dims`` has one entry.
+    """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See :attr:`StoredValue.dtype`."""
-        return self.value.dtype
+    def __init__(
+        self,
+        value: StoredValue,
+        dims: Sequence[int | None],
+        ranges: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+    ) -> None:
+        self.parts, self.dtype = (value,), value.dtype
+        whole = {dim: (0, size) for dim, size in enumerate(value.shape)} | dict(ranges)
+        self._dims, self._starts = tuple(dims), tuple(start for start, _ in whole.values())
+        self.shape = tuple(1 if dim is None else whole[dim][1] for dim in dims)
 
-    @property
-    def parts(self) -> tuple[StoredValue, ...]:
-        """See :attr:`StoredValue.parts`."""
-        return (self.value,)
-
-
-@dataclass(frozen=True)
-class Narrowed(_OfOne):
-    """``length`` entries of a dim, from ``start``."""
-
-    dim: int
-    start: int
-    length: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See :attr:`StoredValue.shape`."""
-        return _with(self.value.shape, self.dim, self.length)
-
-    def write_to(self, out: Tensor, region: Region) -> None:
-        """See :meth:`StoredValue.write_to`."""
-        asked = region[self.dim]
-        shifted = slice(asked.start + self.start, asked.stop + self.start)
-        self.value.write_to(out, _with(region, self.dim, shifted))
+    def _write(self, out: Tensor, region: Region) -> None:
+        source = [slice(start, start + 1) for start in self._starts]
+        for dim, asked in zip(self._dims, region, strict=True):
+            if dim is not None:
+                source[dim] = slice(asked.start + self._starts[dim], asked.stop + self._starts[dim])
+        kept = [dim for dim in self._dims if dim is not None]
+        order = [*kept, *(dim for dim in range(len(source)) if dim not in kept)]
+        out = out[tuple(0 if dim is None else slice(None) for dim in self._dims)]
+        out = out[(..., *[None] * (len(order) - len(kept)))]
+        self.parts[0].write_to(out.permute([order.index(dim) for dim in range(len(order))]), tuple(source))
 
 
-@dataclass(frozen=True)
-class Selected(_OfOne):
-    """One entry of a dim; the dim is gone."""
-
-    dim: int
-    index: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See :attr:`StoredValue.shape`."""
-        return _without(self.value.shape, self.dim)
-
-    def write_to(self, out: Tensor, region: Region) -> None:
-        """See :meth:`StoredValue.write_to`."""
-        one = slice(self.index, self.index + 1)
-        self.value.write_to(out.unsqueeze(self.dim), (*region[: self.dim], one, *region[self.dim :]))
-
-
-@dataclass(frozen=True)
-class Unsqueezed(_OfOne):
-    """The same with a new dim of size 1."""
-
-    dim: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See :attr:`StoredValue.shape`."""
-        return (*self.value.shape[: self.dim], 1, *self.value.shape[self.dim :])
-
-    def write_to(self, out: Tensor, region: Region) -> None:
-        """See :meth:`StoredValue.write_to`."""
-        if sizes_of(region)[self.dim]:
-            self.value.write_to(out.squeeze(self.dim), _without(region, self.dim))
-
-
-@dataclass(frozen=True)
-class Concatenated:
+class Concatenated(StoredValue):
     """Several values end to end along a dim."""
 
-    parts: tuple[StoredValue, ...]
-    dim: int
+    def __init__(self, parts: tuple[StoredValue, ...], dim: int) -> None:
+        self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
+        self.shape = _with(parts[0].shape, dim, sum(part.shape[dim] for part in parts))
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """See :attr:`StoredValue.shape`."""
-        return _with(self.parts[0].shape, self.dim, sum(part.shape[self.dim] for part in self.parts))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See :attr:`StoredValue.dtype`."""
-        return self.parts[0].dtype
-
-    def write_to(self, out: Tensor, region: Region) -> None:
-        """See :meth:`StoredValue.write_to`."""
+    def _write(self, out: Tensor, region: Region) -> None:
         asked, offset = region[self.dim], 0
         for part in self.parts:
             size = part.shape[self.dim]
@@ -247,124 +173,68 @@ class Concatenated:
             offset += size
 
 
-@dataclass(frozen=True)
-class Permuted(_OfOne):
-    """Its dim ``i`` is dim ``dims[i]`` of the value."""
-
-    dims: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See :attr:`StoredValue.shape`."""
-        return tuple(self.value.shape[dim] for dim in self.dims)
-
-    def write_to(self, out: Tensor, region: Region) -> None:
-        """See :meth:`StoredValue.write_to`."""
-        back = [self.dims.index(dim) for dim in range(len(self.dims))]
-        self.value.write_to(out.permute(back), tuple(region[dim] for dim in back))
-
-
-@dataclass(frozen=True)
-class Reshaped(_OfOne):
+class Reshaped(StoredValue):
     """The same elements in another shape. Rows of the value that hold none of the region are not read."""
 
-    shape: tuple[int, ...]
+    def __init__(self, value: StoredValue, shape: tuple[int, ...]) -> None:
+        self.parts, self.shape, self.dtype = (value,), shape, value.dtype
 
-    def write_to(self, out: Tensor, region: Region) -> None:
-        """See :meth:`StoredValue.write_to`."""
-        if not out.numel():
-            return
+    def _write(self, out: Tensor, region: Region) -> None:
+        (value,) = self.parts
         rows, of_row = region[:1] or (slice(0, 1),), math.prod(self.shape[1:])
         first, last = rows[0].start * of_row, rows[0].stop * of_row  # elements of these rows
-        of_source_row = math.prod(self.value.shape[1:])
+        of_source_row = math.prod(value.shape[1:])
         start, stop = first // of_source_row, -(-last // of_source_row)
-        source = whole_of(self.value.shape)
-        found = read(self.value, (slice(start, stop), *source[1:]) if source else source)
+        source = whole_of(value.shape)
+        found = read(value, (slice(start, stop), *source[1:]) if source else source)
         flat = found.reshape(-1)[first - start * of_source_row : last - start * of_source_row]
         out.copy_(flat.view(*sizes_of(rows), *self.shape[1:])[(slice(None), *region[1:])].view(out.shape))
 
 
-@dataclass(frozen=True)
-class Cast(_OfOne):
+class Cast(StoredValue):
     """The same in another dtype."""
 
-    to: torch.dtype
+    def __init__(self, value: StoredValue, dtype: torch.dtype) -> None:
+        self.parts, self.shape, self.dtype = (value,), value.shape, dtype
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See :attr:`StoredValue.dtype`."""
-        return self.to
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See :attr:`StoredValue.shape`."""
-        return self.value.shape
-
-    def write_to(self, out: Tensor, region: Region) -> None:
-        """See :meth:`StoredValue.write_to`."""
+    def _write(self, out: Tensor, region: Region) -> None:
         if out.dtype == self.dtype:
-            self.value.write_to(out, region)
+            self.parts[0].write_to(out, region)
         else:  # rounded to both
             out.copy_(read(self, region))
 
 
 def cast(value: StoredValue, dtype: torch.dtype) -> StoredValue:
     """Return the value in another dtype. A cast that lost nothing before this one is left out."""
-    if isinstance(value, Cast) and value.dtype in _WIDENINGS.get(value.value.dtype, ()):
-        value = value.value
+    if isinstance(value, Cast) and value.dtype in _WIDENINGS.get(value.parts[0].dtype, ()):
+        value = value.parts[0]
     return value if value.dtype == dtype else Cast(value, dtype)
 
 
-@dataclass(frozen=True)
-class Computed:
-    """The result of an operation that needs whole tensors.
+class Computed(StoredValue):
+    """The result of an operation that needs whole tensors, of the shape and dtype of ``like``.
 
-    Attributes:
-        operation: its name in torch, such as ``aten.mul.Tensor``, or that of any function: ``module:function``.
-        arguments: its arguments and keyword arguments, values in the place of tensors.
-        index: which of its results; None: it has one.
+    ``operation``: its name in torch, such as ``aten.mul.Tensor``, or that of any function: ``module:function``.
+    ``arguments``: its arguments and keyword arguments, values in the place of tensors. ``index``: which of its results;
+    None: it has one.
     """
 
-    operation: str
-    arguments: tuple[Any, ...]
-    index: int | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    def __init__(self, operation: str, arguments: tuple[Any, ...], index: int | None, like: Tensor) -> None:
+        self.operation, self.arguments, self.index = operation, arguments, index
+        self.shape, self.dtype = tuple(like.shape), like.dtype
+        leaves = tree_leaves(arguments, is_leaf=_is_value)
+        self.parts = tuple(leaf for leaf in leaves if isinstance(leaf, StoredValue))
 
-    @property
-    def parts(self) -> tuple[StoredValue, ...]:
-        """See :attr:`StoredValue.parts`."""
-        return tuple(leaf for leaf in tree_leaves(self.arguments, is_leaf=_is_value) if _is_value(leaf))
-
-    def write_to(self, out: Tensor, region: Region) -> None:
-        """See :meth:`StoredValue.write_to`."""
-        args, kwargs = tree_map_only(_KINDS, read, self.arguments, is_leaf=_is_value)
+    def _write(self, out: Tensor, region: Region) -> None:
+        args, kwargs = tree_map_only(StoredValue, read, self.arguments, is_leaf=_is_value)
         module, _, name = self.operation.rpartition(":")
         found = attrgetter(name)(importlib.import_module(module) if module else torch.ops)(*args, **kwargs)
         out.copy_((found if self.index is None else found[self.index])[region])
 
 
-_KINDS = (
-    InFile,
-    InMemory,
-    Narrowed,
-    Selected,
-    Unsqueezed,
-    Concatenated,
-    Permuted,
-    Reshaped,
-    Cast,
-    Computed,
-)
-
-
 def _is_value(entry: Any) -> bool:
-    return isinstance(entry, _KINDS)
+    return isinstance(entry, StoredValue)
 
 
 def _with(entries: tuple[Any, ...], dim: int, entry: Any) -> tuple[Any, ...]:
     return (*entries[:dim], entry, *entries[dim + 1 :])
-
-
-def _without(entries: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
-    return (*entries[:dim], *entries[dim + 1 :])

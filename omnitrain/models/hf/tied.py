@@ -34,12 +34,8 @@ def is_tied(config: PreTrainedConfig) -> bool:
 def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], path: str) -> bool:
     """Let ``config`` not tie the head if the files have a head of its own, and return whether they have.
 
-    Equal copies stay tied. Only safetensors files that are on this machine are read.
-
-    Args:
-        config: changed in place, with the config of the text model in it.
-        kind: class that builds it.
-        path: folder or Hub id of the weights.
+    Equal copies stay tied. Only safetensors files at ``path`` (folder or Hub id) that are on this machine are read.
+    ``config``, and the config of the text model in it, are changed in place; ``kind`` builds it.
     """
     pairs = tied_weights(kind)
     if not is_tied(config) or not isinstance(pairs, Mapping) or len(pairs) != 1:
@@ -57,8 +53,7 @@ def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], pat
 def require_tied(model: PreTrainedModel, path: str) -> None:
     """Check that a loaded model ties what its config says.
 
-    Raises:
-        WeightsError: transformers left weights untied, which differ in the files.
+    Raises WeightsError: transformers left weights untied, which differ in the files.
     """
     lost = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
     if lost:

@@ -11,14 +11,11 @@ from omnitrain.torch_private import unsaved_buffers_of
 
 
 def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
-    """Count unused tensors by the missing module that they belong to.
+    """Count the tensors ``names``, which a model does not have, by the missing module that they belong to.
 
-    Names of buffers that the model computes do not count: checkpoints of older versions have them.
-
-    Args:
-        model: the model that does not have the tensors.
-        names: names of the tensors. In a model with 61 layers ``mtp.fc.weight`` counts as ``mtp.*``, and
-            ``model.layers.61.eh_proj.weight`` as ``model.layers.61.*``.
+    In a model with 61 layers ``mtp.fc.weight`` counts as ``mtp.*``, and ``model.layers.61.eh_proj.weight`` as
+    ``model.layers.61.*``. Names of buffers that the model computes do not count: checkpoints of older versions have
+    them.
     """
     modules = {name for name, _ in model.named_modules()}
     buffers = {name for module in model.modules() for name in unsaved_buffers_of(module)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -76,17 +76,17 @@ def build_foundation_model(
         WeightsError: tensors are missing or renamed.
     """
     require_device(init_device)
-    if isinstance(source, Path):
-        source = str(source)
-    if not isinstance(source, str | dict | PreTrainedConfig | PreTrainedModel):
+    source = str(source) if isinstance(source, Path) else source
+    if isinstance(source, (str, dict)):
+        require_sub_configs(source)
+    elif isinstance(source, PreTrainedModel):
+        if is_spread(source):
+            raise UserError("the model is parallelized already; build a new model for another layout")
+    elif not isinstance(source, PreTrainedConfig):
         raise UserError(
             f"foundation: found a {type(source).__name__}; expected a Hub id, a folder, or a config or model of "
             "transformers"
         )
-    if isinstance(source, (str, dict)):
-        require_sub_configs(source)
-    if isinstance(source, PreTrainedModel) and is_spread(source):
-        raise UserError("the model is parallelized already; build a new model for another layout")
     config = foundation_config(config_at(source)) if isinstance(source, str) else None
     has_own_head = config is not None and untie_as_in_files(config, foundation_class(config), str(source))
     with _on(init_device), weights_left_in_files():
@@ -161,11 +161,7 @@ def build_omni_model(
 
 
 def _given(**kinds: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """Return the components that are given of each kind.
-
-    Raises:
-        UserError: they are not a dict.
-    """
+    """Return the components that are given of each kind; refuse what is no dict."""
     for kind, given in kinds.items():
         if not isinstance(given, dict | None):
             raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its settings")
@@ -185,10 +181,9 @@ def _attached(
     if saved is not None:
         _require_new_names(saved, given["encoders"], given["decoders"])
         attached |= {"encoders": saved.encoders, "decoders": saved.decoders}
-    for name, spec in given["encoders"].items():
-        attached["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
-    for name, spec in given["decoders"].items():
-        attached["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
+    for kind, build in (("encoders", _encoder), ("decoders", _decoder)):
+        for name, spec in given[kind].items():
+            attached[kind][name] = build(name, spec, hidden_size, init_device, dtype)
     for name, source in given["teachers"].items():
         if name in (*attached["encoders"], *attached["decoders"]):
             raise UserError(f"model.teachers.{name}: this is the name of another component; choose another one")
@@ -211,11 +206,7 @@ def _omni_config(base: PreTrainedModel, attached: Components, loaded: Any) -> Om
 
 
 def _require_new_names(saved: OmniModel, encoders: Collection[str], decoders: Collection[str]) -> None:
-    """Check that no given encoder has the name of a saved decoder, and the other way round.
-
-    Raises:
-        UserError: names each of them.
-    """
+    """Refuse a given encoder that has the name of a saved decoder, and the other way round."""
     crossed = [(name, "encoders", "decoder") for name in encoders if name in saved.decoder_names]
     crossed += [(name, "decoders", "encoder") for name in decoders if name in saved.encoder_names]
     if crossed:
@@ -223,11 +214,7 @@ def _require_new_names(saved: OmniModel, encoders: Collection[str], decoders: Co
 
 
 def _require_hidden_size(hidden_size: int, attached: Components, given: Collection[str]) -> None:
-    """Check that encoders and decoders have the foundation's hidden size, where their config is one of omnitrain.
-
-    Raises:
-        UserError: one line for each that has another.
-    """
+    """Refuse encoders and decoders of omnitrain's configs that do not have the foundation's hidden size."""
     problems = []
     for kind, group in attached.items():
         for name, component in group.items():
@@ -243,11 +230,7 @@ def _require_hidden_size(hidden_size: int, attached: Components, given: Collecti
 
 
 def _require_new_modalities(attached: Components, given: set[str]) -> None:
-    """Check that no given encoder reads what a saved one reads, and no given decoder writes what a saved one writes.
-
-    Raises:
-        UserError: one line for each that does.
-    """
+    """Refuse a given encoder that reads what a saved one reads, and a given decoder that writes what one writes."""
     problems = []
     for kind, group in attached.items():
         if given.isdisjoint(group) or given >= group.keys():
@@ -284,10 +267,7 @@ def _from_checkpoint(
 
 
 def omni_config_at(folder: str | Path) -> OmniConfig:
-    """Return the config of a saved omni model.
-
-    Args:
-        folder: folder or Hub id.
+    """Return the config of the saved omni model in a folder or Hub id.
 
     Raises:
         UserError: ``folder`` holds no config, or the config of another kind of model.
@@ -307,17 +287,11 @@ def omni_config_at(folder: str | Path) -> OmniConfig:
 
 
 def require_device(device: str) -> None:
-    """Check that weights can be created on ``device``.
-
-    Raises:
-        UserError: ``device`` is not cpu, cuda or meta.
-    """
-    try:
-        known = torch.device(device).type in ("cpu", "cuda", "meta")
-    except (RuntimeError, TypeError):
-        known = False
-    if not known:
-        raise UserError(f"init_device: found {device!r}; expected cpu, cuda or meta")
+    """Raise a ``UserError`` if weights cannot be created on ``device``: it is not cpu, cuda or meta."""
+    with suppress(RuntimeError, TypeError):
+        if torch.device(device).type in ("cpu", "cuda", "meta"):
+            return
+    raise UserError(f"init_device: found {device!r}; expected cpu, cuda or meta")
 
 
 def _on(device: str) -> Any:
@@ -331,29 +305,20 @@ def _read_to(model: M, device: str) -> M:
     return model
 
 
-def _described(source: Source, init_device: str) -> Source:
+def _described(source: Source | HFSource, init_device: str) -> Source:
     """Replace a path by its config on ``meta``: only shapes matter there, so no weights are read."""
-    if init_device != "meta" or not isinstance(source, str):
-        return source
-    return config_at(source)
-
-
-def _hf_source(source: HFSource, init_device: str) -> Source:
-    return _described(source.path if source.path is not None else dict(source.config or {}), init_device)
+    if isinstance(source, HFSource):
+        source = source.path if source.path is not None else dict(source.config or {})
+    return config_at(source) if init_device == "meta" and isinstance(source, str) else source
 
 
 def _specified(place: str, node: type[Node], spec: Any, part: str) -> tuple[PreTrainedModel | None, Node]:
-    """Return the model given as ``spec[part]`` (None if it is not a model), and ``spec`` as a ``node`` with its config.
-
-    Raises:
-        UserError: ``spec`` is neither a ``node`` nor a dict of its keys.
-    """
+    """Return the model given as ``spec[part]``, else None, and ``spec`` as a ``node`` with its config."""
     if isinstance(spec, node):
         return None, spec
-    ready = spec.get(part) if isinstance(spec, dict) else None
-    if not isinstance(ready, PreTrainedModel):
-        ready = None
-    else:
+    given = spec.get(part) if isinstance(spec, dict) else None
+    ready = given if isinstance(given, PreTrainedModel) else None
+    if ready is not None:
         spec = spec | {part: HFSource.model_construct(path=None, config=as_dict(ready.config))}
     try:
         return ready, node.model_validate(spec)
@@ -368,7 +333,7 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         return cast(PreTrainedModel, spec)
     ready, spec = _specified(f"model.encoders.{name}", Encoder, spec, "tower")
     is_audio = _is_audio(name, spec)
-    source = ready if ready is not None else _hf_source(spec.tower, init_device)
+    source = ready if ready is not None else _described(spec.tower, init_device)
     tower = tower_from_source(source, "audio" if is_audio else "image", dtype)
     shared: dict[str, Any] = {
         "tower": as_dict(tower.config),
@@ -376,7 +341,9 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         "hidden_size": hidden_size,
     }
     if is_audio:
-        extractor = _settings(spec, AutoFeatureExtractor.from_pretrained, partial(_extractor_for, tower.config))
+        bins = getattr(tower.config, "num_mel_bins", None)
+        derived = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": bins}
+        extractor = _settings(spec, AutoFeatureExtractor.from_pretrained, lambda: derived)
         return AudioEncoder(AudioEncoderConfig(**shared, processor=extractor), tower).to(dtype)
     load = partial(AutoImageProcessor.from_pretrained, backend="pil")
     processor = _settings(spec, load, partial(_image_processor_for, tower.config))
@@ -425,13 +392,8 @@ def _image_processor_for(config: PreTrainedConfig) -> dict[str, Any]:
             "temporal_patch_size": config.temporal_patch_size,
             "merge_size": config.spatial_merge_size,
         }
-    side = {"height": config.image_size, "width": config.image_size}
-    half = [0.5, 0.5, 0.5]
-    return {"image_processor_type": "SiglipImageProcessor", "size": side, "image_mean": half, "image_std": half}
-
-
-def _extractor_for(config: PreTrainedConfig) -> dict[str, Any]:
-    return {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins}
+    size, half = dict.fromkeys(("height", "width"), config.image_size), [0.5, 0.5, 0.5]
+    return {"image_processor_type": "SiglipImageProcessor", "size": size, "image_mean": half, "image_std": half}
 
 
 def _teacher(name: str, source: Source, init_device: str, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -446,7 +408,7 @@ def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
     if isinstance(spec, DecoderMixin):
         return cast(PreTrainedModel, spec)
     ready, spec = _specified(f"model.decoders.{name}", Decoder, spec, "tokenizer")
-    source = ready if ready is not None else _hf_source(spec.tokenizer, init_device)
+    source = ready if ready is not None else _described(spec.tokenizer, init_device)
     tokenizer = resolve(source, dtype=torch.float32)
     config = TokenDecoderConfig(
         tokenizer=as_dict(tokenizer.config),

@@ -24,7 +24,7 @@ from omnitrain.models.discovery.features import MediaFeatures, RowLayout
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.models.omni.teacher import with_teacher_inputs
-from omnitrain.ops.attention import SequenceSlice
+from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
 from omnitrain.ops.timing import What
 from omnitrain.recipe.parallel import FOUNDATION
@@ -168,7 +168,9 @@ class _Encoding:
         drawn = {**self._pack.inputs, **self._pack.targets}
         batches = {name: drawn[name] for name in self._model.media_names[component] if name in drawn}
         places = {name: local_positions(self._work.sequence_slice, batch.positions) for name, batch in batches.items()}
-        made = self._received(component, batches, places) or self._made(component)
+        made = self._received(component, batches, places)
+        if made is None:
+            made = self._made(component)
         for name, (index, positions) in places.items():
             features = MediaFeatures.cat(made[name])
             if name in self._pack.targets:
@@ -180,11 +182,11 @@ class _Encoding:
 
     def _received(
         self, component: str, batches: Mapping[str, MediaBatch], places: Mapping[str, tuple[Tensor, Tensor]]
-    ) -> dict[str, list[MediaFeatures]]:
-        """Name -> the features of the pack's items, or of this rank's tokens, that are known; empty: none are."""
+    ) -> dict[str, list[MediaFeatures]] | None:
+        """Name -> the features of the pack's items, or of this rank's tokens; None: the component is to be called."""
         received = self._work.features.get(component)
         if received is None:
-            return {}
+            return None
         counts: dict[str, Sequence[int]] = {name: [len(index)] for name, (index, _) in places.items()}
         if sum(map(sum, counts.values())) != len(received.main):
             counts = {name: batch.num_tokens for name, batch in batches.items()}

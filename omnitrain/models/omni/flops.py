@@ -1,13 +1,12 @@
-"""``ModelFlops``: the FLOPs of an omni model over the samples and media of a step, counted on the model itself.
+"""``ModelFlops``: the FLOPs of an omni model over the samples and media of a step, on tensors without content.
 
 The foundation is counted over text of two lengths and two numbers of predicted tokens, which give its products per
 token and per predicted token; its attention follows from the lengths of the samples. Encoders and decoders are counted
-on the shapes of each item, once per shape. Nothing is fitted, and nothing is computed: tensors have no content.
+on the shapes of each item, once per shape.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.omni.encode import MicroBatchWork, call_component, features_of, idle_head
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.ops.flops import Attention, Flops, Passes, Recomputed, by_layer, count, without_content
 
 _LENGTHS = (128, 256)  # tokens; multiples of the chunks in which linear attention computes
@@ -44,14 +43,8 @@ class SequenceFlops:
     per_prediction: Passes
     layers: Mapping[Attention, int]
 
-    def of(self, lengths: Iterable[int], predicted: int) -> Passes:
-        """Return the FLOPs over samples.
-
-        Args:
-            lengths: of the samples, in tokens.
-            predicted: number of predicted text tokens.
-        """
-        lengths = tuple(lengths)
+    def of(self, lengths: Sequence[int], predicted: int) -> Passes:
+        """Return the FLOPs over samples of these lengths with so many predicted text tokens."""
         attention = sum((layer.of(lengths) * times for layer, times in self.layers.items()), Passes())
         return self.per_token * sum(lengths) + self.per_prediction * predicted + attention
 
@@ -112,8 +105,7 @@ class ModelFlops:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in trains)
         self._recomputed = dict(recomputed)
-        for counted in (self._sequences, self._items, self._heads):
-            counted.clear()
+        self._sequences, self._items, self._heads = {}, {}, {}
 
     def of_samples(self, lengths: Sequence[int], predicted: int, *, reads_trained: bool = False) -> Passes:
         """Return the FLOPs of the foundation over samples of text and media.
@@ -155,12 +147,7 @@ class ModelFlops:
         return {sample for name in trains & media.keys() for sample in media[name].samples}
 
     def of_media(self, name: str, group: MediaGroup) -> PackFlops:
-        """Return the FLOPs of encoding items, each by itself.
-
-        Args:
-            name: their name in packs.
-            group: the items.
-        """
+        """Return the FLOPs of encoding items, each by itself; ``name``: their name in packs."""
         component = next(component for component, names in self.model.media_names.items() if name in names)
         found = PackFlops()
         for item in group.split([1] * len(group.num_tokens)):
@@ -185,16 +172,11 @@ class ModelFlops:
         return self._heads[name]
 
     def _sequence(self, reads_trained: bool) -> SequenceFlops:
-        short, long = _LENGTHS
-        one, two = _PREDICTED
-        counted = {
-            (length, predicted): self._of_text(length, predicted, reads_trained)
-            for length, predicted in ((short, one), (long, one), (short, two))
-        }
-        first = counted[short, one].products
-        per_token = _per(first, counted[long, one].products, long - short)
-        per_prediction = _per(first, counted[short, two].products, two - one)
-        return SequenceFlops(per_token, per_prediction, by_layer(counted[short, one].attention))
+        (short, long), (one, two) = _LENGTHS, _PREDICTED
+        first = self._of_text(short, one, reads_trained)
+        per_token = _per(first.products, self._of_text(long, one, reads_trained).products, long - short)
+        per_prediction = _per(first.products, self._of_text(short, two, reads_trained).products, two - one)
+        return SequenceFlops(per_token, per_prediction, by_layer(first.attention))
 
     def _of_text(self, length: int, predicted: int, reads_trained: bool) -> Any:
         pack = Pack.from_samples([idle_prompt(self.model, length)])
@@ -230,20 +212,13 @@ class ModelFlops:
 
 def _per(few: Passes, many: Passes, units: int) -> Passes:
     """The FLOPs of one more unit, from two counts of products."""
-
-    def one(a: Flops, b: Flops) -> Flops:
-        return Flops((b.products - a.products) // units)
-
-    return Passes(one(few.forward, many.forward), one(few.backward, many.backward), one(few.again, many.again))
+    pairs = ((few.forward, many.forward), (few.backward, many.backward), (few.again, many.again))
+    return Passes(*(Flops((b.products - a.products) // units) for a, b in pairs))
 
 
 def _shapes(item: MediaGroup) -> tuple[Any, ...]:
     """What an item's FLOPs depend on: shapes, and the values of integers such as the grid of its patches."""
     return tuple(
-        (name, tuple(tensor.shape), tensor.dtype, None if tensor.is_floating_point() else _digest(tensor))
+        (name, tuple(tensor.shape), tensor.dtype, None if tensor.is_floating_point() else tensor.numpy().tobytes())
         for name, tensor in sorted(item.features.items())
     )
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(tensor.contiguous().numpy().tobytes(), digest_size=8).hexdigest()

@@ -43,9 +43,9 @@ from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import OneStage, StageInput, arrived_pack, handed_on
-from omnitrain.models.omni.summary import components_html
 from omnitrain.models.omni.teacher import Teacher
-from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
+from omnitrain.ops.attention.install import use_omnitrain_attention
+from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import seed_blocks, seed_foundation
 from omnitrain.ops.recompute import recompute_contexts
@@ -129,9 +129,6 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             except UserError as error:
                 raise UserError(f"model.teachers.{name}: {error}") from None
         return runner
-
-    def _repr_html_(self) -> str:
-        return components_html(self)
 
     @property
     def draws(self) -> bool:

@@ -6,18 +6,14 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import (
-    WeightConverter,
-    apply_converters,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import WeightConverter, apply_converters, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
@@ -70,7 +66,11 @@ def files_of(model: PreTrainedModel, peers: Peers, file_bytes: int = FILE_BYTES)
     values = model.state_dict(keep_vars=True)
     adapters = [
         WeightFile(
-            file, tuple(_adapter_group(key, values[name], name, store) for key, (name, store) in tensors.items())
+            file,
+            tuple(
+                stored_as([_entry(name, values[name])], partial(_stored_alone, key, store))
+                for key, (name, store) in tensors.items()
+            ),
         )
         for file, tensors in adapter_tensors(model).items()
     ]
@@ -143,31 +143,20 @@ def _names_by_file(values: Mapping[str, Tensor], file_bytes: int) -> list[list[s
     return files
 
 
-@dataclass(frozen=True)
-class _AsPeft:
-    """Stores the one tensor of an adapter's group."""
-
-    key: str
-    store: Conversion
-
-    def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {self.key: self.store(tensors[0])}
+def _stored_alone(key: str, store: Conversion, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Store the one tensor of an adapter's group."""
+    return {key: store(tensors[0])}
 
 
-def _adapter_group(key: str, value: Tensor, name: str, store: Conversion) -> Group:
-    return stored_as([Entry(name, value.dtype, tuple(value.shape))], _AsPeft(key, store))
+def _as_in_checkpoint(
+    conversions: ConversionsAlone, names: Sequence[str], tensors: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Store tensors under the names and in the shapes of the original checkpoint."""
+    return revert_weight_conversion(cast(PreTrainedModel, conversions), dict(zip(names, tensors, strict=True)))
 
 
-@dataclass(frozen=True)
-class _AsInCheckpoint:
-    """Stores tensors under the names and in the shapes of the original checkpoint."""
-
-    conversions: ConversionsAlone
-    names: tuple[str, ...]
-
-    def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        model = cast(PreTrainedModel, self.conversions)
-        return revert_weight_conversion(model, dict(zip(self.names, tensors, strict=True)))
+def _entry(name: str, value: Tensor) -> Entry:
+    return Entry(name, value.dtype, tuple(value.shape))
 
 
 def _groups(model: PreTrainedModel, values: Mapping[str, Tensor]) -> list[Group]:
@@ -188,18 +177,15 @@ def _groups(model: PreTrainedModel, values: Mapping[str, Tensor]) -> list[Group]
 
     def source(base_name: str) -> Entry:
         value = values[kept[base_name]]
-        return Entry(first[id(value)], value.dtype, tuple(value.shape))
+        return _entry(first[id(value)], value)
 
     entries = {base_name: source(base_name) for base_name in alone}
     blank = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in entries.items()}
-    stored = _AsInCheckpoint(conversions, tuple(blank))(list(blank.values()))
+    stored = _as_in_checkpoint(conversions, tuple(blank), list(blank.values()))
     renamed = {id(tensor): name for name, tensor in stored.items()}
-    groups = [
-        Group((entries[name],), (Entry(renamed[id(tensor)], tensor.dtype, tuple(tensor.shape)),))
-        for name, tensor in blank.items()
-    ]
+    groups = [Group((entries[name],), (_entry(renamed[id(tensor)], tensor),)) for name, tensor in blank.items()]
     groups += [
-        stored_as([source(name) for name in base_names], _AsInCheckpoint(conversions, tuple(base_names)))
+        stored_as([source(name) for name in base_names], partial(_as_in_checkpoint, conversions, tuple(base_names)))
         for base_names in together.values()
     ]
     return groups

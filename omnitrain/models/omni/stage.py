@@ -16,7 +16,7 @@ from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.models.foundation.stage import BlockSpan
 from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode
-from omnitrain.ops.attention import SequenceSlice
+from omnitrain.ops.attention.packed_context import SequenceSlice
 
 T = TypeVar("T")
 Across = tuple[str, str]  # modality, name of the tensor in the layout of its features

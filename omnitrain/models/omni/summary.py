@@ -9,10 +9,8 @@ from torch import nn
 
 from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.hf.hub_kernels import kernels_of
-from omnitrain.ops.attention import plain_implementation
+from omnitrain.ops.attention.install import plain_implementation
 from omnitrain.ops.fused.install import FusedOp
-from omnitrain.page.html import heading, table
-from omnitrain.page.whole import part_of_notebook
 
 
 @dataclass(frozen=True)
@@ -42,16 +40,6 @@ def component_rows(
     """Return the table that start-up prints; ``fused``: component name -> result of :func:`fuse_ops`."""
     done = fused or {}
     return [_row(model, name, parameters, done.get(name, {})) for name, parameters in model.components.items()]
-
-
-def components_html(model: ComponentModel) -> str:
-    """Return the table as the output of a notebook's cell."""
-    titles = ("component", "class", "parameters", "trainable", "dtype", "ops")
-    rows = [
-        (row.name, row.class_name, row.parameters, row.trainable or "frozen", row.dtype, row.ops)
-        for row in component_rows(model)
-    ]
-    return part_of_notebook([heading(type(model).__name__), table(titles, rows)])
 
 
 def _row(

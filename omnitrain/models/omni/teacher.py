@@ -20,7 +20,7 @@ from omnitrain.models.contract.check import contract_of
 from omnitrain.models.discovery import refusing
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.load import as_config, foundation_class
-from omnitrain.ops.attention import PackedSequence
+from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.ops.device import to_device
 from omnitrain.recipe.component_configs import TeacherConfig
 from omnitrain.transformers_private import ContainerModel

@@ -112,12 +112,7 @@ def _set_projector(projector: Any, layers: nn.Sequential) -> None:
 def _require_same_logits(
     model: OmniModel, encoder: VisionEncoder, whole: Any, features: dict[str, torch.Tensor], num_tokens: int
 ) -> None:
-    """Run text, an image and text through both models.
-
-    Raises:
-        UserError: the class fails, or gives other logits: its language model does something around the layers, or its
-            tower gives other hidden states.
-    """
+    """Refuse a class that gives other logits for text, an image and text: it does something around its parts."""
     model.eval()
     embedding = model.foundation.get_input_embeddings()
     text = torch.arange(1, min(9, embedding.weight.size(0)))

@@ -8,30 +8,3 @@ input runs on transformers' own attention, bit for bit (``unpacked``).
 The registered name contains ``flash``, so transformers passes ``cu_seq_lens_q`` to towers instead of cutting or masking
 by itself.
 """
-
-from omnitrain.ops.attention.choose import AUTO, AttentionRow, attention_report, backend_names, require_trainable
-from omnitrain.ops.attention.entry import Attend, attending_through
-from omnitrain.ops.attention.install import ATTENTION_NAME, plain_implementation, use_omnitrain_attention
-from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside, packed, packed_sequence
-from omnitrain.ops.attention.spec import Call, MaskSpec, offsets_on
-
-__all__ = [
-    "ATTENTION_NAME",
-    "AUTO",
-    "Attend",
-    "AttentionRow",
-    "Call",
-    "MaskSpec",
-    "PackedSequence",
-    "SequenceSlice",
-    "attending_through",
-    "attention_report",
-    "backend_names",
-    "inside",
-    "offsets_on",
-    "packed",
-    "packed_sequence",
-    "plain_implementation",
-    "require_trainable",
-    "use_omnitrain_attention",
-]

@@ -19,6 +19,7 @@ from omnitrain.torch_private import (
     flash_attention_backward,
 )
 
+States = tuple[Tensor, Tensor, Tensor]  # queries [H, N, D], keys [K, M, D], values [K, M, E]; or their gradients
 Seen = tuple[int, int]  # keys before and after a query's own position, see seen_before_and_after
 CAUSAL_SEEN = (-1, 0)
 
@@ -28,29 +29,18 @@ class BlockKernel(Protocol):
 
     def takes(self, query: Tensor, value: Tensor, block: Block) -> bool:
         """Whether it takes this device, dtype, width and kind of block."""
-        ...
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-        """Compute output ``[H, N, E]`` and lse ``[H, N]`` from ``[H, N, D]``, ``[K, M, D]`` and ``[K, M, E]``."""
-        ...
+    def attend(self, states: States, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute output ``[H, N, E]`` and lse ``[H, N]``."""
 
     def attend_backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        seen: Seen,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the block's contribution to the gradients of queries, keys and values.
+        self, grad: Tensor, states: States, out: Tensor, lse: Tensor, seen: Seen, scale: float
+    ) -> States:
+        """Compute the block's contribution to the gradients.
 
         ``grad`` and ``out`` ``[H, N, E]`` and ``lse`` ``[H, N]`` are over all keys, not only those of the block: the
         kernel computes the weights from ``lse``, and the row sums of the softmax gradient from ``out`` and ``grad``.
         """
-        ...
 
 
 def kernel_for(query: Tensor, value: Tensor, block: Block, mask: MaskSpec, softcap: float | None) -> BlockKernel | None:
@@ -72,29 +62,16 @@ class CpuFlash:
     def takes(self, query: Tensor, value: Tensor, block: Block) -> bool:  # noqa: D102
         return block.kind != MASKED and query.size(-1) == value.size(-1)
 
-    def attend(  # noqa: D102
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        states = _equal_heads(query, key, value)
-        out, lse = cpu_flash_attention(*states, 0.0, seen == CAUSAL_SEEN, scale=scale)
+    def attend(self, states: States, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:  # noqa: D102
+        out, lse = cpu_flash_attention(*_equal_heads(states), 0.0, seen == CAUSAL_SEEN, scale=scale)
         return out[0], lse[0]
 
     def attend_backward(  # noqa: D102
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        seen: Seen,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        states = _equal_heads(query, key, value)
-        dq, dk, dv = cpu_flash_attention_backward(
-            grad[None], *states, out[None], lse[None], 0.0, seen == CAUSAL_SEEN, scale=scale
-        )
-        return dq[0], _of_key_heads(dk[0], len(key)), _of_key_heads(dv[0], len(value))
+        self, grad: Tensor, states: States, out: Tensor, lse: Tensor, seen: Seen, scale: float
+    ) -> States:
+        of_all = (grad[None], *_equal_heads(states), out[None], lse[None])
+        dq, dk, dv = cpu_flash_attention_backward(*of_all, 0.0, seen == CAUSAL_SEEN, scale=scale)
+        return dq[0], _of_key_heads(dk[0], len(states[1])), _of_key_heads(dv[0], len(states[2]))
 
 
 class CudaFlash:
@@ -107,56 +84,41 @@ class CudaFlash:
     def takes(self, query: Tensor, value: Tensor, block: Block) -> bool:  # noqa: D102
         return obstacle_of(query, value) is None
 
-    def attend(  # noqa: D102
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        width = aligned(query.size(-1))
+    def attend(self, states: States, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:  # noqa: D102
         out, lse, *_ = flash_attention(
-            *(_tokens_first(x, width) for x in (query, key, value)),
-            *_lengths(query, key),
-            0.0,
-            seen == CAUSAL_SEEN,
+            *_tokens_first(*states, width=aligned(states[0].size(-1))),
+            *(None, None, states[0].size(1), states[1].size(1)),  # no cu_seqlens; numbers of queries and keys
+            *(0.0, seen == CAUSAL_SEEN),
             return_debug_mask=False,
             scale=scale,
             window_size_left=seen[0],
             window_size_right=seen[1],
         )
-        return _heads_first(out, value.size(-1)), lse[0]
+        return _heads_first(out, states[2].size(-1)), lse[0]
 
     def attend_backward(  # noqa: D102
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        seen: Seen,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        width = aligned(query.size(-1))
-        no_dropout = query.new_empty(0)
+        self, grad: Tensor, states: States, out: Tensor, lse: Tensor, seen: Seen, scale: float
+    ) -> States:
+        no_dropout = grad.new_empty(0)
         dq, dk, dv = flash_attention_backward(
-            *(_tokens_first(x, width) for x in (grad, query, key, value, out)),
+            *_tokens_first(grad, *states, out, width=aligned(states[0].size(-1))),
             lse[None].contiguous(),  # the kernel reads no strides of the lse
-            *_lengths(query, key),
-            0.0,
-            seen == CAUSAL_SEEN,
-            no_dropout,
-            no_dropout,
+            *(None, None, states[0].size(1), states[1].size(1)),
+            *(0.0, seen == CAUSAL_SEEN, no_dropout, no_dropout),
             scale=scale,
             window_size_left=seen[0],
             window_size_right=seen[1],
         )
-        return _heads_first(dq, query.size(-1)), _heads_first(dk, key.size(-1)), _heads_first(dv, value.size(-1))
+        of_query, of_key, of_value = (_heads_first(x, y.size(-1)) for x, y in zip((dq, dk, dv), states, strict=True))
+        return of_query, of_key, of_value
 
 
 KERNELS: dict[str, BlockKernel] = {"cpu": CpuFlash(), "cuda": CudaFlash()}
 
 
-def _tokens_first(states_HNX: Tensor, width: int) -> Tensor:
-    """``[1, N, H, width]``, padded with zeros."""
-    return padded(states_HNX.transpose(0, 1)[None], width)
+def _tokens_first(*states_HNX: Tensor, width: int) -> list[Tensor]:
+    """``[1, N, H, width]`` each, padded with zeros."""
+    return [padded(x_HNX.transpose(0, 1)[None], width) for x_HNX in states_HNX]
 
 
 def _heads_first(states_1NHX: Tensor, width: int) -> Tensor:
@@ -164,13 +126,9 @@ def _heads_first(states_1NHX: Tensor, width: int) -> Tensor:
     return states_1NHX[0, ..., :width].transpose(0, 1)
 
 
-def _lengths(query: Tensor, key: Tensor) -> tuple[None, None, int, int]:
-    """Arguments of the CUDA kernels: no ``cu_seqlens`` of queries and keys, numbers of queries and keys."""
-    return None, None, query.size(1), key.size(1)
-
-
-def _equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _equal_heads(states: States) -> tuple[Tensor, Tensor, Tensor]:
     """``[1, H, tokens, width]`` each."""
+    query, key, value = states
     return query[None], repeat_heads(key[None], len(query)), repeat_heads(value[None], len(query))
 
 

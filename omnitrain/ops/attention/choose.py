@@ -18,13 +18,8 @@ AUTO = "auto"
 class AttentionRow:
     """The backend that computes the packed attention of one kind of layer.
 
-    Attributes:
-        module: class of the layer.
-        backend: name of the backend.
-        asked: backend in the settings, or ``auto``.
-        needs: kind of mask and features that the layer's calls need.
-        device: device type.
-        dtype: dtype of the queries.
+    ``module`` is the layer's class, ``asked`` the backend in the settings or ``auto``, ``needs`` the kind of mask and
+    the features of its calls, ``dtype`` that of the queries.
     """
 
     module: str
@@ -67,12 +62,7 @@ def attention_report() -> list[AttentionRow]:
 
 
 def require_trainable(asked: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a backend that cannot train ordinary causal attention on ``device``, whatever the model.
-
-    Args:
-        asked: a backend's name, or ``auto``.
-        device: device of the training.
-        dtype: dtype of queries, keys and values.
+    """Refuse a backend that cannot train ordinary causal attention in ``dtype`` on ``device``, whatever the model.
 
     Raises:
         UserError: names the reason, and the backends that can.

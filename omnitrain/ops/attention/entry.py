@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnitrain.errors import UserError
@@ -30,12 +31,12 @@ _read_before = WeakTensorKeyDictionary()
 # cu_seqlens tensor -> the specs of the layers that got it.
 _specs_of = WeakTensorKeyDictionary()
 
-Attend = Callable[[Call], torch.Tensor]
-_through: ContextVar[Callable[[Call, Attend], torch.Tensor] | None] = ContextVar("attention_through", default=None)
+Attend = Callable[[Call], Tensor]
+_through: ContextVar[Callable[[Call, Attend], Tensor] | None] = ContextVar("attention_through", default=None)
 
 
 @contextmanager
-def attending_through(around: Callable[[Call, Attend], torch.Tensor]) -> Iterator[None]:
+def attending_through(around: Callable[[Call, Attend], Tensor]) -> Iterator[None]:
     """Let ``around(call, attend)`` compute packed attention inside, by the backend's ``attend`` or in another way."""
     token = _through.set(around)
     try:
@@ -44,12 +45,10 @@ def attending_through(around: Callable[[Call, Attend], torch.Tensor]) -> Iterato
         _through.reset(token)
 
 
-def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
+def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | Tensor | None:
     """Return a spec for a packed sequence, else the mask of ``implementation``; for ``AttentionMaskInterface``.
 
-    Args:
-        implementation: transformers' implementation for unpacked input.
-        arguments: the arguments of transformers' ``sdpa_mask``.
+    ``arguments`` are those of transformers' ``sdpa_mask``, ``implementation`` is that for unpacked input.
 
     Raises:
         UserError: the sequence is packed, and the requested mask does not fit it.
@@ -84,44 +83,35 @@ def _described(packed: PackedSequence, function: MaskFunction, use_vmap: bool, d
 @torch.compiler.disable  # offsets are values, not shapes: torch would recompile a traced call for each pack
 def omnitrain_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: MaskSpec | torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskSpec | Tensor | None = None,
     *,
     backend: str,
     implementation: str,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend within the segments of a packed sequence, else as ``implementation``; for ``AttentionInterface``.
 
-    Args:
-        module: the layer.
-        query: ``[B, heads, T, head_dim]``.
-        key: ``[B, key heads, T, head_dim]``.
-        value: ``[B, key heads, T, value_dim]``.
-        attention_mask: the mask from :func:`omnitrain_mask` or from the model.
-        backend: backend for packed sequences, or ``auto``.
-        implementation: transformers' implementation for unpacked input.
-        kwargs: see :mod:`omnitrain.ops.attention.hf_arguments`.
-
-    Returns:
-        ``[B, T, heads, value_dim]``, and attention weights if ``implementation`` returns them.
+    ``query`` is ``[B, heads, T, head_dim]``, ``key`` and ``value`` are ``[B, key heads, T, head_dim or value_dim]``;
+    ``attention_mask`` is from :func:`omnitrain_mask` or from the model; ``backend`` is for packed sequences, or
+    ``auto``, ``implementation`` transformers' for unpacked input; ``kwargs``: see
+    :mod:`omnitrain.ops.attention.hf_arguments`. Returns ``[B, T, heads, value_dim]``, and attention weights if
+    ``implementation`` returns them.
 
     Raises:
-        UserError: the layer needs a feature that is not supported; names it.
+        UserError: names a feature that the layer needs and no backend supports.
     """
     if isinstance(attention_mask, MaskSpec):
-        shard = attention_mask.shard
-        _check_fit(module, query, key, attention_mask.offsets[-1] if shard is None else shard.num_local_tokens)
+        spec, shard = attention_mask, attention_mask.shard
+        _check_fit(module, query, key, spec.offsets[-1] if shard is None else shard.num_local_tokens)
         if implementation == SDPA:
-            _check_causality(module, attention_mask, kwargs)
-        spec = attention_mask
-    else:
-        packed_spec = _spec(module, query, key, attention_mask, kwargs)
-        if packed_spec is None:
-            return plain_attention(implementation, module, query, key, value, attention_mask, **kwargs)
+            _check_causality(module, spec, kwargs)
+    elif (packed_spec := _spec(module, query, key, attention_mask, kwargs)) is not None:
         spec = packed_spec
+    else:
+        return plain_attention(implementation, module, query, key, value, attention_mask, **kwargs)
     refuse_unknown(type(module).__name__, kwargs)
     _check_bias(module, spec, kwargs.get("position_bias"))
     call = Call(
@@ -138,25 +128,24 @@ def omnitrain_attention(
         read=rows_read_of(module, query.size(2)) if spec.shard is None else None,
     )
 
-    def compute(whole: Call) -> torch.Tensor:
-        if (around := _through.get()) is not None:
-            return around(whole, lambda own: choose(module, own, backend).attend(own))
-        return choose(module, whole, backend).attend(whole)
+    def attend(own: Call) -> Tensor:
+        return choose(module, own, backend).attend(own)
 
+    around = _through.get()
+    compute: Attend = attend if around is None else lambda own: around(own, attend)
     return (compute(call) if spec.shard is None else spec.shard.attend(call, compute)), None
 
 
 def _spec(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
+    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> MaskSpec | None:
     """The spec of a packed sequence whose mask is not a spec yet; None: the input is not packed."""
     packed = packed_sequence()
     if (cu_seqlens := kwargs.get("cu_seq_lens_q")) is not None:
-        offsets, shard = _offsets(module, kwargs), shard_of(cu_seqlens)
+        keys = kwargs.get("cu_seq_lens_k")
+        if keys is not None and keys is not cu_seqlens and not torch.equal(keys, cu_seqlens):
+            raise UserError(f"{type(module).__name__}: queries and keys of a packed sequence have different offsets")
+        offsets, shard = _read(cu_seqlens), shard_of(cu_seqlens)
         if shard is not None or packed is None or packed.sequence_slice is None or packed.offsets != offsets:
             _check_fit(module, query, key, offsets[-1] if shard is None else shard.num_local_tokens)
             spec = _spec_of_layer(module, offsets, mask, kwargs, _specs_of.setdefault(cu_seqlens, set()))
@@ -169,14 +158,7 @@ def _spec(
     return spec if packed.sequence_slice is None else spec.on(packed.sequence_slice.attention)
 
 
-def _offsets(module: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[int, ...]:
-    queries, keys = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
-    if keys is not None and keys is not queries and not torch.equal(keys, queries):
-        raise UserError(f"{type(module).__name__}: queries and keys of a packed sequence have different offsets")
-    return _read(queries)
-
-
-def _read(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+def _read(cu_seqlens: Tensor) -> tuple[int, ...]:
     """The values of ``cu_seqlens``; all layers of a tower share the tensor, and only the first reads the device."""
     if cu_seqlens.is_inference():  # has no version counter
         return tuple(cu_seqlens.tolist())
@@ -188,11 +170,7 @@ def _read(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
 
 def _spec_of_layer(
-    module: torch.nn.Module,
-    offsets: tuple[int, ...],
-    mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
-    held: set[MaskSpec],
+    module: torch.nn.Module, offsets: tuple[int, ...], mask: Tensor | None, kwargs: dict[str, Any], held: set[MaskSpec]
 ) -> MaskSpec:
     """The spec of a layer that got none; ``held`` then holds it for the other layers."""
     if mask is not None:
@@ -225,7 +203,7 @@ def _check_causality(module: torch.nn.Module, spec: MaskSpec, kwargs: dict[str, 
         )
 
 
-def _check_fit(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, num_tokens: int) -> None:
+def _check_fit(module: torch.nn.Module, query: Tensor, key: Tensor, num_tokens: int) -> None:
     shape = (query.size(0), query.size(2), key.size(2))
     if shape != (1, num_tokens, num_tokens):
         raise UserError(
@@ -234,7 +212,7 @@ def _check_fit(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, 
         )
 
 
-def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: torch.Tensor | None) -> None:
+def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: Tensor | None) -> None:
     """Check that a position bias covers the whole sequence; a model makes it for the tokens that it sees."""
     length = spec.offsets[-1]
     if bias is not None and bias.shape[-2:] != (length, length):
@@ -245,11 +223,7 @@ def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: torch.Tensor | No
 
 
 def _is_packed(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    packed: PackedSequence,
-    mask: torch.Tensor | None,
+    module: torch.nn.Module, query: Tensor, key: Tensor, packed: PackedSequence, mask: Tensor | None
 ) -> bool:
     """Whether a layer inside a packed sequence attends over the sequence, not over other states."""
     length = packed.num_local_tokens

@@ -1,7 +1,6 @@
 """The keyword arguments that models pass to attention: supported, irrelevant or refused.
 
-Models pass on all arguments of their forward, so most have nothing to do with attention. These are listed with the
-reason. A name on no list could change the result, so we refuse the call instead of ignoring it.
+Models pass on all arguments of their forward. A name on no list could change the result, so we refuse the call.
 """
 
 from __future__ import annotations
@@ -48,14 +47,10 @@ IRRELEVANT = {
 
 
 def refuse_unknown(module_name: str, arguments: dict[str, Any]) -> None:
-    """Refuse arguments that could change the result and that packed attention would ignore.
-
-    Args:
-        module_name: class of the attention layer.
-        arguments: keyword arguments of a call; those that are None or False do not matter.
+    """Refuse arguments, unless None or False, that could change the result and that packed attention would ignore.
 
     Raises:
-        UserError: names the arguments.
+        UserError: names the arguments, and the class of the layer.
     """
     unknown = [
         name

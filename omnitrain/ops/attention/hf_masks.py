@@ -15,6 +15,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import and_masks, or_masks
 
@@ -26,10 +27,8 @@ from omnitrain.ops.attention.spec import MaskFunction, MaskSpec, plain_spec, seg
 class Pattern:
     """A mask that kernels support; all conditions hold at once.
 
-    Attributes:
-        causal: a token sees no later token.
-        window: a token sees only tokens less than this many positions before it.
-        chunk: a token sees only its chunk of this many tokens, counted from the start of its segment.
+    ``causal``: a token sees no later token; ``window``: only tokens less than this many positions before it; ``chunk``:
+    only its chunk of this many tokens, counted from the start of its segment.
     """
 
     causal: bool = False
@@ -38,13 +37,10 @@ class Pattern:
 
 
 def describe(mask_function: MaskFunction, offsets: tuple[int, ...], use_vmap: bool, device: torch.device) -> MaskSpec:
-    """Return the spec of a sequence packed at ``offsets`` in a model with the mask ``mask_function``.
+    """Return the spec of a sequence packed at ``offsets`` ``(0, ..., T)`` in a model with the mask ``mask_function``.
 
-    Args:
-        mask_function: as transformers composed it, over indices of the sequence.
-        offsets: ``(0, ..., T)``.
-        use_vmap: as transformers passed it.
-        device: device of the indices.
+    ``mask_function``, over indices of the sequence, and ``use_vmap`` are as transformers passed them; ``device`` is
+    that of the indices.
 
     Raises:
         UserError: a function that the model added both counts from the sequence's start and looks up tokens, so its
@@ -71,11 +67,15 @@ def pattern_of(function: MaskFunction, offsets: tuple[int, ...]) -> Pattern | No
     if name == "chunked_overlay":
         return Pattern(chunk=captured["chunk_size"])
     if name == "packed_sequence_mask_function":
-        return Pattern() if _is_constant(captured["packed_sequence_mask"], offsets) else None
+        numbers = captured["packed_sequence_mask"]
+        covers = numbers.size(1) == offsets[-1]  # not only a slice of the sequence
+        starts = segment_starts(offsets, numbers.device)
+        return Pattern() if covers and bool((numbers == numbers[:, starts]).all()) else None
     if name == "and_masks":
         return _all([pattern_of(f, offsets) for f in captured[_PARTS]])
     if name == "or_masks":
-        return _any([pattern_of(f, offsets) for f in captured[_PARTS]])
+        patterns = [pattern_of(f, offsets) for f in captured[_PARTS]]
+        return Pattern() if Pattern() in patterns else patterns[0] if len(set(patterns)) == 1 else None
     return None
 
 
@@ -85,24 +85,19 @@ def is_causal(function: MaskFunction) -> bool:
     return _name(function) == "causal_mask_function" or any(is_causal(value) for value in nested)
 
 
-def within_segments(function: MaskFunction, starts: torch.Tensor) -> MaskFunction:
+def within_segments(function: MaskFunction, starts: Tensor) -> MaskFunction:
     """Return ``function`` as it would be for each segment alone, over indices of the sequence; exact within segments.
 
     Functions that look up tokens (image blocks) keep these indices. Functions that count (chunks) get indices that
-    start at 0 in each segment.
-
-    Args:
-        function: mask function over indices of the sequence, as transformers composed it.
-        starts: ``[T]``, the first token of each token's segment.
+    start at 0 in each segment; ``starts`` ``[T]`` is the first token of each token's segment.
 
     Raises:
         UserError: see :func:`describe`.
     """
     name, captured = _name(function), _captured(function)
-    if name == "and_masks":
-        return and_masks(*(within_segments(part, starts) for part in captured[_PARTS]))
-    if name == "or_masks":
-        return or_masks(*(within_segments(part, starts) for part in captured[_PARTS]))
+    if name in ("and_masks", "or_masks"):
+        parts = (within_segments(part, starts) for part in captured[_PARTS])
+        return and_masks(*parts) if name == "and_masks" else or_masks(*parts)
     if name in _COUNTING or (name is None and not _looks_up_tokens(function, len(starts))):
         return partial(_from_start, function, starts)
     return function
@@ -138,12 +133,6 @@ def _captured(function: MaskFunction) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
-def _is_constant(numbers: torch.Tensor, offsets: tuple[int, ...]) -> bool:
-    if numbers.size(1) != offsets[-1]:  # it covers only a slice of the sequence
-        return False
-    return bool((numbers == numbers[:, segment_starts(offsets, numbers.device)]).all())
-
-
 def _all(patterns: list[Pattern | None]) -> Pattern | None:
     known = [pattern for pattern in patterns if pattern is not None]
     chunks = {pattern.chunk for pattern in known if pattern.chunk is not None}
@@ -153,18 +142,12 @@ def _all(patterns: list[Pattern | None]) -> Pattern | None:
     return Pattern(any(pattern.causal for pattern in known), window, next(iter(chunks), None))
 
 
-def _any(patterns: list[Pattern | None]) -> Pattern | None:
-    if Pattern() in patterns:
-        return Pattern()
-    return patterns[0] if len(set(patterns)) == 1 else None
-
-
 def _cut(offsets: tuple[int, ...], chunk: int) -> tuple[int, ...]:
     """``offsets`` with an additional one at every ``chunk`` tokens of a segment."""
     return (0, *(cut for start, stop in pairwise(offsets) for cut in (*range(start + chunk, stop, chunk), stop)))
 
 
-def _from_start(function: MaskFunction, starts: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> Any:
+def _from_start(function: MaskFunction, starts: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Any:
     return function(batch, head, query - starts[query], key - starts[key])
 
 
@@ -173,7 +156,7 @@ def _looks_up_tokens(function: MaskFunction, num_tokens: int) -> bool:
     captured = list(_flat(_captured(function).values()))
     nested = [value for value in captured if callable(value)]
     held = [*captured, *(deeper for value in nested for deeper in _flat(_captured(value).values()))]
-    by_token = any(isinstance(value, torch.Tensor) and num_tokens in value.shape for value in held)
+    by_token = any(isinstance(value, Tensor) and num_tokens in value.shape for value in held)
     callables = [function, *(value for value in held if callable(value))]
     readable = all(isinstance(value, (FunctionType, partial)) for value in callables)
     if not readable or len(callables) > 1 + len(nested) or (nested and by_token):

@@ -8,6 +8,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel, masking_utils, modeling_utils
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -19,17 +20,15 @@ from omnitrain.ops.attention.unpacked import SDPA
 from omnitrain.ops.config_value import config_value
 from omnitrain.transformers_private import attention_of, set_attention, takes_attention
 
-SamplesOf = Callable[[torch.Tensor], torch.Tensor | None]
+SamplesOf = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Implementation:
     """The meaning of an attention name in a config.
 
-    Attributes:
-        backend: backend for packed sequences, or ``auto``.
-        plain: transformers' implementation for unpacked input.
-        passes_offsets: models should pass ``cu_seq_lens_q`` to attention instead of cutting or masking by themselves.
+    ``backend`` is for packed sequences (or ``auto``), ``plain`` is transformers' implementation for unpacked input.
+    ``passes_offsets``: models should pass ``cu_seq_lens_q`` to attention instead of cutting or masking by themselves.
     """
 
     backend: str = AUTO
@@ -53,18 +52,10 @@ _registered: dict[str, Implementation] = {}
 def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tuple[str, ...]:
     """Make every transformers module in ``model`` attend through :func:`omnitrain_attention`.
 
-    The choice is stored in the configs, so models that share a config object share the choice.
-
-    Args:
-        model: any module; a later call changes the backend.
-        backend: backend for packed sequences: ``auto``, ``flash``, ``varlen``, ``sdpa``, ``flex`` or ``reference``.
-
-    Returns:
-        Classes of models that keep their own attention, because their code does not use transformers'
-        ``AttentionInterface``; they do not keep packed samples apart.
-
-    Raises:
-        UserError: the backend is unknown.
+    The choice is stored in the configs, so models that share a config object share the choice. A later call changes it.
+    ``backend`` is for packed sequences: ``auto``, ``flash``, ``varlen``, ``sdpa``, ``flex`` or ``reference``; any other
+    is a UserError. Returns the classes of models that keep their own attention, because their code does not use
+    transformers' ``AttentionInterface``; they do not keep packed samples apart.
     """
     if backend not in backend_names():
         raise UserError(f"no attention backend {backend!r}; expected one of {', '.join(backend_names())}")
@@ -100,7 +91,7 @@ def _known_inside_a_packed_sequence(find: SamplesOf) -> SamplesOf:
     """Skip transformers' search for samples in positions, which waits for the device, inside a packed sequence."""
 
     @wraps(find)
-    def found(position_ids: torch.Tensor) -> torch.Tensor | None:
+    def found(position_ids: Tensor) -> Tensor | None:
         packed = packed_sequence()
         return None if packed is not None and position_ids.shape == (1, packed.num_local_tokens) else find(position_ids)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from omnitrain.ops.attention.block_kernels import kernel_for
+from omnitrain.ops.attention.block_kernels import States, kernel_for
 from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.plan.ring import FULL, MASKED, Block, Run, block_between, seen_before_and_after
 
@@ -28,13 +28,7 @@ SCORES_AT_ONCE = 2**22
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """How scores are computed from queries and keys.
-
-    Attributes:
-        mask: mask of the whole sequence.
-        scale: factor on the scores.
-        softcap: scaled scores become ``softcap * tanh(score / softcap)``.
-    """
+    """How scores are computed: the mask of the sequence, a factor, and then ``softcap * tanh(score / softcap)``."""
 
     mask: MaskSpec
     scale: float
@@ -42,12 +36,7 @@ class Scoring:
 
 
 class RunningSoftmax:
-    """The output and lse of some queries over the keys added so far.
-
-    Attributes:
-        out: ``[H, N, E]``, fp32 or wider.
-        lse: ``[H, N]``, of the same dtype.
-    """
+    """``out`` ``[H, N, E]`` and ``lse`` ``[H, N]`` of some queries over the keys added so far, fp32 or wider."""
 
     def __init__(self, query: Tensor, value_width: int) -> None:
         dtype = _wide(query)
@@ -76,22 +65,15 @@ def blocks_between(mask: MaskSpec, queries: Run, keys: Run, device: torch.device
     return mask.remember((queries, keys, device), lambda: _evaluated(mask, queries, keys, device))
 
 
-def attend_block(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def attend_block(states: States, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Compute one block: by a kernel that returns the lse where there is one, else by the formula with fp32 scores.
 
-    Args:
-        query: ``[H, N, D]``, the queries of ``block.queries``.
-        key: ``[K, M, D]``, the keys of ``block.keys``.
-        value: ``[K, M, E]``.
-        block: token indices and kind of mask.
-        scoring: how scores are computed in the row.
-
-    Returns:
-        Output ``[H, N, E]``, and lse ``[H, N]``, -inf if a query sees no key.
+    ``states`` are the queries of ``block.queries``, and the keys and values of ``block.keys``. Returns the output
+    ``[H, N, E]``, and the lse ``[H, N]``, -inf if a query sees no key.
     """
+    query, key, value = states
     if (kernel := kernel_for(query, value, block, scoring.mask, scoring.softcap)) is not None:
-        seen = seen_before_and_after(block, scoring.mask.window)
-        return kernel.attend(query, key, value, seen, scoring.scale)
+        return kernel.attend(states, seen_before_and_after(block, scoring.mask.window), scoring.scale)
     state = RunningSoftmax(query, value.size(-1))
     for rows, columns, part in _parts(len(query), block, scoring):
         scores = _scores(query[:, rows], key[:, columns], part, scoring)[0]
@@ -102,34 +84,17 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, block: Block, scorin
 
 
 def attend_block_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    block: Block,
-    scoring: Scoring,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute a block's contribution to the gradients.
+    grad: Tensor, states: States, out: Tensor, lse: Tensor, block: Block, scoring: Scoring
+) -> States:
+    """Compute a block's contribution to the gradients of :func:`attend_block`'s ``states``.
 
-    Args:
-        grad: ``[H, N, E]``, gradient of the output over all keys.
-        query: ``[H, N, D]``.
-        key: ``[K, M, D]``.
-        value: ``[K, M, E]``.
-        out: ``[H, N, E]``, over all keys.
-        lse: ``[H, N]``, over all keys.
-        block: as in :func:`attend_block`.
-        scoring: as in :func:`attend_block`.
-
-    Returns:
-        Gradients of ``query``, ``key`` and ``value``.
+    ``grad`` and ``out`` ``[H, N, E]`` and ``lse`` ``[H, N]`` are over all keys.
     """
+    query, key, value = states
     if (kernel := kernel_for(query, value, block, scoring.mask, scoring.softcap)) is not None:
         seen = seen_before_and_after(block, scoring.mask.window)
-        return kernel.attend_backward(grad, query, key, value, out, lse, seen, scoring.scale)
-    dq, dk, dv = (torch.zeros_like(x, dtype=_wide(x)) for x in (query, key, value))
+        return kernel.attend_backward(grad, states, out, lse, seen, scoring.scale)
+    dq, dk, dv = (torch.zeros_like(x, dtype=_wide(x)) for x in states)
     delta = row_products(out, grad)
     for rows, columns, part in _parts(len(query), block, scoring):
         scores, slope = _scores(query[:, rows], key[:, columns], part, scoring)

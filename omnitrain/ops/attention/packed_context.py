@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from omnitrain.errors import UserError
 from omnitrain.torch_private import current_graph_task_id
@@ -22,71 +23,49 @@ class SequenceSlice(Protocol):
     """This rank's slice of a packed sequence that several ranks share."""
 
     @property
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """``[t]`` int64, ascending: the tokens of the sequence on this rank."""
-        ...
 
     @property
-    def host_positions(self) -> torch.Tensor:
+    def host_positions(self) -> Tensor:
         """``positions``, on the host."""
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens of the whole sequence."""
-        ...
 
     @property
     def attention(self) -> SequenceShard:
         """The shard that attends from these tokens to the whole sequence."""
-        ...
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks that share the sequence."""
-        ...
 
-    def by_heads(
-        self, compute: Callable[[Sequence[torch.Tensor], slice], torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Compute over the whole sequence for some heads; differentiable. All ranks of the sequence must call it.
 
-        Args:
-            compute: tensors ``[T, local heads, width]``, and the slice of these heads -> ``[T, local heads, width]``.
-            tensors: ``[local tokens, heads, width]``, all with the same number of heads, a multiple of ``num_ranks``.
-
-        Returns:
-            ``[local tokens, heads, width]``.
+        ``compute`` gets tensors ``[T, local heads, width]`` and the slice of these heads, and returns ``[T, local
+        heads, width]``. ``tensors`` are ``[local tokens, heads, width]``, all with the same number of heads, a multiple
+        of ``num_ranks``. Returns ``[local tokens, heads, width]``.
         """
-        ...
 
-    def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gather a tensor of all tokens, in their order; differentiable. All ranks of the sequence must call it.
-
-        Args:
-            tensor: a tensor with this rank's tokens along ``dim``.
-            dim: the dim of the tokens.
-        """
-        ...
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Gather this rank's tokens along ``dim`` to all tokens, in order; differentiable; all ranks must call it."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedSequence:
     """The packed sequence that a forward runs over.
 
-    Attributes:
-        offsets: ``(0, ..., T)``, where each sample starts in the whole sequence, and its end.
-        sequence_slice: the slice on this rank; None: the whole sequence.
-        whole_masks: with a slice: makes the masks of the whole sequence, in the order in which the model requests them.
-        masks: masks that the model requested since the sequence was entered.
-        specs: the masks of layers that got none from the model.
+    ``whole_masks``: with a slice: makes the masks of the whole sequence, in the order in which the model requests them.
     """
 
-    offsets: tuple[int, ...]
-    sequence_slice: SequenceSlice | None = None
+    offsets: tuple[int, ...]  # (0, ..., T), where each sample starts in the whole sequence, and its end
+    sequence_slice: SequenceSlice | None = None  # the slice on this rank; None: the whole sequence
     whole_masks: Callable[[], Sequence[MaskSpec]] | None = None
-    masks: list[MaskSpec] = field(default_factory=list)
-    specs: set[MaskSpec] = field(default_factory=set)
+    masks: list[MaskSpec] = field(default_factory=list)  # masks that the model requested since the sequence was entered
+    specs: set[MaskSpec] = field(default_factory=set)  # the masks of layers that got none from the model
 
     @property
     def num_local_tokens(self) -> int:
@@ -103,13 +82,8 @@ def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
     Use it around the forward of the model that reads the tokens. Run other models, such as towers, outside of it or
     inside ``packed(None)``: an input that happens to have ``T`` tokens would be cut at these offsets. The context can
     be entered any number of times. Activation recomputation needs it again only for models that do not make masks by
-    transformers' interface; attention raises if it is missing.
-
-    Args:
-        cu_seqlens: ``(0, ..., T)``, the starts of the samples and the end of the last one; None: no packed sequence.
-
-    Raises:
-        ValueError: the offsets do not start at 0, or are not ascending.
+    transformers' interface; attention raises if it is missing. ``cu_seqlens`` ``(0, ..., T)`` are the starts of the
+    samples and the end of the last one; others are a ValueError.
     """
     if cu_seqlens is None:
         return _Inside(None)
@@ -141,11 +115,7 @@ def relies_on_context(module: torch.nn.Module) -> None:
 
 
 def check_recomputation(module: torch.nn.Module) -> None:
-    """Refuse a recomputation outside of :func:`packed` if a forward of ``module`` relied on that context.
-
-    Raises:
-        UserError: the recomputation would treat a packed sequence as one sample.
-    """
+    """Raise a UserError if a recomputation outside of :func:`packed` would treat a packed sequence as one sample."""
     in_backward = current_graph_task_id() != -1
     if in_backward and _running.get(_MISSING) is _MISSING and module in _rely_on_context:
         raise UserError(

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import (
     and_masks,
@@ -41,7 +42,7 @@ EVERYTHING = frozenset({FULL, CAUSAL, WINDOW, GENERAL, GQA, VALUE_WIDTH, DROPOUT
 _NO_TENSOR = "the mask of a packed sequence is a description, not a tensor"
 
 # (batch index, head index, query index, key index) -> may the query see the key; indices broadcast.
-MaskFunction = Callable[..., torch.Tensor]
+MaskFunction = Callable[..., Tensor]
 
 Made = TypeVar("Made")
 
@@ -64,8 +65,7 @@ class MaskSpec:
             a mask ``[1, 1 or heads, T, T]`` (boolean: may see, or a float to add to the scores).
         use_vmap: whether ``general`` takes scalar indices, as transformers states for functions that models add.
         shard: the slice of the sequence on this rank; None: all of it. All other fields describe the whole sequence.
-        ndim: ndim of the mask tensor that it replaces.
-        shape: shape of the mask tensor that it replaces.
+        ndim, shape: those of the mask tensor that it replaces.
     """
 
     ndim = 4
@@ -76,7 +76,7 @@ class MaskSpec:
         *,
         causal: bool = False,
         window: int | None = None,
-        general: MaskFunction | torch.Tensor | None = None,
+        general: MaskFunction | Tensor | None = None,
         use_vmap: bool = False,
     ) -> None:
         self.offsets = tuple(dict.fromkeys(offsets))
@@ -130,23 +130,23 @@ class MaskSpec:
 
     def of_heads(self, start: int, stop: int) -> MaskSpec:
         """Return the mask of the heads ``start`` to ``stop``, for a rank that has the whole sequence of these heads."""
-        if not isinstance(self.general, torch.Tensor) or self.general.size(1) == 1:
+        if not isinstance(self.general, Tensor) or self.general.size(1) == 1:
             return self.whole
         general = self.general[:, start:stop]
         return self.whole.remember((start, stop), lambda: self._with(general, None))
 
-    def _with(self, general: MaskFunction | torch.Tensor | None, shard: SequenceShard | None) -> MaskSpec:
+    def _with(self, general: MaskFunction | Tensor | None, shard: SequenceShard | None) -> MaskSpec:
         spec = MaskSpec(self.offsets, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
         if shard is not None:
             spec.shard, spec._whole = shard, self
         return spec
 
-    def block_mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> torch.Tensor:
+    def block_mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
         """Return the mask between two runs ``(start, stop)`` of one segment, ``[1, 1 or heads, queries, keys]``.
 
         It is boolean, or a float to add to the scores.
         """
-        if isinstance(self.general, torch.Tensor):
+        if isinstance(self.general, Tensor):
             return self.general[..., slice(*queries), slice(*keys)]
         return sdpa_mask(
             batch_size=1,
@@ -163,7 +163,7 @@ class MaskSpec:
     def between(self, start: int, stop: int) -> MaskSpec:
         """Return the spec of the tokens ``start`` to ``stop`` as a separate sequence; both must be offsets."""
         general = self.general
-        if isinstance(general, torch.Tensor):
+        if isinstance(general, Tensor):
             general = general[..., start:stop, start:stop]
         elif general is not None:
             general = partial(_moved, general, start)
@@ -171,14 +171,10 @@ class MaskSpec:
         return MaskSpec(offsets, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
 
     def function(self, device: torch.device) -> MaskFunction:
-        """Return the mask as a function of token indices, exact within each segment only.
-
-        Raises:
-            TypeError: the mask is a float tensor, which is no function of indices.
-        """
+        """Return the mask as a function of token indices, exact within each segment; a float mask is a TypeError."""
         if callable(self.general):
             return self.general
-        if isinstance(self.general, torch.Tensor):
+        if isinstance(self.general, Tensor):
             if self.general.dtype != torch.bool:
                 raise TypeError("a float mask is not a function of indices")
             return partial(_look_up, self.general.to(device))
@@ -196,28 +192,18 @@ class MaskSpec:
 class Call:
     """The arguments of one attention.
 
-    Attributes:
-        query: ``[1, H, T, D]``.
-        key: ``[1, K, T, D]``.
-        value: ``[1, K, T, E]``.
-        mask: the mask of the sequence.
-        scale: factor on the scores; None: ``D ** -0.5``.
-        dropout: probability of dropping an attention weight.
-        softcap: scaled scores become ``softcap * tanh(score / softcap)``.
-        position_bias: ``[1, 1 or H, T, T]``, added to scaled and capped scores.
-        sinks: ``[H]``, the logit of an additional key per head with value zero.
-        read: the tokens whose output is used; a backend need not compute the others. None: all tokens.
+    ``read``: the tokens whose output is used; a backend need not compute the others. None: all tokens.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: MaskSpec
-    scale: float | None = None
-    dropout: float = 0.0
-    softcap: float | None = None
-    position_bias: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
+    query: Tensor  # [1, H, T, D]
+    key: Tensor  # [1, K, T, D]
+    value: Tensor  # [1, K, T, E]
+    mask: MaskSpec  # the mask of the sequence
+    scale: float | None = None  # factor on the scores; None: D ** -0.5
+    dropout: float = 0.0  # probability of dropping an attention weight
+    softcap: float | None = None  # scaled scores become softcap * tanh(score / softcap)
+    position_bias: Tensor | None = None  # [1, 1 or H, T, T], added to scaled and capped scores
+    sinks: Tensor | None = None  # [H], the logit of an additional key per head with value zero
     read: ReadRows | None = None
 
     @property
@@ -246,24 +232,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute a :class:`Call`; outputs and gradients are exact for all features that it supports.
+    """One way to compute a :class:`Call`; outputs and gradients are exact for all features that it supports."""
 
-    Attributes:
-        name: name in the settings.
-        honours: the features that it supports.
-        obstacle: returns why it cannot run a call (device, dtype, package); None: it can.
-        attend: the call -> ``[1, T, H, E]``, in the dtype of the values.
-        automatic_on: device types on which ``auto`` may choose it; None: all.
-    """
-
-    name: str
-    honours: frozenset[str]
-    obstacle: Callable[[Call], str | None]
-    attend: Callable[[Call], torch.Tensor]
-    automatic_on: frozenset[str] | None = None
+    name: str  # name in the settings
+    honours: frozenset[str]  # the features that it supports
+    obstacle: Callable[[Call], str | None]  # returns why it cannot run a call (device, dtype, package); None: it can
+    attend: Callable[[Call], Tensor]  # the call -> [1, T, H, E], in the dtype of the values
+    automatic_on: frozenset[str] | None = None  # device types on which auto may choose it; None: all
 
 
-def repeat_heads(states: torch.Tensor, num_heads: int) -> torch.Tensor:
+def repeat_heads(states: Tensor, num_heads: int) -> Tensor:
     """Repeat each key head along dim 1, once per query head that reads it."""
     return states if states.size(1) == num_heads else states.repeat_interleave(num_heads // states.size(1), dim=1)
 
@@ -274,39 +252,31 @@ class SequenceShard(Protocol):
     @property
     def num_local_tokens(self) -> int:
         """Number of tokens of the sequence on this rank."""
-        ...
 
-    def attend(self, call: Call, compute: Callable[[Call], torch.Tensor]) -> torch.Tensor:
-        """Attend from this rank's tokens to the whole sequence. All ranks of the sequence must call it.
+    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+        """Attend from this rank's tokens to the whole sequence: ``[1, local tokens, H, E]``. All its ranks call it.
 
-        Args:
-            call: queries, keys and values ``[1, heads, local tokens, width]`` of this rank; all other fields are for
-                the whole sequence and all heads.
-            compute: computes attention ``[1, T, heads, E]`` of a call over a whole sequence, for some of the heads.
-
-        Returns:
-            ``[1, local tokens, H, E]``.
+        ``call`` has queries, keys and values ``[1, heads, local tokens, width]`` of this rank; all other fields are for
+        the whole sequence and all heads. ``compute`` computes attention ``[1, T, heads, E]`` of a call over a whole
+        sequence, for some of the heads.
         """
-        ...
 
 
 # cu_seqlens tensor -> the slice of its sequence on this rank.
 _shards = WeakTensorKeyDictionary()
 
 
-def offsets_on(cu_seqlens: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
-    """Return a copy of ``cu_seqlens`` for a slice; layers that get it as ``cu_seq_lens_q`` attend from the slice.
+def offsets_on(cu_seqlens: Tensor, shard: SequenceShard) -> Tensor:
+    """Return a copy of ``cu_seqlens`` ``[segments + 1]``, of the whole sequence, for a slice of it.
 
-    Args:
-        cu_seqlens: ``[segments + 1]`` int32 or int64, of the whole sequence.
-        shard: the slice of the sequence on this rank.
+    Layers that get the copy as ``cu_seq_lens_q`` attend from the slice.
     """
     copy = cu_seqlens.clone()
     _shards[copy] = shard
     return copy
 
 
-def shard_of(cu_seqlens: torch.Tensor) -> SequenceShard | None:
+def shard_of(cu_seqlens: Tensor) -> SequenceShard | None:
     """Return the slice that was given to :func:`offsets_on`; None: the whole sequence is on this rank."""
     shard: SequenceShard | None = _shards.get(cu_seqlens)
     return shard
@@ -329,24 +299,24 @@ def plain_spec(offsets: tuple[int, ...], causal: bool, window: int | None) -> Ma
     return spec
 
 
-def segment_numbers(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def segment_numbers(offsets: tuple[int, ...], device: torch.device) -> Tensor:
     """Return ``[T]``, the index of the segment of each token."""
     lengths = torch.tensor([stop - start for start, stop in pairwise(offsets)])
     return to_device(torch.arange(len(lengths)).repeat_interleave(lengths), device)
 
 
-def segment_starts(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def segment_starts(offsets: tuple[int, ...], device: torch.device) -> Tensor:
     """Return ``[T]``, the first token of the segment of each token."""
     return to_device(torch.tensor(offsets[:-1]), device)[segment_numbers(offsets, device)]
 
 
-def _same(numbers: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+def _same(numbers: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
     return numbers[query] == numbers[key]
 
 
-def _moved(function: MaskFunction, start: int, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+def _moved(function: MaskFunction, start: int, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
     return function(batch, head, query + start, key + start)
 
 
-def _look_up(mask: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+def _look_up(mask: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
     return mask[0, head if mask.size(1) > 1 else 0, query, key]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -21,7 +22,7 @@ _EAGER_ONLY = ("softcap", "s_aux")
 _CHOSEN_KEYS, _CHOSEN_BLOCKS = "indices", "block_indices"
 
 
-def plain_mask(implementation: str, **arguments: Any) -> torch.Tensor | None:
+def plain_mask(implementation: str, **arguments: Any) -> Tensor | None:
     """Return transformers' mask for ``implementation``."""
     return AttentionMaskInterface()[implementation](**arguments)
 
@@ -29,12 +30,12 @@ def plain_mask(implementation: str, **arguments: Any) -> torch.Tensor | None:
 def plain_attention(
     implementation: str,
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Compute attention by ``implementation``, or by the model's eager code if that ignores an argument.
 
     Raises:
@@ -59,11 +60,7 @@ def plain_attention(
 
 
 def own_eager(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the eager attention function that the forward of ``module`` names in its modeling file.
-
-    Raises:
-        UserError: the file has no such function.
-    """
+    """Return the eager attention function that the forward of ``module`` names in its file; else a UserError."""
     forward = inspect.unwrap(type(module).forward)
     names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
     function = forward.__globals__.get(names[0] if names else "eager_attention_forward")
@@ -75,14 +72,12 @@ def own_eager(module: torch.nn.Module) -> Callable[..., Any]:
     return function
 
 
-def _is_padding(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> TypeGuard[torch.Tensor]:
+def _is_padding(mask: Tensor | None, query: Tensor, key: Tensor) -> TypeGuard[Tensor]:
     """Whether it is ``[B, keys]``: some models pass it on if the implementation's name contains ``flash``."""
     return mask is not None and mask.ndim == 2 and mask.shape != (query.size(2), key.size(2))
 
 
-def _of_chosen_keys(
-    module: torch.nn.Module, mask: torch.Tensor | None, indices: torch.Tensor, num_keys: int
-) -> torch.Tensor:
+def _of_chosen_keys(module: torch.nn.Module, mask: Tensor | None, indices: Tensor, num_keys: int) -> Tensor:
     """Mask out all keys but those in ``indices`` ``[B, T, chosen]``, as models do for sdpa and eager."""
     if mask is None:
         raise UserError(f"{type(module).__name__} passes {_CHOSEN_KEYS} to its attention, but makes no mask")
@@ -92,8 +87,8 @@ def _of_chosen_keys(
 
 
 def _additive(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool | None
-) -> torch.Tensor | None:
+    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
+) -> Tensor | None:
     """Convert sdpa's mask (boolean, or None with ``is_causal``) to eager code's mask, which is added to the scores."""
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

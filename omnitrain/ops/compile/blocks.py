@@ -43,12 +43,9 @@ def _counting(name: str) -> Callable[..., Any]:
 
 
 class CompiledBlocks:
-    """The blocks that :func:`compile_blocks` compiled, and their number of compilations.
+    """The blocks that :func:`compile_blocks` compiled, by ``names``, and their number of compilations.
 
     Equal blocks share code, so they compile once; so do the blocks of equal models.
-
-    Attributes:
-        names: names of the blocks.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], max_recompiles: int) -> None:
@@ -68,11 +65,7 @@ class CompiledBlocks:
         return sum(count - 1 for count in self.compilations.values())
 
     def check(self) -> None:
-        """Stop a run that recompiles too often.
-
-        Raises:
-            UserError: there were more recompiles than allowed.
-        """
+        """Raise a UserError that stops the run if there were more recompiles than allowed."""
         if self.recompiles > self._max_recompiles:
             raise UserError(
                 f"{self.recompiles} recompiles, {self._max_recompiles} allowed: the inputs of the blocks keep changing "
@@ -101,13 +94,8 @@ def compile_blocks(
     """Compile each block of ``model``, in place; parameters and the keys of the state dict stay.
 
     All sizes are dynamic, so another length does not recompile. The entry point of attention disables compilation, so a
-    block has two graphs, before and after attention. Equal blocks share them.
-
-    Args:
-        model: the model, on any device.
-        device: device on which it will compute.
-        max_recompiles: more recompiles are an error of :meth:`CompiledBlocks.check`.
-        backend: backend of ``torch.compile``.
+    block has two graphs, before and after attention. Equal blocks share them. More recompiles than ``max_recompiles``
+    are an error of :meth:`CompiledBlocks.check`.
 
     Raises:
         UserError: ``model`` has no list of blocks, or the compiler for ``device`` is missing.

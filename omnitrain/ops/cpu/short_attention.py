@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.torch_private import softmax_backward
@@ -23,21 +24,13 @@ from omnitrain.torch_private import softmax_backward
 
 @dataclass(frozen=True)
 class ShortBatch:
-    """Segments that share a matmul, padded at their ends.
+    """Segments that share a matmul, padded at their ends."""
 
-    Attributes:
-        length: ``L``.
-        num_queries: ``B * K * G * Q``, number of padded queries.
-        num_keys: ``B * K * L``, number of padded keys.
-        hidden: ``[1 or B * K, G * Q, L]`` fp32, 0 if a query sees a key, else ``-inf``.
-        is_real: ``[B * K, G * Q, 1]`` fp32, 0 for padding, else 1; None: no padding.
-    """
-
-    length: int
-    num_queries: int
+    length: int  # L
+    num_queries: int  # B * K * G * Q padded queries, and B * K * L padded keys
     num_keys: int
-    hidden: torch.Tensor
-    is_real: torch.Tensor | None
+    hidden: Tensor  # [1 or B * K, G * Q, L] fp32, 0 if a query sees a key, else -inf
+    is_real: Tensor | None  # [B * K, G * Q, 1] fp32, 0 for padding, else 1; None: no padding
 
 
 @dataclass(frozen=True)
@@ -58,55 +51,39 @@ class _Padded:
 
 @dataclass(frozen=True)
 class ShortKeys:
-    """The batches of a sequence and the indices of their keys; layers with different queries share them.
+    """The batches of a sequence and the indices of their keys; layers with different queries share them."""
 
-    Attributes:
-        tokens: ``T``.
-        heads: ``K``.
-        batches: the padded positions of each batch, in order of the sequence.
-        rows: for each padded key, its row of ``[T * K, D]``.
-        padded: ``[T * K]``, the padded position of each of these rows.
-    """
-
-    tokens: int
+    tokens: int  # T and K
     heads: int
-    batches: tuple[_Padded, ...]
-    rows: torch.Tensor
-    padded: torch.Tensor
+    batches: tuple[_Padded, ...]  # the padded positions of each batch, in order of the sequence
+    rows: Tensor  # for each padded key, its row of [T * K, D]
+    padded: Tensor  # [T * K], the padded position of each of these rows
 
 
 @dataclass(frozen=True)
 class ShortSegments:
-    """The batches of a sequence, and the indices of its tokens in them. Each head is contiguous, as matmuls need.
+    """The batches of a sequence, and the indices of its tokens in them. Each head is contiguous, as matmuls need."""
 
-    Attributes:
-        keys: the keys of the sequence.
-        batches: the batches, in order of the sequence.
-        queries: for each padded query, its row of ``[T * H, D]``.
-        query_positions: for each requested row, its padded position.
-        requested: the requested rows of ``[T * H, D]``; None: all. The output of the others is zero.
-    """
-
-    keys: ShortKeys
-    batches: tuple[ShortBatch, ...]
-    queries: torch.Tensor
-    query_positions: torch.Tensor
-    requested: torch.Tensor | None
+    keys: ShortKeys  # the keys of the sequence
+    batches: tuple[ShortBatch, ...]  # the batches, in order of the sequence
+    queries: Tensor  # for each padded query, its row of [T * H, D]
+    query_positions: Tensor  # for each requested row, its padded position
+    requested: Tensor | None  # the requested rows of [T * H, D]; None: all. The output of the others is zero
 
     @property
     def tokens(self) -> int:
         """``T``."""
         return self.keys.tokens
 
-    def of_queries(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def of_queries(self, x: Tensor) -> list[Tensor]:
         """Split padded queries ``[n, width]`` into views ``[B * K, G * Q, width]``, one per batch."""
         return self._of_batches(x, [batch.num_queries for batch in self.batches])
 
-    def of_keys(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def of_keys(self, x: Tensor) -> list[Tensor]:
         """Split padded keys ``[n, width]`` into views ``[B * K, L, width]``, one per batch."""
         return self._of_batches(x, [batch.num_keys for batch in self.batches])
 
-    def _of_batches(self, x: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    def _of_batches(self, x: Tensor, sizes: list[int]) -> list[Tensor]:
         numbers = (batch.num_keys // batch.length for batch in self.batches)
         return [part.view(number, -1, x.size(1)) for part, number in zip(x.split(sizes), numbers, strict=True)]
 
@@ -123,13 +100,10 @@ def short_keys(groups: Sequence[Sequence[int]], heads: int) -> ShortKeys:
     return ShortKeys(sum(map(sum, groups)), heads, batches, rows, padded)
 
 
-def short_segments(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> ShortSegments:
-    """Compute the indices of a sequence's queries.
+def short_segments(keys: ShortKeys, heads: int, read: Tensor | None) -> ShortSegments:
+    """Compute the indices of a sequence's queries, for ``H = heads``.
 
-    Args:
-        keys: the keys of the sequence.
-        heads: ``H``.
-        read: ``[T]`` bool, the tokens whose output is used; None: all.
+    ``read`` ``[T]`` bool has the tokens whose output is used; None: all.
     """
     queries = keys.batches if read is None else [_only_read(padded, read.numpy()) for padded in keys.batches]
     batches = tuple(_batch(*pair, heads, keys.heads) for pair in zip(queries, keys.batches, strict=True))
@@ -137,18 +111,14 @@ def short_segments(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> Sh
     return ShortSegments(keys, batches, rows, padded, None if read is None else requested)
 
 
-def attend_short(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: ShortSegments, scale: float
-) -> torch.Tensor:
+def attend_short(query: Tensor, key: Tensor, value: Tensor, segments: ShortSegments, scale: float) -> Tensor:
     """Attend: ``query`` ``[T, H, D]``, ``key`` ``[T, K, D]``, ``value`` ``[T, K, E]`` -> ``[T, H, E]``, all fp32."""
     return _AttendShort.apply(query, key, value, segments, scale)
 
 
 class _AttendShort(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: ShortSegments, scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: ShortSegments, scale: float) -> Tensor:
         keys = segments.keys.rows
         q, k, v = _gathered(query, segments.queries), _gathered(key, keys), _gathered(value, keys)
         views = (segments.of_queries(q), segments.of_keys(k), segments.of_keys(v))
@@ -166,7 +136,7 @@ class _AttendShort(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         segments: ShortSegments = ctx.segments
         q, k, v, *kept = ctx.saved_tensors
         g = _gathered(grad, segments.queries)
@@ -190,13 +160,11 @@ class _AttendShort(torch.autograd.Function):
         )
 
 
-def _gathered(x_THD: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _gathered(x_THD: Tensor, rows: Tensor) -> Tensor:
     return x_THD.flatten(0, 1).index_select(0, rows)
 
 
-def _put_back(
-    x: torch.Tensor, padded: torch.Tensor, tokens: int, rows: torch.Tensor | None, heads: int
-) -> torch.Tensor:
+def _put_back(x: Tensor, padded: Tensor, tokens: int, rows: Tensor | None, heads: int) -> Tensor:
     """Return ``[T, heads, width]`` with ``x[padded]`` in ``rows`` of its first two dims (None: all), else zeros."""
     # No view: compiled code that takes it would depend on what it is a view of.
     out = (x.new_empty if rows is None else x.new_zeros)(tokens, heads, x.size(1))
@@ -241,7 +209,7 @@ def _batch(queries: _Padded, keys: _Padded, heads: int, key_heads: int) -> Short
     )
 
 
-def _by_head(batches: Sequence[_Padded], heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _by_head(batches: Sequence[_Padded], heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the row of ``[T * heads, width]`` at each padded position, the rows of real tokens, and their positions.
 
     Padded positions are ordered by batch, segment, head and token.

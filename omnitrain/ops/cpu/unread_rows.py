@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from omnitrain.ops.patch_forward import Forward, forward_of, set_forward
 from omnitrain.ops.registry import Backend
@@ -24,18 +24,13 @@ from omnitrain.ops.registry import Backend
 
 @dataclass(frozen=True, eq=False)
 class ReadRows:
-    """The tokens whose last hidden states are read.
+    """The tokens whose last hidden states are read."""
 
-    Attributes:
-        rows: ``[n]`` int64, unique.
-        length: ``T``, number of tokens of the whole sequence.
-    """
-
-    rows: torch.Tensor
-    length: int
+    rows: Tensor  # [n] int64, unique
+    length: int  # T, number of tokens of the whole sequence
 
     @property
-    def flags(self) -> torch.Tensor:
+    def flags(self) -> Tensor:
         """``[T]`` bool: whether a token is read."""
         return torch.zeros(self.length, dtype=torch.bool, device=self.rows.device).index_fill_(0, self.rows, True)
 
@@ -69,9 +64,7 @@ def rows_read() -> ReadRows | None:
 def rows_read_of(module: nn.Module, length: int) -> ReadRows | None:
     """Return the tokens that are read of an attention's output; None: all, because it is not the last attention.
 
-    Args:
-        module: an attention layer.
-        length: number of its tokens; if it is not that of the forward, all are read.
+    If ``length``, the number of its tokens, is not that of the forward, all are read.
     """
     read = _read.get() if module in _last_to_mix else None
     return read if read is not None and read.length == length else None
@@ -82,14 +75,8 @@ def skip_unread_rows(model: nn.Module, names: Sequence[str]) -> Counter[str]:
 
     Exact only for modules in which each token reaches only the same token of the last hidden states. Parameters and
     names stay. Tokens are dim 1 of the input ``[1, T, ...]``. On other inputs (DTensors, too), outside of
-    :func:`reading` and in a compiled block the modules run as before.
-
-    Args:
-        model: the model, changed in place.
-        names: names of the modules, with items of a module list by their index from its end: ``model.layers.-1.mlp``.
-
-    Returns:
-        Class name -> number of modules.
+    :func:`reading` and in a compiled block the modules run as before. In ``names``, items of a module list have their
+    index from its end: ``model.layers.-1.mlp``. Returns class name -> number of modules.
     """
     modules = [submodule(model, name) for name in names]
     for name, module in zip(names, modules, strict=True):
@@ -117,9 +104,9 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _on_read_rows(plain: Forward) -> Forward:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         read = None if torch.compiler.is_compiling() else _read.get()
-        if read is None or type(x) is not torch.Tensor or x.ndim < 3 or x.shape[:2] != (1, read.length):
+        if read is None or type(x) is not Tensor or x.ndim < 3 or x.shape[:2] != (1, read.length):
             return plain(self, x)
         y = plain(self, x.index_select(1, read.rows))
         return y.new_zeros(1, read.length, *y.shape[2:]).index_copy(1, read.rows, y)

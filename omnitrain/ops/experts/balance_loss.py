@@ -12,11 +12,7 @@ from torch import Tensor
 def counts_per_sample(index: Tensor, sample: Tensor, num_samples: int, num_experts: int) -> Tensor:
     """Count how often the tokens of each sample chose each expert: ``[samples, E]`` fp32.
 
-    Args:
-        index: ``[t, k]``, chosen experts.
-        sample: ``[t]`` int64, index of each token's sample.
-        num_samples: number of samples.
-        num_experts: ``E``.
+    ``index`` ``[t, k]`` are the chosen experts, ``sample`` ``[t]`` int64 the index of each token's sample.
     """
     place = (sample.unsqueeze(-1) * num_experts + index).view(-1)
     counts = torch.zeros(num_samples * num_experts, device=index.device)
@@ -27,12 +23,8 @@ def sample_balance(scores: Tensor, counts: Tensor, sample: Tensor) -> Tensor:
     """Sum over tokens of ``E * sum_e f_e p_te``, ``f_e`` the share of expert ``e`` in the choices of a token's sample.
 
     Divided by the number of tokens it is 1 if each sample uses all experts equally often (DeepSeek-V3, equation 17,
-    each sample weighted by its tokens).
-
-    Args:
-        scores: ``[t, E]``, before the softmax.
-        counts: ``[samples, E]``, choices of whole samples.
-        sample: ``[t]`` int64, index of each token's sample.
+    each sample weighted by its tokens). ``scores`` ``[t, E]`` are those before the softmax, ``counts`` ``[samples, E]``
+    the choices of whole samples, ``sample`` ``[t]`` int64 the index of each token's sample.
     """
     fractions = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     return scores.size(-1) * (scores.float().softmax(-1) * fractions[sample]).sum()
@@ -46,9 +38,7 @@ def fraction_balance(scores: Tensor, fractions: Tensor) -> Tensor:
 def micro_batch_balance(scores: list[Tensor], index: list[Tensor]) -> Tensor:
     """Compute transformers' ``load_balancing_loss_func`` over all layers of one micro-batch; no sum over tokens.
 
-    Args:
-        scores: per layer ``[t, E]``.
-        index: per layer ``[t, k]``.
+    ``scores`` are ``[t, E]`` and ``index`` ``[t, k]`` of each layer.
     """
     probabilities, chosen = torch.cat(scores).float().softmax(-1), torch.cat(index)
     rows = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)

@@ -48,11 +48,7 @@ _chosen: dict[tuple[Any, ...], Backend] = {}
 
 
 def chosen(module: nn.Module, rows: Tensor, asked: str) -> Backend:
-    """Return the backend named ``asked`` for the experts ``module`` on ``rows``.
-
-    Raises:
-        UserError: it cannot run there; names those that can.
-    """
+    """Return the backend named ``asked`` for ``module`` on ``rows``; a UserError names those that can run there."""
     key = (type(module).__name__, asked, rows.device.type, rows.dtype)
     if key not in _chosen:
         _chosen[key] = choose("experts", EXPERTS, asked, rows.device)

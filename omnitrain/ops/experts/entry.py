@@ -23,46 +23,35 @@ SETTINGS = "_expert_settings"
 
 
 class DispatchHandle(Protocol):
-    """The rows of one forward of a layer, and of its backward: they go to their experts in chunks, and back.
+    """The rows of one forward of a layer, and of its backward: they go to their experts in chunks, and back."""
 
-    Attributes:
-        ranges: the experts and rows of each chunk on this rank, in the order of computation.
-    """
-
-    ranges: Sequence[Sequence[ExpertRange]]
+    @property
+    def ranges(self) -> Sequence[Sequence[ExpertRange]]:
+        """The experts and rows of each chunk on this rank, in the order of computation."""
 
     def wait_chunk(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Wait for a chunk: rows ``[R, H]`` sorted by its experts, and ``[E]`` int32, the end of each expert's rows."""
-        ...
 
     def return_chunk(self, chunk: int, results: Tensor) -> None:
         """Send back the results ``[R, H]`` of the chunk's rows."""
-        ...
 
     def combine(self) -> Tensor:
         """Return the weighted sums ``[T, H]`` of the results."""
-        ...
 
 
 class Dispatcher(Protocol):
-    """Sends rows to the ranks of their experts, and results back.
-
-    Attributes:
-        bytes_sent: bytes sent to other ranks in forwards.
-    """
+    """Sends rows to the ranks of their experts, and results back; ``bytes_sent`` to other ranks in forwards."""
 
     bytes_sent: int
 
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:
         """Plan the exchange from the experts ``[T, k]`` of this rank's tokens; once per layer and forward."""
-        ...
 
     def dispatch(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> DispatchHandle:
         """Send a row of each token in ``[T, H]`` to each of its experts; the whole exchange is differentiable.
 
         The weights ``[T, k]`` are those of :meth:`DispatchHandle.combine`.
         """
-        ...
 
 
 class _LocalDispatcher:
@@ -78,10 +67,8 @@ class _LocalDispatcher:
 
 
 class _LocalDispatch:
-    """The rows of a layer whose experts are all on this rank."""
-
     def __init__(self, tokens: Tensor, weights: Tensor, routes: TokenPermutation) -> None:
-        self.ranges: Sequence[Sequence[ExpertRange]] = [[ExpertRange(0, len(routes.ends), 0, len(routes.token_of_row))]]
+        self.ranges = [[ExpertRange(0, len(routes.ends), 0, len(routes.token_of_row))]]
         self._rows, self._weights, self._routes = take_rows(tokens, routes), weights, routes
 
     def wait_chunk(self, chunk: int) -> tuple[Tensor, Tensor]:
@@ -98,23 +85,18 @@ class _LocalDispatch:
 class ExpertSettings:
     """How the experts of a layer are computed.
 
-    Attributes:
-        dispatcher: sends rows to the experts; with several ranks, each rank has the weights of some experts.
-        row_budget: see :class:`omnitrain.ops.experts.grouped_mm.ProductMemory`.
-        recomputes_activation: see :class:`omnitrain.ops.experts.grouped_mm.ProductMemory`.
-        saving: makes a context for the matmuls of the given rows, such as one that offloads their saved tensors.
-        delays_weight_gradients: compute the gradients of matrices last, during the communication of rows' gradients.
-        overlap_with: computes another part of the layer during the communication of the last results.
-        spans: records time spans.
+    ``saving``: makes a context for the matmuls of the given rows, such as one that offloads their saved tensors.
+    ``delays_weight_gradients``: compute the gradients of matrices last, during the communication of rows' gradients.
+    ``overlap_with``: computes another part of the layer during the communication of the last results.
     """
 
-    dispatcher: Dispatcher
-    row_budget: int | None = None
+    dispatcher: Dispatcher  # sends rows to the experts; with several ranks, each rank has the weights of some experts
+    row_budget: int | None = None  # see :class:`omnitrain.ops.experts.grouped_mm.ProductMemory`
     recomputes_activation: bool = False
     saving: Callable[[Tensor], AbstractContextManager[None]] | None = None
     delays_weight_gradients: bool = False
     overlap_with: Callable[[LayerSpans], None] | None = None
-    spans: LayerSpans = NOT_RECORDED
+    spans: LayerSpans = NOT_RECORDED  # records time spans
 
 
 def settings_of(module: nn.Module) -> ExpertSettings:
@@ -138,17 +120,11 @@ def bytes_sent(module: nn.Module) -> int:
 def omnitrain_experts(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, backend: str
 ) -> Tensor:
-    """Compute the weighted sum of each token's experts; for transformers' ``ExpertsInterface``.
+    """Compute the weighted sum ``[T, H]`` of each token's experts; for transformers' ``ExpertsInterface``.
 
-    Args:
-        module: the experts of a layer.
-        hidden_states: ``[T, H]``.
-        top_k_index: ``[T, k]``, indices of experts in the whole layer.
-        top_k_weights: ``[T, k]``.
-        backend: backend of the matmuls, or ``auto``.
-
-    Returns:
-        ``[T, H]`` in the dtype of ``hidden_states``.
+    ``hidden_states`` are ``[T, H]``, ``top_k_index`` ``[T, k]`` indices of experts in the whole layer,
+    ``top_k_weights`` ``[T, k]``; ``backend`` is that of the matmuls, or ``auto``. The result has the dtype of
+    ``hidden_states``.
     """
     settings = settings_of(module)
     spans = settings.spans

@@ -28,27 +28,19 @@ _FIRST_THAT_LEAVES = 10  # major compute capability of Blackwell; Hopper writes 
 class ProductMemory:
     """The tensors that the matmuls save for the backward.
 
-    Attributes:
-        row_budget: the most rows to compute at once; more rows are split, and the backward recomputes each part from
-            its input. None: no limit.
-        recomputes_activation: the backward recomputes the activation between both matmuls.
+    ``row_budget``: the most rows to compute at once; more rows are split, and the backward recomputes each part from
+    its input. None: no limit.
     """
 
     row_budget: int | None = None
-    recomputes_activation: bool = False
+    recomputes_activation: bool = False  # the backward recomputes the activation between both matmuls
 
 
 def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: ProductMemory) -> Tensor:
-    """Compute the experts' results for rows that are sorted by expert.
+    """Compute the results ``[S, H]`` of the ``E`` experts on this rank, in the dtype of ``rows``.
 
-    Args:
-        experts: the ``E`` experts on this rank.
-        rows: ``[S, H]``.
-        ends: ``[E]`` int32, the end of each expert's rows; the last one is ``S``.
-        memory: the tensors to save for the backward.
-
-    Returns:
-        ``[S, H]`` in the dtype of ``rows``. Experts without rows get gradients of zeros.
+    ``rows`` ``[S, H]`` are sorted by expert; ``ends`` ``[E]`` int32 are the ends of each expert's rows, the last one
+    ``S``. Experts without rows get gradients of zeros.
     """
     budget, again = memory.row_budget, memory.recomputes_activation
     if budget is None or rows.size(0) <= budget:
@@ -99,7 +91,7 @@ def grouped_linear(
     later: DelayedByRange | None = None,
     before: Before | None = None,
 ) -> Tensor:
-    """Multiply each row by its expert's matrix, and add the expert's bias.
+    """Multiply each row by its expert's matrix, and add the expert's bias: ``[S, out]``.
 
     Args:
         rows: ``[S, in]``, sorted by expert.
@@ -109,9 +101,6 @@ def grouped_linear(
         transposed: see ``weight``.
         later: takes the gradient of ``weight`` in the backward, range by range; the backward then returns none.
         before: computes ``[S, in]`` from ``rows`` of any width; it has no parameters, and the backward recomputes it.
-
-    Returns:
-        ``[S, out]``.
     """
     product: Tensor = _GroupedProduct.apply(rows, weight, ends, transposed, later, before)
     return product if bias is None else _AddBias.apply(product, bias, ends)

@@ -20,19 +20,10 @@ _PREFIX = "omnitrain"
 
 
 def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]:
-    """Make all experts in ``model`` compute through :func:`omnitrain_experts`.
+    """Make all experts in ``model`` compute through :func:`omnitrain_experts`; return class -> number of layers.
 
-    The choice is stored in their configs, so layers that share a config object share the choice.
-
-    Args:
-        model: any module; a later call changes the backend.
-        backend: backend of the matmuls: ``auto``, ``torch``, or one that transformers registers.
-
-    Returns:
-        Class of experts -> number of layers; empty for a dense model.
-
-    Raises:
-        UserError: the backend is unknown.
+    The choice is stored in their configs, so layers that share a config object share the choice; a later call changes
+    it. ``backend`` is ``auto``, ``torch``, or one that transformers registers; another one is a UserError.
     """
     if backend not in _NAMES.values():
         raise UserError(f"experts: no backend {backend!r}; expected {', '.join(_NAMES.values())}")
@@ -46,9 +37,7 @@ def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]
 def set_experts(experts: nn.Module, **settings: Any) -> None:
     """Change settings of a layer's ``experts``, and make them compute through :func:`omnitrain_experts`.
 
-    Args:
-        experts: the experts of a layer; their backend does not change.
-        settings: fields of :class:`~omnitrain.ops.experts.entry.ExpertSettings`; other fields do not change.
+    ``settings`` are fields of :class:`~omnitrain.ops.experts.entry.ExpertSettings`; others, and the backend, stay.
     """
     setattr(experts, SETTINGS, replace(settings_of(experts), **settings))
     use_omnitrain_experts(experts, backend_of(experts))

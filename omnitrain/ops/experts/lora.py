@@ -13,17 +13,11 @@ _SCALES = "_lora_scales"
 
 @dataclass(frozen=True)
 class ExpertAdapter:
-    """The adapter of experts' matrices ``[out, in]``, whether these are stored transposed or not.
+    """The adapter of experts' matrices ``[out, in]``, whether these are stored transposed or not."""
 
-    Attributes:
-        a: ``[E, r, in]``.
-        b: ``[E, out, r]``.
-        scale: factor on ``b @ a``.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
+    a: Tensor  # [E, r, in]
+    b: Tensor  # [E, out, r]
+    scale: float  # factor on b @ a
 
 
 def parameter_names(weight: str) -> tuple[str, str]:
@@ -44,12 +38,9 @@ def add_expert_adapter(module: nn.Module, weight: str, rank: int, scale: float) 
 
 @torch.no_grad()
 def merge_expert_adapter(module: nn.Module, weight: str, dtype: torch.dtype | None = None) -> None:
-    """Add the adapters of the parameter ``weight`` to it, in fp32, and remove them.
+    """Add the adapters of the experts' parameter ``weight`` to it, in fp32, and remove them.
 
-    Args:
-        module: experts with adapters.
-        weight: name of the parameter, ``[E, out, in]`` (``[E, in, out]`` if ``module.is_transposed``).
-        dtype: dtype of the merged parameter; None: unchanged.
+    The parameter is ``[E, out, in]`` (``[E, in, out]`` if ``module.is_transposed``); ``dtype`` None: its dtype stays.
     """
     matrices = module.get_parameter(weight)
     scales = dict(adapter_scales(module))

@@ -13,20 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from omnitrain.ops.collectives import with_backward
+
 
 @dataclass(frozen=True, eq=False)
 class TokenPermutation:
-    """The (token, expert) pairs of a layer, sorted by expert.
+    """The (token, expert) pairs of a layer, sorted by expert."""
 
-    Attributes:
-        token_of_row: ``[S]`` int64, the token of each row; those of one expert are ascending.
-        row_of_slot: ``[T, k]`` int64, the row of each token's expert.
-        ends: ``[E]`` int32, the end of each expert's rows.
-    """
-
-    token_of_row: Tensor
-    row_of_slot: Tensor
-    ends: Tensor
+    token_of_row: Tensor  # [S] int64, the token of each row; those of one expert are ascending
+    row_of_slot: Tensor  # [T, k] int64, the row of each token's expert
+    ends: Tensor  # [E] int32, the end of each expert's rows
 
     @property
     def counts(self) -> Tensor:
@@ -57,7 +53,9 @@ def sort_by_expert(top_k_index: Tensor, num_experts: int) -> TokenPermutation:
 
 def take_rows(tokens: Tensor, routes: TokenPermutation) -> Tensor:
     """Permute ``tokens`` ``[T, H]`` to rows ``[S, H]``, each token once per chosen expert."""
-    taken: Tensor = _TakeRows.apply(tokens, routes)
+    taken: Tensor = with_backward(
+        lambda tokens: tokens.index_select(0, routes.token_of_row), lambda grad: token_gradients(grad, routes), tokens
+    )
     return taken
 
 
@@ -91,17 +89,6 @@ def weighted_sum_gradients(
     products = torch.einsum("sh,sh->s", rows, of_row)
     weight_of_row = weights.new_empty(rows.size(0)).scatter_(0, routes.row_of_slot.view(-1), weights.reshape(-1))
     return of_row.mul_(weight_of_row.unsqueeze(-1)), products[routes.row_of_slot].to(weights.dtype)
-
-
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, routes: TokenPermutation) -> Tensor:
-        ctx.routes = routes
-        return tokens.index_select(0, routes.token_of_row)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return token_gradients(gradients[0], ctx.routes), None
 
 
 class _CombineRows(torch.autograd.Function):

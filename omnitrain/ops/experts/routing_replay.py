@@ -27,11 +27,10 @@ Decisions = dict[tuple[str, int, str], Tensor]
 
 @dataclass
 class Replayed:
-    """The decisions that a replay changed. The counts stay on the device until they are read.
+    """The numbers of decisions that a replay changed; they stay on the device until they are read.
 
-    Attributes:
-        near_ties: number of tokens of a layer whose choice had nearly the same score.
-        others: number of tokens whose choice had another score: the runs do not compute the same.
+    ``near_ties``: tokens of a layer whose choice had nearly the same score; ``others``: those whose choice had another
+    score, so the runs do not compute the same.
     """
 
     near_ties: Tensor | int = 0
@@ -70,11 +69,8 @@ class Recording:
     ) -> Iterator[Replayed]:
         """Replay the recorded decisions in the forward inside; samples without a recording are routed as usual.
 
-        Args:
-            model: the recorded model, on any layout.
-            ids: ids of the samples of the pack.
-            lengths: numbers of tokens of the samples.
-            tokens: ``[t]`` int64, the tokens of the pack on this rank; None: all.
+        ``ids`` and ``lengths`` (numbers of tokens) are those of the pack's samples; ``tokens`` ``[t]`` int64 are the
+        tokens of the pack on this rank; None: all.
         """
         changes = Replayed()
         tokens = _on_host(lengths, tokens)

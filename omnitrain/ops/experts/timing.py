@@ -15,12 +15,7 @@ Wait = Callable[[], Any]
 
 
 class LayerSpans:
-    """Records the time spans of one layer.
-
-    Args:
-        recorder: the recorder of all layers.
-        layer: name of the experts' module.
-    """
+    """Records the time spans of the layer ``layer``, the name of the experts' module."""
 
     def __init__(self, recorder: SpanRecorder, layer: str) -> None:
         self._recorder, self._layer = recorder, layer
@@ -58,7 +53,7 @@ class LayerSpans:
         return self._computed("shared experts", None, own, lambda: compute(own))
 
     def _computed(self, name: str, chunk: int | None, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """The backward begins with the gradient of the results, and ends with that of ``rows``."""
+        """The backward begins with the gradient of the results, and ends with the gradient of ``rows``."""
         with self._during("compute", name, chunk):
             results = compute()
         if rows.requires_grad and results.requires_grad:

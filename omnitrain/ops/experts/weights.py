@@ -21,16 +21,11 @@ _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 class ExpertRange(NamedTuple):
-    """Consecutive experts of a chunk.
+    """Consecutive experts of a chunk."""
 
-    Attributes:
-        start, stop: range of the experts within the chunk.
-        first_row, end_row: range of their rows within the chunk.
-    """
-
-    start: int
+    start: int  # range of the experts within the chunk
     stop: int
-    first_row: int
+    first_row: int  # range of their rows within the chunk
     end_row: int
 
 
@@ -80,14 +75,11 @@ class ExpertWeights:
     Attributes:
         module: the experts of a layer.
         num_experts: number of experts on this rank.
-        first: weight of the first matmul, ``[E, out, in]``, or ``[E, in, out]`` if the class is declared transposed.
-        down: weight of the second matmul, in the same format.
-        first_bias: ``[E, out]``, or None.
-        down_bias: ``[E, out]``, or None.
-        first_adapter: adapter of ``first``, or None.
-        down_adapter: adapter of ``down``, or None.
-        first_later: takes the gradient of ``first`` instead of autograd; None: autograd gets it.
-        down_later: takes the gradient of ``down`` instead of autograd; None: autograd gets it.
+        first, down: weights of the two matmuls, ``[E, out, in]``, or ``[E, in, out]`` if the class is declared
+            transposed.
+        first_bias, down_bias: ``[E, out]``, or None.
+        first_adapter, down_adapter: adapters of the weights, or None.
+        first_later, down_later: take the gradients of the weights instead of autograd; None: autograd gets them.
     """
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], later: Mapping[str, DelayedByRange]) -> None:
@@ -114,13 +106,10 @@ class ExpertWeights:
     ) -> list[ExpertWeights]:
         """Split into nearly equal chunks of experts.
 
-        Args:
-            ranges: for each chunk, ranges that cover all its experts and rows in order. Gradients of matrices are
-                computed range by range and written into one buffer, so only one range's gradient exists twice.
-            work: computes the gradients of the matrices of all chunks after the rest of their backward; None: they are
-                computed during the backward.
-            after_backward: takes the gradients of the matrices, by parameter, and computes them after the backward,
-                which then returns none of them.
+        ``ranges`` cover all experts and rows of each chunk in order: gradients of matrices are computed range by range
+        and written into one buffer, so only one range's gradient exists twice. They are computed during the backward,
+        or by ``work`` after the rest of the backward of all chunks, or, by parameter, by ``after_backward``: then the
+        backward returns none of them.
         """
         chunks = len(ranges)
         if chunks == 1 and work is None and after_backward is None:
@@ -198,17 +187,10 @@ class _InChunks(torch.autograd.Function):
 class _Gradients:
     """Collects the gradients of chunks' matrices in one buffer, so that none exists twice.
 
-    Gradients are kept per backward: an interrupted backward leaves nothing for the next one.
-
-    Args:
-        offsets: offsets of the chunks.
-        ranges: ranges of each chunk.
-        matrices: names of the matrices, in the order in which delayed gradients are computed; the first have the
-            largest operands.
-        work: computes the gradients in :meth:`made`; None: they are computed at once.
-
-    Attributes:
-        later: matrix -> takes a function that computes its gradient after the backward; empty: the backward needs it.
+    Gradients are kept per backward: an interrupted backward leaves nothing for the next one. ``work`` computes them in
+    :meth:`made`, in the order of ``matrices``, the ones with the largest operands first; None: they are computed at
+    once. ``later``: matrix -> takes a function that computes its gradient after the backward; empty: the backward needs
+    it.
     """
 
     def __init__(

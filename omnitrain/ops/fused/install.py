@@ -26,68 +26,46 @@ from omnitrain.ops.registry import Backend, choose
 class FusedOp:
     """The implementation of one operation in a model.
 
-    Attributes:
-        backend: name of the implementation.
-        classes: class name -> number of modules that now use it; empty if ``backend`` is ``torch``, the model's code.
+    ``classes``: class name -> number of modules that now use it; empty if ``backend`` is ``torch``, the model's code.
     """
 
     backend: str
     classes: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True)
-class _Operation:
-    """``forward_of(module, run)``: the new forward of ``module``; None: the module is not of this operation."""
-
-    backends: Sequence[Backend]
-    forward_of: Callable[[nn.Module, Callable[..., Any]], Forward | None]
-
-
 def _rms_norm_forward(module: nn.Module, run: Callable[..., Any]) -> Forward | None:
     form = rms_norm_form(module)
-    if form is None:
-        return None
     name = next((name for name, _ in module.named_parameters()), None)
-
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return run(x, None if name is None else getattr(self, name), form)
-
-    return forward
+    return None if form is None else lambda self, x: run(x, None if name is None else getattr(self, name), form)
 
 
 def _swiglu_forward(module: nn.Module, run: Callable[..., Any]) -> Forward | None:
-    if not is_swiglu(module):
-        return None
-    return lambda self, x: swiglu_forward(self, x, run)
+    return (lambda self, x: swiglu_forward(self, x, run)) if is_swiglu(module) else None
 
 
 def _patch_forward(module: nn.Module, run: Callable[..., Any]) -> Forward | None:
-    if not is_patch_embedding(module):
-        return None
-    return lambda self, x: run(x, self.weight, self.bias)
+    return (lambda self, x: run(x, self.weight, self.bias)) if is_patch_embedding(module) else None
 
 
-_OPERATIONS = {
-    "rms_norm": _Operation(RMS_NORM, _rms_norm_forward),
-    "swiglu": _Operation(SWIGLU, _swiglu_forward),
-    "rotary": _Operation(ROTARY, rotary_forward),
-    "patch_embed": _Operation(PATCH_EMBED, _patch_forward),
+# Operation -> its backends, and a function: (module, run) -> the new forward; None: no module of this operation.
+_OPERATIONS: dict[str, tuple[Sequence[Backend], Callable[[nn.Module, Callable[..., Any]], Forward | None]]] = {
+    "rms_norm": (RMS_NORM, _rms_norm_forward),
+    "swiglu": (SWIGLU, _swiglu_forward),
+    "rotary": (ROTARY, rotary_forward),
+    "patch_embed": (PATCH_EMBED, _patch_forward),
 }
 
 FUSED = tuple(_OPERATIONS)
 
 
 def fuse_ops(model: nn.Module, backends: Mapping[str, str], device: torch.device | None = None) -> dict[str, FusedOp]:
-    """Run operations of ``model`` by the named backends, in place.
+    """Run operations of ``model`` by the named backends, in place; return the result of each operation.
 
     Args:
         model: the model, on any device.
         backends: operation (``rms_norm``, ``swiglu``, ``rotary``, ``patch_embed``) -> ``auto``, ``torch`` (the model's
             own code) or another backend's name.
         device: device on which the model will run; None: its current device.
-
-    Returns:
-        The result of each operation in ``backends``.
 
     Raises:
         UserError: an operation or backend is unknown, or the backend cannot run on the device.
@@ -97,20 +75,16 @@ def fuse_ops(model: nn.Module, backends: Mapping[str, str], device: torch.device
 
 
 def backends_of(operation: str) -> Sequence[Backend]:
-    """Return the implementations of an operation, in the order in which ``auto`` tries them.
-
-    Raises:
-        UserError: the operation is unknown.
-    """
+    """Return the implementations of an operation, in the order of ``auto``; an unknown one is a UserError."""
     if operation not in _OPERATIONS:
         raise UserError(f"no operation {operation!r}; expected one of {', '.join(_OPERATIONS)}")
-    return _OPERATIONS[operation].backends
+    return _OPERATIONS[operation][0]
 
 
 def has_operation(model: nn.Module, operation: str) -> bool:
     """Whether a module of ``model`` computes ``operation`` in a form that omnitrain recognizes."""
-    forward_of, run = _OPERATIONS[operation].forward_of, backends_of(operation)[0].run
-    return any(forward_of(module, run) is not None for module in model.modules())
+    backends, forward_of = _OPERATIONS[operation]
+    return any(forward_of(module, backends[0].run) is not None for module in model.modules())
 
 
 def _fuse(model: nn.Module, name: str, wanted: str, device: torch.device) -> FusedOp:
@@ -119,7 +93,7 @@ def _fuse(model: nn.Module, name: str, wanted: str, device: torch.device) -> Fus
     if backend.name == "torch":
         return done
     for module in model.modules():
-        forward = _OPERATIONS[name].forward_of(module, backend.run)
+        forward = _OPERATIONS[name][1](module, backend.run)
         if forward is not None:
             set_forward(module, forward)
             done.classes[type(module).__name__] += 1

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 from math import prod
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from omnitrain.ops.registry import Backend
 
 
-def patch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def patch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the convolution with ``stride = kernel`` and no padding as one matmul.
 
-    Args:
-        x: ``[N, in, *sizes]`` or ``[in, *sizes]``; an incomplete patch at the end of a size is ignored.
-        weight: ``[out, in, *kernel]``.
-        bias: ``[out]`` or None.
-
-    Returns:
-        ``[N, out, *(size // kernel)]``, without ``N`` if ``x`` has none.
+    ``x`` is ``[N, in, *sizes]`` or ``[in, *sizes]``; an incomplete patch at the end of a size is ignored. ``weight`` is
+    ``[out, in, *kernel]``, ``bias`` ``[out]`` or None; the result ``[N, out, *(size // kernel)]``, without ``N`` if
+    ``x`` has none.
     """
     if x.dim() < weight.dim():
         return patch_linear(x[None], weight, bias)[0]

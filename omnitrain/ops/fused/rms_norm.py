@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from omnitrain.ops.registry import Backend, liger_missing
@@ -16,26 +16,19 @@ from omnitrain.ops.registry import Backend, liger_missing
 
 @dataclass(frozen=True)
 class RMSNormForm:
-    """``x / sqrt(mean(x^2) + eps) * (offset + weight)``, computed in fp32, and how it is rounded.
+    """``x / sqrt(mean(x^2) + eps) * (offset + weight)``, computed in fp32, and how it is rounded."""
 
-    Attributes:
-        eps: added to the mean square.
-        offset: 1.0 if the weight is stored around zero, else 0.0.
-        rounds_first: normalised rows are rounded to the input's dtype before the multiplication by the weight.
-        by_power: uses ``pow(-0.5)`` instead of ``rsqrt``; the two differ in the last bit.
-    """
+    eps: float  # added to the mean square
+    offset: float  # 1.0 if the weight is stored around zero, else 0.0
+    rounds_first: bool  # normalised rows are rounded to the input's dtype before the multiplication by the weight
+    by_power: bool  # uses pow(-0.5) instead of rsqrt; the two differ in the last bit
 
-    eps: float
-    offset: float
-    rounds_first: bool
-    by_power: bool
-
-    def inverse_rms(self, x: torch.Tensor) -> torch.Tensor:
+    def inverse_rms(self, x: Tensor) -> Tensor:
         """Return ``1 / rms`` ``[..., 1]`` fp32 of ``x`` ``[..., hidden]`` fp32."""
         mean_square = x.pow(2).mean(-1, keepdim=True) + self.eps
         return mean_square.pow(-0.5) if self.by_power else mean_square.rsqrt()
 
-    def scaled(self, normalised: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def scaled(self, normalised: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Multiply ``normalised`` (fp32) by the weight, with this form's rounding; ``dtype`` is the input's dtype."""
         if weight is None:
             return normalised.to(dtype)
@@ -44,19 +37,16 @@ class RMSNormForm:
         return (normalised * (self.offset + weight.float())).to(dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, form: RMSNormForm) -> torch.Tensor:
-    """Compute the reference, in transformers' order of operations.
+def rms_norm(x: Tensor, weight: Tensor | None, form: RMSNormForm) -> Tensor:
+    """Compute the reference of ``form`` for ``x`` ``[..., hidden]``, in transformers' order of operations.
 
-    Args:
-        x: ``[..., hidden]``, any floating dtype.
-        weight: ``[hidden]``, or None: no scaling.
-        form: the variant.
+    ``weight`` is ``[hidden]``, or None: no scaling.
     """
     wide = x.float()
     return form.scaled(wide * form.inverse_rms(wide), weight, x.dtype)
 
 
-def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, form: RMSNormForm) -> torch.Tensor:
+def fused_rms_norm(x: Tensor, weight: Tensor | None, form: RMSNormForm) -> Tensor:
     """Compute :func:`rms_norm`, bit for bit, with a hand-written backward.
 
     It saves one tensor of rows and one number per row, and reads the rows about half as often as autograd would.
@@ -66,7 +56,7 @@ def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, form: RMSNormFo
 
 class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, form: RMSNormForm) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, form: RMSNormForm) -> Tensor:
         wide = x.float()
         inverse = form.inverse_rms(wide)
         normalised = wide * inverse
@@ -75,7 +65,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         return form.scaled(normalised, weight, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """With ``n = x / rms`` and ``g = grad * (offset + weight)``: ``dx = (g - n * mean(g * n)) / rms``."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("fused_rms_norm has no second derivative (create_graph=True); use backend 'torch'")
@@ -91,13 +81,13 @@ class _FusedRMSNorm(torch.autograd.Function):
         return grad_x.to(kept.dtype), grad_weight, None
 
 
-def _scale(weight: torch.Tensor | None, offset: float, x: torch.Tensor) -> torch.Tensor:
+def _scale(weight: Tensor | None, offset: float, x: Tensor) -> Tensor:
     if weight is None:
         return x.new_ones(x.size(-1), dtype=torch.float32)
     return weight.float() + offset if offset else weight.float()
 
 
-def _liger_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, form: RMSNormForm) -> torch.Tensor:
+def _liger_rms_norm(x: Tensor, weight: Tensor | None, form: RMSNormForm) -> Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     casting = "llama" if form.rounds_first else "gemma"
@@ -143,6 +133,6 @@ def _behaves_as(module: nn.Module, form: RMSNormForm, parameters: dict[str, nn.P
         except Exception:  # it does not take one tensor of rows
             return False
         ours = rms_norm(x, next(iter(values.values()), None), form)
-        if not (isinstance(theirs, torch.Tensor) and theirs.dtype == ours.dtype and torch.equal(theirs, ours)):
+        if not (isinstance(theirs, Tensor) and theirs.dtype == ours.dtype and torch.equal(theirs, ours)):
             return False
     return True

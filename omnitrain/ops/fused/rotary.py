@@ -9,44 +9,38 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from omnitrain.ops.collectives import with_backward
 from omnitrain.ops.registry import Backend, liger_missing
 
 # query [B, H, T, D], key [B, K, T, D], cosine and sine [B or 1, T, R] -> both rotated, same shapes.
-Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Rotary = Callable[..., tuple[Tensor, Tensor]]
 
 
-def rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the reference, in transformers' order of operations: feature ``i`` is paired with ``i + R / 2``.
 
-    Args:
-        query: ``[B, H, T, D]``, any floating dtype.
-        key: ``[B, K, T, D]``, same dtype.
-        cos: ``[B or 1, T, R]``, same dtype; ``R`` is even. Features after the first ``R`` do not change.
-        sin: same shape and dtype as ``cos``.
+    ``query`` is ``[B, H, T, D]``, ``key`` ``[B, K, T, D]``, ``cos`` and ``sin`` ``[B or 1, T, R]``, all of one floating
+    dtype; ``R`` is even. Features after the first ``R`` do not change.
     """
     return _rotated(query, cos, sin), _rotated(key, cos, sin)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turning, rest = x[..., : cos.size(-1)], x[..., cos.size(-1) :]
     first, second = turning.chunk(2, dim=-1)
     turned = turning * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
     return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned
 
 
-def _liger_rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _liger_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     from liger_kernel.ops.rope import LigerRopeFunction
 
     if cos.size(-1) != query.size(-1):  # liger's kernel rotates all features
         return rotary(query, key, cos, sin)
-    turned: tuple[torch.Tensor, torch.Tensor] = LigerRopeFunction.apply(query, key, cos, sin)
+    turned: tuple[Tensor, Tensor] = LigerRopeFunction.apply(query, key, cos, sin)
     return turned
 
 
@@ -57,18 +51,18 @@ class _Tables:
     Sines of the first half are negative: they multiply the features of the second half.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
 
     @classmethod
-    def of(cls, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> _Tables:
+    def of(cls, cos: Tensor, sin: Tensor, heads: int) -> _Tables:
         first, second = sin.chunk(2, dim=-1)
         per_head = (
             x[:, :, None].expand(-1, -1, heads, -1).contiguous() for x in (cos, torch.cat((-first, second), -1))
         )
         return cls(*per_head)
 
-    def turned(self, x_BTHD: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    def turned(self, x_BTHD: Tensor, *, back: bool = False) -> Tensor:
         """:func:`rotary`, in the same order of operations; ``back``: its transpose."""
         heads, half = x_BTHD.size(2), self.cos.size(-1) // 2
         cos, sin = self.cos[:, :, :heads], self.sin[:, :, :heads]
@@ -83,9 +77,7 @@ class _Tables:
 _tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def fused_rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fused_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Compute :func:`rotary`, bit for bit, with a hand-written backward.
 
     If the tables have gradients, or rotate only some features, it calls :func:`rotary` with autograd.
@@ -97,21 +89,13 @@ def fused_rotary(
     if known_sin is not sin or tables is None or tables.cos.size(2) != heads:
         tables = _Tables.of(cos, sin, heads)
         _tables[cos] = sin, tables
-    turned: tuple[torch.Tensor, torch.Tensor] = _FusedRotary.apply(query, key, tables)
+    # Tokens before heads, as projections lay them out.
+    turned: tuple[Tensor, Tensor] = with_backward(
+        lambda *states: tuple(tables.turned(x.transpose(1, 2)).transpose(1, 2) for x in states),
+        lambda *grads: tuple(tables.turned(x.transpose(1, 2), back=True).transpose(1, 2) for x in grads),
+        *(query, key),
+    )
     return turned
-
-
-class _FusedRotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, tables: _Tables) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.tables = tables
-        # Tokens before heads, as projections lay them out.
-        return tables.turned(query.transpose(1, 2)).transpose(1, 2), tables.turned(key.transpose(1, 2)).transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back = (ctx.tables.turned(gradient.transpose(1, 2), back=True).transpose(1, 2) for gradient in gradients)
-        return (*back, None)
 
 
 ROTARY = (
@@ -122,14 +106,11 @@ ROTARY = (
 
 
 def rotary_forward(module: nn.Module, run: Rotary) -> Callable[..., Any] | None:
-    """Return the forward of ``module``'s class with ``run`` instead of the rotary function in its file.
+    """Return the forward of ``module``'s class with ``run`` instead of the rotary function in its file, if any.
 
     A function named in the forward is the rotary function if its outputs equal those of :func:`rotary` bit for bit. If
     it rotates only the first ``R`` features, so does the new one. Other calls (more arguments, several dtypes) go to
     the model's own function.
-
-    Returns:
-        The forward; None if it names no such function.
     """
     if "forward" in vars(module) or not isinstance(type(module).forward, FunctionType):
         return None
@@ -154,7 +135,7 @@ def _exchanged(plain: Rotary, run: Rotary) -> Rotary:
     """Call ``run`` for the recognized kind of call, ``plain`` for others and in compiled blocks."""
     partial = is_rotary(plain, partial=True)
 
-    def apply(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def apply(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling() or kwargs or len(args) != 4 or not _fits(*args, partial=partial):
             return plain(*args, **kwargs)
         return run(*args)
@@ -162,7 +143,7 @@ def _exchanged(plain: Rotary, run: Rotary) -> Rotary:
     return apply
 
 
-def _fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, partial: bool) -> bool:
+def _fits(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, partial: bool) -> bool:
     if (query.ndim, key.ndim, cos.ndim) != (4, 4, 3) or len({x.dtype for x in (query, key, cos, sin)}) != 1:
         return False
     turning, width = cos.size(-1), query.size(-1)
@@ -173,9 +154,7 @@ def _fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.
 def is_rotary(function: Callable[..., Any], *, partial: bool = False) -> bool:
     """Whether ``function(query, key, cos, sin)`` equals :func:`rotary` on random numbers in fp32 and bf16.
 
-    Args:
-        function: any function; False if it raises.
-        partial: test with fewer rotated features than the head dimension.
+    ``partial``: test with fewer rotated features than the head dimension.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 6, 5, 16), (2, 3, 5, 16), *[(2, 5, 8 if partial else 16)] * 2]
@@ -186,11 +165,11 @@ def is_rotary(function: Callable[..., Any], *, partial: bool = False) -> bool:
         )
 
 
-def _behaves_as_rotary(function: Callable[..., Any], values: list[torch.Tensor]) -> bool:
+def _behaves_as_rotary(function: Callable[..., Any], values: list[Tensor]) -> bool:
     try:
         theirs = function(*(x.clone() for x in values))
     except Exception:  # it does not take these four arguments
         return False
-    if not (isinstance(theirs, tuple) and len(theirs) == 2 and all(isinstance(x, torch.Tensor) for x in theirs)):
+    if not (isinstance(theirs, tuple) and len(theirs) == 2 and all(isinstance(x, Tensor) for x in theirs)):
         return False
     return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(theirs, rotary(*values), strict=True))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from omnitrain.ops.registry import Backend, liger_missing
@@ -14,12 +14,12 @@ from omnitrain.ops.registry import Backend, liger_missing
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``, same shapes."""
     return F.silu(gate) * up
 
 
-def _liger_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _liger_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     return LigerSiLUMulFunction.apply(gate, up)
@@ -29,7 +29,7 @@ def _liger_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 SWIGLU = (Backend("torch", silu_mul), Backend("liger", _liger_silu_mul, liger_missing, automatic=()))
 
 
-def swiglu_forward(module: Any, x: torch.Tensor, silu_mul: Any = silu_mul) -> torch.Tensor:
+def swiglu_forward(module: Any, x: Tensor, silu_mul: Any = silu_mul) -> Tensor:
     """Compute a gated MLP with the projections of ``module``; ``x``: ``[..., hidden]``."""
     return module.down_proj(silu_mul(module.gate_proj(x), module.up_proj(x)))
 
@@ -56,7 +56,7 @@ def _behaves_as_swiglu(module: nn.Module) -> bool:
     except Exception:  # it does not take one tensor of rows
         return False
     ours = functional_call(_Reference(module), {f"mlp.{k}": v for k, v in (weights | biases).items()}, (x,))
-    return isinstance(theirs, torch.Tensor) and torch.equal(theirs, ours)
+    return isinstance(theirs, Tensor) and torch.equal(theirs, ours)
 
 
 class _Reference(nn.Module):
@@ -64,5 +64,5 @@ class _Reference(nn.Module):
         super().__init__()
         self.mlp = mlp
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return swiglu_forward(self.mlp, x)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import UserError
@@ -34,12 +35,12 @@ CHUNK_BYTES = {"cpu": 2**29, "cuda": 3 * 2**29}
 _BYTES_OF_OWN = 16  # per logit of a user's loss: a copy, what its backward keeps, the gradient, all in fp32
 
 # n -> a buffer ``[n, classes]`` in fp32, the same memory at each call.
-Wide = Callable[[int], torch.Tensor]
+Wide = Callable[[int], Tensor]
 # Logits ``[n, classes]``, labels ``[n]``, a buffer, whether the gradient is wanted -> losses ``[n]`` fp32 and their
 # gradient ``[n, classes]`` = softmax - one-hot, which may lie in the buffer or over the logits.
-Softmax = Callable[[torch.Tensor, torch.Tensor, Wide, bool], tuple[torch.Tensor, torch.Tensor | None]]
+Softmax = Callable[[Tensor, Tensor, Wide, bool], tuple[Tensor, Tensor | None]]
 # The same for the rows of a chunk, which it gets in place of their labels.
-ChunkLoss = Callable[[torch.Tensor, slice | torch.Tensor, Wide, bool], tuple[torch.Tensor, torch.Tensor | None]]
+ChunkLoss = Callable[[Tensor, slice | Tensor, Wide, bool], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -53,30 +54,25 @@ class LossTerm:
         metrics: name of a metric -> its values, like ``rows``.
     """
 
-    sum: torch.Tensor
+    sum: Tensor
     count: int
-    rows: torch.Tensor
-    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rows: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def cross_entropy_rows(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
     *,
     count: int | None = None,
     function: TokenFunction | None = None,
     metrics: Mapping[str, TokenFunction] | None = None,
     teachers: TeacherRows | None = None,
 ) -> LossTerm:
-    """Compute the plain loss of logits, for models that transform their logits after the head.
+    """Compute the plain loss of logits ``[N, classes]``, for models that transform their logits after the head.
 
-    Args:
-        logits: ``[N, classes]``, any floating dtype.
-        labels: ``[N]`` int64; -100 is ignored.
-        count: number of labels that are not ignored; None: count them, which waits for the device.
-        function: the loss in place of cross entropy; no label may be ignored.
-        metrics: name -> metric; no label may be ignored.
-        teachers: name -> hidden states ``[N, width]``, for ``function`` and ``metrics``.
+    The other arguments are those of :func:`linear_cross_entropy`; with ``function`` or ``metrics`` no label may be
+    ignored.
     """
     if count is None:
         count = int((labels != IGNORED).sum())
@@ -91,10 +87,10 @@ def cross_entropy_rows(
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
     *,
     count: int | None = None,
     backend: str = "auto",
@@ -150,11 +146,9 @@ def linear_cross_entropy(
         buffer_bytes = chosen.buffer_bytes if function is None else _BYTES_OF_OWN
         chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + buffer_bytes)
     chunk_rows = max(1, chunk_elements // weight.size(0))
-    chunks: list[dict[str, torch.Tensor]] = []
+    chunks: list[dict[str, Tensor]] = []
 
-    def run(
-        logits: torch.Tensor, at: slice | torch.Tensor, wide: Wide, with_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(logits: Tensor, at: slice | Tensor, wide: Wide, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """Measure the chunk before the softmax, which may write over its logits."""
         of_chunk = {name: rows[at] for name, rows in (teachers or {}).items()}
         if metrics:
@@ -170,7 +164,7 @@ def linear_cross_entropy(
     return LossTerm(total if group is None else add_up_gradients(total, group), count, rows, values)
 
 
-def _in_rows(chunks: list[torch.Tensor], rows: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+def _in_rows(chunks: list[Tensor], rows: Tensor, kept: Tensor | None) -> Tensor:
     """Return the values of the chunks as ``[n]`` like ``rows``; 0 where the label is ignored."""
     values = torch.cat([rows[:0], *chunks])
     return values if kept is None else torch.zeros_like(rows).index_copy_(0, kept, values)
@@ -181,9 +175,7 @@ def _own(tensor: Any) -> Any:
     return None if tensor is None else tensor.to_local()
 
 
-def _torch_softmax(
-    logits: torch.Tensor, labels: torch.Tensor, wide: Wide, with_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _torch_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
     out = wide(len(logits))
     torch.log_softmax(logits, -1, torch.float32, out=out)
     losses = -out.gather(1, labels[:, None]).squeeze(1)
@@ -193,9 +185,7 @@ def _torch_softmax(
     return losses, out.exp_().scatter_add_(1, labels[:, None], minus_one)
 
 
-def _compiled_softmax(
-    logits: torch.Tensor, labels: torch.Tensor, wide: Wide, with_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _compiled_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """Reads the logits twice and writes the gradient over them, once: a GPU's time for it is that of its memory."""
     require_labels(labels, logits.size(1))  # compiled code takes -1 for the last class
     losses = _compiled()(logits, labels, with_gradient)
@@ -203,12 +193,12 @@ def _compiled_softmax(
 
 
 @cache
-def _compiled() -> Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]:
+def _compiled() -> Callable[[Tensor, Tensor, bool], Tensor]:
     keep_compilations()
     return torch.compile(_softmax_over_logits, dynamic=True)
 
 
-def _softmax_over_logits(logits: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> torch.Tensor:
+def _softmax_over_logits(logits: Tensor, labels: Tensor, with_gradient: bool) -> Tensor:
     precise = logits.float()
     normalizer = precise.logsumexp(1)
     losses = normalizer - precise.gather(1, labels[:, None]).squeeze(1)
@@ -218,9 +208,7 @@ def _softmax_over_logits(logits: torch.Tensor, labels: torch.Tensor, with_gradie
     return losses
 
 
-def _liger_softmax(
-    logits: torch.Tensor, labels: torch.Tensor, wide: Wide, with_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _liger_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
     from liger_kernel.ops.cross_entropy import cross_entropy_forward
 
     # Its losses have the dtype of the logits, and its kernel writes the gradient over them.
@@ -232,13 +220,9 @@ def _liger_softmax(
 
 @dataclass(frozen=True)
 class SoftmaxBackend(Backend):
-    """A :data:`Softmax`.
+    """A :data:`Softmax`."""
 
-    Attributes:
-        buffer_bytes: per logit, of the buffer that it asks for.
-    """
-
-    buffer_bytes: int = torch.float32.itemsize
+    buffer_bytes: int = torch.float32.itemsize  # per logit, of the buffer that it asks for
 
 
 CROSS_ENTROPY = (
@@ -254,15 +238,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        kept: torch.Tensor | None,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        kept: Tensor | None,
         chunk_rows: int,
         loss: ChunkLoss,
         with_gradients: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         number, classes = labels.numel() if kept is None else kept.numel(), weight.size(0)
         step = min(number, chunk_rows)
         # Buffers for all chunks: fresh memory for each would cost as much time as the softmax.
@@ -284,7 +268,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return rows.sum(), rows
 
     @staticmethod
-    def backward(ctx: Any, scale: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True); use the plain loss")
         if ctx.spent:
@@ -295,7 +279,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None, None, None, None)
 
 
-def _linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
+def _linear(h: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
     if bias is None:
         torch.mm(h, weight.t(), out=out)
     else:
@@ -305,16 +289,14 @@ def _linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *,
 class _Gradients:
     """Those of hidden, weight and bias that are ``wanted``; the latter two are sums over chunks, in fp32."""
 
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: list[bool]
-    ) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> None:
         self.wanted = any(wanted)
         self._dtype = weight.dtype
         self._hidden = torch.zeros_like(hidden) if wanted[0] else None
         self._weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         self._bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
 
-    def add(self, at: slice | torch.Tensor, h: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> None:
+    def add(self, at: slice | Tensor, h: Tensor, weight: Tensor, grad: Tensor) -> None:
         """Take in a chunk: its rows, ``h`` ``[n, hidden]``, and the gradient of its logits ``[n, classes]``."""
         if self._hidden is not None:
             self._hidden[at] = grad @ weight
@@ -325,7 +307,7 @@ class _Gradients:
         if self._bias is not None:
             self._bias += grad.sum(0, dtype=torch.float32)
 
-    def finished(self) -> tuple[torch.Tensor | None, ...]:
+    def finished(self) -> tuple[Tensor | None, ...]:
         """Each in its parameter's dtype."""
         sums = (None if total is None else total.to(self._dtype) for total in (self._weight, self._bias))
         return (self._hidden, *sums)

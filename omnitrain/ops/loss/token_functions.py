@@ -6,14 +6,15 @@ import inspect
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from omnitrain.errors import UserError
 
 # Logits ``[n, classes]`` fp32, labels ``[n]`` int64, by name hidden states ``[n, width]`` fp32 of the teachers that are
 # among its parameters -> one value per token ``[n]``.
-TokenFunction = Callable[..., torch.Tensor]
+TokenFunction = Callable[..., Tensor]
 # Name of a teacher -> its hidden states ``[n, width]``.
-TeacherRows = Mapping[str, torch.Tensor]
+TeacherRows = Mapping[str, Tensor]
 
 
 def further_parameters(function: TokenFunction) -> dict[str, bool]:
@@ -28,15 +29,9 @@ def further_parameters(function: TokenFunction) -> dict[str, bool]:
 
 
 def token_losses(
-    function: TokenFunction, logits: torch.Tensor, labels: torch.Tensor, teachers: TeacherRows | None = None
-) -> torch.Tensor:
-    """Return one loss per token, ``[n]`` fp32.
-
-    Args:
-        function: the user's.
-        logits: ``[n, classes]``.
-        labels: ``[n]``.
-        teachers: see :data:`TeacherRows`.
+    function: TokenFunction, logits: Tensor, labels: Tensor, teachers: TeacherRows | None = None
+) -> Tensor:
+    """Return one loss of ``function`` per token, ``[n]`` fp32, from logits ``[n, classes]`` and labels ``[n]``.
 
     Raises:
         UserError: the function returns something else.
@@ -45,8 +40,8 @@ def token_losses(
         {name: teachers[name].float() for name in further_parameters(function) if name in teachers} if teachers else {}
     )
     values = function(logits, labels, **read)
-    if not isinstance(values, torch.Tensor) or values.shape != labels.shape:
-        found = f"shape {list(values.shape)}" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
+    if not isinstance(values, Tensor) or values.shape != labels.shape:
+        found = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise UserError(
             f"{_named(function)} returned {found}; expected one value per label, {list(labels.shape)}, because "
             "omnitrain divides by the number of tokens of the whole step (`reduction='none'`)"
@@ -55,12 +50,11 @@ def token_losses(
 
 
 def with_gradient_of_logits(
-    function: TokenFunction, logits: torch.Tensor, labels: torch.Tensor, teachers: TeacherRows, with_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    function: TokenFunction, logits: Tensor, labels: Tensor, teachers: TeacherRows, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return one loss per token, and the gradient of their sum by the logits ``[n, classes]`` if it is wanted.
 
-    Raises:
-        UserError: the losses do not depend on the logits.
+    Losses that do not depend on the logits are a UserError.
     """
     if not with_gradient:
         with torch.no_grad():
@@ -76,8 +70,8 @@ def with_gradient_of_logits(
 
 @torch.no_grad()
 def token_metrics(
-    functions: Mapping[str, TokenFunction], logits: torch.Tensor, labels: torch.Tensor, teachers: TeacherRows
-) -> dict[str, torch.Tensor]:
+    functions: Mapping[str, TokenFunction], logits: Tensor, labels: Tensor, teachers: TeacherRows
+) -> dict[str, Tensor]:
     """Return name -> one value per token ``[n]`` fp32, without gradient."""
     of_tokens = logits.detach().float(), labels, teachers
     return {name: token_losses(function, *of_tokens) for name, function in functions.items()}

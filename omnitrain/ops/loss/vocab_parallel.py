@@ -6,32 +6,20 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from omnitrain.ops.collectives import gathered
 from omnitrain.torch_private import assert_async
 
 
 def sharded_softmax(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    wide: Callable[[int], torch.Tensor],
-    with_gradient: bool,
-    *,
-    group: dist.ProcessGroup,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the losses of tokens, and this rank's columns of the gradient of the logits.
+    logits: Tensor, labels: Tensor, wide: Callable[[int], Tensor], with_gradient: bool, *, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the losses ``[n]`` of tokens, the same on every rank, and softmax minus one-hot of this rank's columns.
 
-    It needs one collective of two numbers per token and rank.
-
-    Args:
-        logits: ``[n, classes of a rank]``; all ranks have the same number of classes, in rank order.
-        labels: ``[n]`` int64, indices over all ranks' classes, the same on every rank.
-        wide: n -> a buffer ``[n, classes of a rank]`` fp32.
-        with_gradient: whether to compute the gradient.
-        group: the ranks that share the classes.
-
-    Returns:
-        ``[n]`` losses, the same on every rank, and softmax minus one-hot in the buffer.
+    ``logits`` are ``[n, classes of a rank]``; all ranks of ``group`` have equally many classes, in rank order.
+    ``labels`` ``[n]`` int64 are indices over all ranks' classes, the same on every rank. ``wide``: n -> a buffer ``[n,
+    classes of a rank]`` fp32, for the gradient. It needs one collective of two numbers per token and rank.
     """
     width, out = logits.size(1), wide(len(logits))
     require_labels(labels, group.size() * width)
@@ -49,6 +37,6 @@ def sharded_softmax(
     return losses, out.scatter_add_(1, column, -is_local.to(out.dtype)[:, None])
 
 
-def require_labels(labels: torch.Tensor, classes: int) -> None:
+def require_labels(labels: Tensor, classes: int) -> None:
     """Raise a RuntimeError on the device, without waiting on the host, if a label is not in ``[0, classes)``."""
     assert_async(((labels >= 0) & (labels < classes)).all(), "a label is out of range")

@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import backend_of, experts_in, set_experts, settings_of
-from omnitrain.ops.experts.weights import names_by_expert, num_experts_of, weight_names
+from omnitrain.ops.experts.entry import settings_of
+from omnitrain.ops.experts.install import backend_of, set_experts
+from omnitrain.ops.experts.weights import experts_in, names_by_expert, num_experts_of, weight_names
 from omnitrain.parallel.expert.deepep import DeepEpDispatcher, open_deepep
-from omnitrain.parallel.expert.dispatch import GroupLink, RankDispatcher
+from omnitrain.parallel.expert.dispatch import GroupLink, RankDispatcher, TPTokenDispatcher
 from omnitrain.parallel.expert.shared_expert import SharedExpertOverlap, shared_experts
-from omnitrain.parallel.expert.tp_dispatch import TPTokenDispatcher
 from omnitrain.parallel.fsdp.shard import device_of
 from omnitrain.recipe.globs import any_layer, matches_weight
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
@@ -42,11 +42,8 @@ _UNMEASURED_CHUNKS = 4  # for `expert_chunks: auto` until chunks are measured
 class ExpertLayer:
     """The experts of one layer.
 
-    Attributes:
-        name: name of their module.
-        weights: names of their parameters whose dim 0 is the expert.
-        num_experts: number of experts.
-        backend: their configured backend, or ``auto``.
+    ``name`` is that of their module, ``weights`` the names of their parameters whose dim 0 is the expert, ``backend``
+    the configured one, or ``auto``.
     """
 
     name: str

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from statistics import median
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import settings_of
+from omnitrain.ops.experts.entry import settings_of
 from omnitrain.parallel.expert.apply import expert_layers
-from omnitrain.parallel.expert.dispatch import RankDispatcher
-from omnitrain.parallel.expert.tp_dispatch import TPTokenDispatcher
+from omnitrain.parallel.expert.dispatch import RankDispatcher, TPTokenDispatcher
 from omnitrain.parallel.layout import layout_of
 from omnitrain.peers import Peers
 from omnitrain.recipe.parallel import AUTO_CHUNKS
@@ -30,26 +29,20 @@ def candidates(fewest: int) -> tuple[int, ...]:
 
 
 def fastest(numbers: Sequence[int], seconds: Sequence[Sequence[float]]) -> int:
-    """Return the number of chunks with the fastest steps.
+    """Return the number of chunks with the smallest median of steps; of several, the smallest number.
 
-    Args:
-        numbers: numbers of chunks, used in turn.
-        seconds: per rank, the seconds per token of each step. The slowest rank determines the time of a step.
-
-    Returns:
-        The number with the smallest median; of several, the smallest number.
+    ``numbers`` were used in turn. ``seconds`` has, per rank, the seconds per token of each step. The slowest rank
+    determines the time of a step.
     """
     slowest = [max(of_ranks) for of_ranks in zip(*seconds, strict=True)]
     return min(numbers, key=lambda number: (median(slowest[numbers.index(number) :: len(numbers)]), number))
 
 
 class ExpertChunks:
-    """Measure the number of chunks during the first steps, then keep the fastest.
+    """Measure the number of chunks during the first steps of a model, parallelized or on one process; keep the fastest.
 
-    Args:
-        model: parallelized, or on one process.
-        settled: component -> the result of an earlier start of the run. A component is measured again if ranks have
-            fewer of its experts now.
+    ``settled``: component -> the result of an earlier start of the run. A component is measured again if ranks have
+    fewer of its experts now.
     """
 
     def __init__(self, model: OmniModel, settled: Mapping[str, int] | None = None) -> None:

@@ -17,24 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.ops.collectives import with_backward
-from omnitrain.ops.experts import (
-    ExpertRange,
-    LayerSpans,
-    TokenPermutation,
-    combine_rows,
-    is_replaying,
-    sort_by_expert,
-    take_rows,
-)
+from omnitrain.ops.experts.permute import TokenPermutation, combine_rows, sort_by_expert, take_rows
+from omnitrain.ops.experts.routing_tape import is_replaying
+from omnitrain.ops.experts.timing import LayerSpans
+from omnitrain.ops.experts.weights import ExpertRange
 
 
 def deepep_problem(device_type: str, compute: str | None) -> str:
-    """Return why DeepEP cannot be used; empty if it can be tried.
-
-    Args:
-        device_type: device type of the ranks.
-        compute: dtype of the rows.
-    """
+    """Return why DeepEP cannot be used with rows of dtype ``compute``; empty if it can be tried."""
     if find_spec("deep_ep") is None:
         return "deep_ep is not installed"
     if device_type != "cuda":
@@ -47,8 +37,7 @@ def deepep_problem(device_type: str, compute: str | None) -> str:
 def open_deepep(group: dist.ProcessGroup, hidden: int, device: torch.device) -> tuple[Any, str]:
     """Create a buffer for rows of width ``hidden``, and test it with a real exchange; all ranks must call this.
 
-    Returns:
-        The buffer and an empty text; or None and the reason, if it failed on some rank.
+    Returns the buffer and an empty text; or None and the reason, if it failed on some rank.
     """
     buffer: Any = None
     problem = ""
@@ -82,11 +71,7 @@ def _probe(buffer: Any, group: dist.ProcessGroup, hidden: int, device: torch.dev
 
 
 class DeepEpDispatcher:
-    """A :class:`omnitrain.ops.experts.Dispatcher` over a DeepEP buffer.
-
-    Args:
-        buffer: the buffer of the ranks that share the experts, in order.
-    """
+    """A :class:`omnitrain.ops.experts.entry.Dispatcher` over a DeepEP buffer of the ranks that share the experts."""
 
     def __init__(self, buffer: Any) -> None:
         self.bytes_sent = 0
@@ -104,11 +89,7 @@ class DeepEpDispatcher:
 
 
 class _DeepEPDispatch:
-    """A :class:`omnitrain.ops.experts.DispatchHandle`; all experts of a rank are one chunk.
-
-    Attributes:
-        rows_to_others: number of rows that this rank sends to other ranks and receives back.
-    """
+    """A :class:`omnitrain.ops.experts.DispatchHandle`; all experts of a rank are one chunk."""
 
     def __init__(self, buffer: Any, tokens: Tensor, weights: Tensor, index: Tensor, num_experts: int) -> None:
         self._call = _Call(buffer, index, num_experts)

@@ -28,17 +28,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from omnitrain.ops.experts import (
-    ExpertRange,
-    LayerSpans,
+from omnitrain.ops.collectives import gather_rows, with_backward
+from omnitrain.ops.experts.entry import Dispatcher, DispatchHandle
+from omnitrain.ops.experts.permute import (
     TokenPermutation,
-    chunk_offsets,
-    is_replaying,
     sort_by_expert,
     token_gradients,
     weighted_sum_gradients,
     weighted_sums,
 )
+from omnitrain.ops.experts.routing_tape import is_replaying
+from omnitrain.ops.experts.timing import LayerSpans
+from omnitrain.ops.experts.weights import ExpertRange, chunk_offsets
 from omnitrain.ops.turns import give_turn
 
 Wait = Callable[[], Any]
@@ -47,12 +48,7 @@ _RANGES = 16  # of a rank's experts, for weight gradients
 
 
 class Link(Protocol):
-    """All-to-alls of rows among ranks; keeps the buffers of an exchange alive until it is waited for.
-
-    Attributes:
-        rank: rank of this process.
-        size: number of ranks.
-    """
+    """All-to-alls of rows among ``size`` ranks; keeps the buffers of an exchange alive until it is waited for."""
 
     rank: int
     size: int
@@ -63,11 +59,9 @@ class Link(Protocol):
         Do not read or write either tensor before calling the returned wait function; later work on the device may then
         use ``out``. All ranks must start the same exchanges in the same order.
         """
-        ...
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
         """Exchange ``[size, n]``: row ``r`` goes to rank ``r``, row ``s`` of the result comes from rank ``s``."""
-        ...
 
 
 class GroupLink:
@@ -89,32 +83,21 @@ class GroupLink:
 
 @dataclass(frozen=True, eq=False)
 class ChunkSplits:
-    """The exchange of one chunk of experts.
+    """The exchange of one chunk of experts."""
 
-    Attributes:
-        sent: number of rows sent to each rank.
-        received: number of rows received from each rank.
-        by_expert: ``[R]`` int64: sorts received rows, which come by sender, by this rank's experts.
-        by_sender: ``[R]`` int64: the inverse.
-        ends: ``[E]`` int32: end of each expert's rows after sorting.
-        ranges: ranges of the chunk's experts, for weight gradients.
-    """
-
-    sent: list[int]
+    sent: list[int]  # numbers of rows sent to, and received from, each rank
     received: list[int]
-    by_expert: Tensor
-    by_sender: Tensor
-    ends: Tensor
-    ranges: list[ExpertRange]
+    by_expert: Tensor  # [R] int64: sorts received rows, which come by sender, by this rank's experts
+    by_sender: Tensor  # [R] int64: the inverse
+    ends: Tensor  # [E] int32: end of each expert's rows after sorting
+    ranges: list[ExpertRange]  # ranges of the chunk's experts, for weight gradients
 
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """The exchange of one layer.
+    """The exchange of one layer, and of each of its chunks.
 
-    Attributes:
-        routes: sorts this rank's tokens into rows by the chunk of their experts, then by rank, then by expert.
-        chunks: the splits of each chunk of experts.
+    ``routes`` sorts this rank's tokens into rows by the chunk of their experts, then by rank, then by expert.
     """
 
     routes: TokenPermutation
@@ -129,13 +112,8 @@ class DispatchPlan:
 class RankDispatcher:
     """Dispatch rows over a link whose ranks have equally many experts, in order.
 
-    All ranks must take part in every call, with any number of tokens. Only planning synchronizes with the device,
-    once per call.
-
-    Args:
-        link: the link of the ranks.
-        chunks: number of chunks of a rank's experts, at most their number. May change between steps, equally on all
-            ranks.
+    All ranks must take part in every call, with any number of tokens. Only planning synchronizes with the device, once
+    per call. ``chunks`` of a rank's experts, at most their number, may change between steps, equally on all ranks.
     """
 
     def __init__(self, link: Link, chunks: int = 1) -> None:
@@ -160,25 +138,15 @@ class RankDispatcher:
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """The order of experts by chunk, then by rank, then by index.
+    """The order of experts by chunk, then by rank, then by index."""
 
-    Attributes:
-        sizes: number of a rank's experts in each chunk.
-        ranges: offsets of the ranges in each chunk, counted in the chunk's experts.
-        range_offsets: ``[total]`` int64: the same offsets, counted in a rank's experts.
-        offsets: ``[chunks + 1]`` int64: offsets of the chunks, counted in a rank's experts.
-        experts: ``[E]`` int64: the experts in this order.
-        position: ``[E]`` int64: the inverse, each expert's position in this order.
-        chunk_start: ``[experts of a rank]`` int64: the first expert of each expert's chunk.
-    """
-
-    sizes: list[int]
-    ranges: list[tuple[int, ...]]
-    range_offsets: Tensor
-    offsets: Tensor
-    experts: Tensor
-    position: Tensor
-    chunk_start: Tensor
+    sizes: list[int]  # number of a rank's experts in each chunk
+    ranges: list[tuple[int, ...]]  # offsets of the ranges in each chunk, counted in the chunk's experts
+    range_offsets: Tensor  # [total] int64: the same offsets, counted in a rank's experts
+    offsets: Tensor  # [chunks + 1] int64: offsets of the chunks, counted in a rank's experts
+    experts: Tensor  # [E] int64: the experts in this order
+    position: Tensor  # [E] int64: the inverse, each expert's position in this order
+    chunk_start: Tensor  # [experts of a rank] int64: the first expert of each expert's chunk
 
     @classmethod
     @cache  # because copies from the host to the device synchronize
@@ -238,15 +206,43 @@ class ChunkedDispatch:
 
     def __init__(self, link: Link, plan: DispatchPlan, tokens: Tensor, weights: Tensor, spans: LayerSpans) -> None:
         self.ranges: Sequence[Sequence[ExpertRange]] = [splits.ranges for splits in plan.chunks]
-        self._plan, self._in_flight, self._weights = plan, _InFlight(link, plan, spans), weights
-        self._rows: tuple[Tensor, ...] = _Dispatch.apply(self._in_flight, tokens)
+        self._plan, self._weights = plan, weights
+        self._in_flight = in_flight = _InFlight(link, plan, spans)
+
+        def start(tokens: Tensor) -> tuple[Tensor, ...]:
+            for chunk in range(len(plan.chunks)):
+                in_flight.to_experts(chunk, tokens.index_select(0, in_flight.tokens_of(chunk)))
+            return tuple(_placeholder(sum(splits.received), tokens) for splits in plan.chunks)
+
+        def sum_gradients(*_: Tensor) -> Tensor:
+            return token_gradients(in_flight.wait_all(), plan.routes)
+
+        self._rows: tuple[Tensor, ...] = with_backward(start, sum_gradients, tokens)
         self._results: list[Tensor] = []
 
     def wait_chunk(self, chunk: int) -> tuple[Tensor, Tensor]:  # noqa: D102
-        return _WaitChunk.apply(self._in_flight, chunk, self._rows[chunk]), self._plan.chunks[chunk].ends
+        splits, in_flight = self._plan.chunks[chunk], self._in_flight
+
+        def sorted_by_expert(_: Tensor) -> Tensor:
+            return in_flight.wait(chunk).index_select(0, splits.by_expert)
+
+        def return_gradients(gradient: Tensor) -> Tensor:
+            in_flight.to_tokens(chunk, gradient.index_select(0, splits.by_sender), backward=True)
+            return _placeholder(len(gradient), gradient)
+
+        return with_backward(sorted_by_expert, return_gradients, self._rows[chunk]), splits.ends
 
     def return_chunk(self, chunk: int, results: Tensor) -> None:  # noqa: D102
-        self._results.append(_ReturnChunk.apply(self._in_flight, chunk, results))
+        splits, in_flight = self._plan.chunks[chunk], self._in_flight
+
+        def start(results: Tensor) -> Tensor:
+            in_flight.to_tokens(chunk, results.index_select(0, splits.by_sender))
+            return _placeholder(sum(splits.sent), results)
+
+        def wait_for_gradients(_: Tensor) -> Tensor:
+            return in_flight.wait(chunk).index_select(0, splits.by_expert)
+
+        self._results.append(with_backward(start, wait_for_gradients, results))
 
     def combine(self) -> Tensor:  # noqa: D102
         combined: Tensor = _Combine.apply(self._in_flight, self._weights, *self._results)
@@ -313,60 +309,6 @@ def _placeholder(rows: int, like: Tensor) -> Tensor:
     return like.new_zeros(()).expand(rows, like.size(1))
 
 
-class _Dispatch(torch.autograd.Function):
-    """Start to dispatch the rows of all chunks; the backward waits for all chunks and sums gradients per token."""
-
-    @staticmethod
-    def forward(ctx: Any, in_flight: _InFlight, tokens: Tensor) -> tuple[Tensor, ...]:
-        ctx.in_flight = in_flight
-        for chunk in range(len(in_flight.plan.chunks)):
-            in_flight.to_experts(chunk, tokens.index_select(0, in_flight.tokens_of(chunk)))
-        return tuple(_placeholder(sum(splits.received), tokens) for splits in in_flight.plan.chunks)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, token_gradients(ctx.in_flight.wait_all(), ctx.in_flight.plan.routes)
-
-
-class _WaitChunk(torch.autograd.Function):
-    """Wait for the rows of a chunk, and sort them by expert."""
-
-    @staticmethod
-    def forward(ctx: Any, in_flight: _InFlight, chunk: int, placeholder: Tensor) -> Tensor:
-        ctx.in_flight, ctx.chunk = in_flight, chunk
-        return in_flight.wait(chunk).index_select(0, in_flight.plan.chunks[chunk].by_expert)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        in_flight: _InFlight = ctx.in_flight
-        in_flight.to_tokens(
-            ctx.chunk, gradient.index_select(0, in_flight.plan.chunks[ctx.chunk].by_sender), backward=True
-        )
-        return None, None, _placeholder(len(gradient), gradient)
-
-
-class _ReturnChunk(torch.autograd.Function):
-    """Start to return the results of a chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, in_flight: _InFlight, chunk: int, results: Tensor) -> Tensor:
-        ctx.in_flight, ctx.chunk = in_flight, chunk
-        splits = in_flight.plan.chunks[chunk]
-        in_flight.to_tokens(chunk, results.index_select(0, splits.by_sender))
-        return _placeholder(sum(splits.sent), results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        return (
-            None,
-            None,
-            ctx.in_flight.wait(ctx.chunk).index_select(0, ctx.in_flight.plan.chunks[ctx.chunk].by_expert),
-        )
-
-
 class _Combine(torch.autograd.Function):
     """Wait for the results of all chunks, and sum each token's results with its weights."""
 
@@ -388,3 +330,49 @@ class _Combine(torch.autograd.Function):
             for chunk in reversed(range(len(chunks))):  # autograd waits for the last chunk first
                 in_flight.to_experts(chunk, in_flight.of_chunk(chunk, of_rows), backward=True)
         return None, of_weights, *(_placeholder(sum(splits.sent), of_rows) for splits in chunks)
+
+
+class TPTokenDispatcher:
+    """A :class:`omnitrain.ops.experts.Dispatcher` that passes this rank's slice of the tokens to another dispatcher.
+
+    The ranks of ``group`` hold the same tokens. The gradients of replicated tensors are partial on each rank and sum
+    over ``group``, as everywhere in tensor parallelism.
+    """
+
+    def __init__(self, inner: Dispatcher, group: dist.ProcessGroup) -> None:
+        self.inner, self._group = inner, group
+
+    @property
+    def bytes_sent(self) -> int:  # noqa: D102
+        return self.inner.bytes_sent
+
+    @bytes_sent.setter
+    def bytes_sent(self, number: int) -> None:
+        self.inner.bytes_sent = number
+
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:  # noqa: D102
+        return self.inner.plan(top_k_index[self._local_slice(len(top_k_index))], num_experts, spans)
+
+    def dispatch(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> DispatchHandle:  # noqa: D102
+        local = self._local_slice(len(tokens))
+        handle = self.inner.dispatch(tokens[local], weights[local], plan, spans)
+        return _TokenSliceHandle(handle, self._lengths(len(tokens)), self._group)
+
+    def _lengths(self, num_tokens: int) -> list[int]:
+        """The number of tokens of each rank."""
+        each, left = divmod(num_tokens, self._group.size())
+        return [each + (rank < left) for rank in range(self._group.size())]
+
+    def _local_slice(self, num_tokens: int) -> slice:
+        stops = list(accumulate(self._lengths(num_tokens), initial=0))
+        return slice(*stops[self._group.rank() :][:2])
+
+
+class _TokenSliceHandle:
+    def __init__(self, handle: DispatchHandle, lengths: list[int], group: dist.ProcessGroup) -> None:
+        self.ranges = handle.ranges
+        self.wait_chunk, self.return_chunk = handle.wait_chunk, handle.return_chunk
+        self._handle, self._lengths, self._group = handle, lengths, group
+
+    def combine(self) -> Tensor:
+        return gather_rows(self._handle.combine(), self._lengths, self._group)

@@ -17,7 +17,6 @@ from omnitrain.errors import UserError
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.device import to_device
-from omnitrain.ops.experts import bytes_sent, is_replaying
 from omnitrain.ops.experts.balance_loss import (
     counts_per_sample,
     fraction_balance,
@@ -25,7 +24,9 @@ from omnitrain.ops.experts.balance_loss import (
     sample_balance,
     z_loss,
 )
+from omnitrain.ops.experts.entry import bytes_sent
 from omnitrain.ops.experts.routers import choice_bias, find_router
+from omnitrain.ops.experts.routing_tape import is_replaying
 from omnitrain.ops.experts.weights import num_experts_of
 from omnitrain.parallel.expert.apply import expert_layers
 from omnitrain.parallel.layout import layout_of
@@ -35,26 +36,19 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 @dataclass
 class _Layer:
-    """One MoE layer.
+    """One MoE layer, by the name of its experts' module.
 
-    Attributes:
-        name: name of the experts module.
-        experts: the module.
-        num_experts: number of experts.
-        bias: ``E`` numbers, added to the scores only for the top-k choice; None: the router has no such bias.
-        scores: ``[t, E]`` router scores of the current forward, before the softmax.
-        index: ``[t, k]`` chosen experts of the current forward.
-        counts: ``[E]`` choices of the current step on this rank; None: the layer was not called yet.
-        fractions: ``[E]`` fractions of all choices in the previous step.
+    ``bias``: ``E`` numbers, added to the scores only for the top-k choice; None: the router has no such bias.
+    ``fractions``: ``[E]`` fractions of all choices in the previous step.
     """
 
     name: str
     experts: nn.Module
     num_experts: int
     bias: Tensor | None
-    scores: Tensor | None = None
-    index: Tensor | None = None
-    counts: Tensor | None = None
+    scores: Tensor | None = None  # [t, E] router scores of the current forward, before the softmax
+    index: Tensor | None = None  # [t, k] chosen experts of the current forward
+    counts: Tensor | None = None  # [E] choices of the current step on this rank; None: the layer was not called yet
     fractions: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -62,12 +56,8 @@ class _Layer:
 class _SampleTokens:
     """The tokens of the current forward on this rank that belong to samples.
 
-    Attributes:
-        valid: ``[v]`` int64: their positions on this rank.
-        sample: ``[v]`` int64: the sample of each.
-        num_samples: number of samples in the pack.
-        num_local: number of tokens on this rank, with those of no sample.
-        is_slice: whether other ranks have the other tokens of the pack.
+    ``valid`` ``[v]`` int64 are their positions on this rank, ``sample`` ``[v]`` int64 the sample of each. ``num_local``
+    counts tokens on this rank, with those of no sample; ``is_slice``: other ranks have other tokens of the pack.
     """
 
     valid: Tensor
@@ -80,11 +70,8 @@ class _SampleTokens:
 class RouterMonitor:
     """Balance a model's routers by losses and biases, and measure the load of the experts, per optimizer step.
 
-    Only tokens of samples count, each once: tokens of idle packs do not count, nor does recomputation.
-
-    Args:
-        model: parallelized, or on one process.
-        balance: the settings for balance.
+    Only tokens of samples count, each once: tokens of idle packs do not count, nor does recomputation. The model is
+    parallelized, or on one process.
 
     Raises:
         UserError: the model has no experts, or its routers do not support ``balance``.
@@ -253,12 +240,10 @@ class RouterMonitor:
                 layer.fractions = torch.tensor(shares[layer.name])
 
     def read(self) -> dict[str, dict[str, float]]:
-        """Return the load of each layer's experts in the last step.
+        """Return name of the experts -> the load of each layer's experts in the last step.
 
-        Returns:
-            Name of the experts -> ``load``: tokens of the busiest expert over the mean; ``entropy``: entropy of the
-            fractions, relative to equal fractions; ``bytes``: bytes that this rank sent to other ranks in forwards
-            since the last reading.
+        ``load``: tokens of the busiest expert over the mean; ``entropy``: entropy of the fractions, relative to equal
+        fractions; ``bytes``: bytes that this rank sent to other ranks in forwards since the last reading.
         """
         readings = {}
         for layer in self._layers:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,20 +22,15 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import Recording, Replayed, experts_in
+from omnitrain.ops.experts.routing_replay import Recording, Replayed
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.layout import layout_of
 
 _SAMPLES = "samples"
 
 
 class RoutingOfRun:
-    """Record the decisions of a run's routers, or replay those of an earlier run, or do nothing.
-
-    Args:
-        model: parallelized, or on one process.
-        record: folder to write to, if any.
-        replay: folder to read from, if any.
-        rank: rank of this process.
+    """Record the decisions of a run's routers to a folder, or replay those of an earlier run's folder, or do nothing.
 
     Raises:
         UserError: the model has no experts, or the folder has no recorded decisions.
@@ -84,8 +78,7 @@ class RoutingOfRun:
     def read(self) -> tuple[int, int]:
         """Return how many decisions the replay changed on this rank since the last reading.
 
-        Returns:
-            The number of (token, layer) pairs whose experts had nearly the same score, and the number of others.
+        The first number is of (token, layer) pairs whose experts had nearly the same score, the second of all others.
         """
         changed, self._changed = self._changed, Replayed()
         return int(changed.near_ties), int(changed.others)
@@ -108,51 +101,38 @@ def write_routing(path: Path, recording: Recording, lengths: dict[str, int]) -> 
     partial.replace(path.with_name(f"{path.name}.safetensors"))
 
 
-@dataclass(frozen=True)
-class _FileSlice:
-    """The tokens of a sample in a file."""
-
-    file: Path
-    rows: slice
-
-
 class RoutingFiles:
-    """The decisions in a folder, read lazily. For a sample in several steps, those of the last step count.
-
-    Raises:
-        UserError: the folder has no recorded decisions.
-    """
+    """The decisions in a folder, read lazily. For a sample in several steps, the last step's decisions count."""
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("step-*.safetensors"))
         if not files:
             raise UserError(f"train.experts.replay: no decisions in {folder}; expected files of an earlier `record`")
-        self._slices: dict[str, list[_FileSlice]] = {}
+        self._slices: dict[str, list[tuple[Path, slice]]] = {}  # sample -> its tokens in files
         for file in files:
             start = 0
             for name, length in _samples_in(file):
                 slices = self._slices.setdefault(name, [])
-                if slices and _step(slices[0].file) != _step(file):
+                if slices and slices[0][0].name.partition(".")[0] != file.name.partition(".")[0]:
                     slices.clear()
-                slices.append(_FileSlice(file, slice(start, start + length)))
+                slices.append((file, slice(start, start + length)))
                 start += length
 
     def of_samples(self, ids: Sequence[str], lengths: Sequence[int]) -> Recording:
         """Return the decisions for these samples; samples that were not recorded have none.
 
-        Raises:
-            UserError: a sample has another number of tokens than in the recording.
+        A sample with another number of tokens than in the recording is a UserError.
         """
         recording = Recording()
         for name, length in zip(ids, lengths, strict=True):
-            for in_file in self._slices.get(name, ()):
-                recorded = in_file.rows.stop - in_file.rows.start
+            for file, rows in self._slices.get(name, ()):
+                recorded = rows.stop - rows.start
                 if recorded != length:
                     raise UserError(
-                        f"train.experts.replay: sample {name} has {length} tokens, but {recorded} in {in_file.file}; "
+                        f"train.experts.replay: sample {name} has {length} tokens, but {recorded} in {file}; "
                         "record it again"
                     )
-                for (layer, call), decisions in _decisions(in_file):
+                for (layer, call), decisions in _decisions(file, rows):
                     key = (layer, call, name)
                     others = recording.decisions.get(key)
                     recording.decisions[key] = decisions if others is None else torch.maximum(decisions, others)
@@ -167,12 +147,8 @@ def _samples_in(file: Path) -> list[tuple[str, int]]:
         raise UserError(f"train.experts.replay: {file} is not a file of recorded decisions: {error}") from None
 
 
-def _decisions(in_file: _FileSlice) -> Iterator[tuple[tuple[str, int], Tensor]]:
-    with safe_open(in_file.file, "pt") as opened:
+def _decisions(file: Path, rows: slice) -> Iterator[tuple[tuple[str, int], Tensor]]:
+    with safe_open(file, "pt") as opened:
         for name in opened.keys():  # noqa: SIM118 - no mapping
             layer, _, call = name.rpartition("/")
-            yield (layer, int(call)), opened.get_slice(name)[in_file.rows].long()
-
-
-def _step(file: Path) -> str:
-    return file.name.partition(".")[0]
+            yield (layer, int(call)), opened.get_slice(name)[rows].long()

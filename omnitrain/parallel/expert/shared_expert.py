@@ -17,25 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from omnitrain.models.contract.harness import Failure, attempt
-from omnitrain.ops.experts import LayerSpans
+from omnitrain.models.contract.trial import Failure, attempt
+from omnitrain.ops.experts.timing import LayerSpans
 from omnitrain.torch_private import has_hooks
 
 _TRIAL_TOKENS = 4
 
 
 def shared_experts(layer: nn.Module, experts: nn.Module, device: torch.device) -> nn.Module | None:
-    """Return the child of ``layer`` that is called once, after ``experts``, with only the layer's input.
+    """Return the child of ``layer`` that is called once, after ``experts``, with only the layer's input; None: none is.
 
-    A forward of the layer with zeros as input and weights, whose ``experts`` compute nothing, shows the calls.
-
-    Args:
-        layer: the parent of ``experts``. Its weights may be on the meta device, and its buffers elsewhere.
-        experts: the routed experts.
-        device: device of the forward.
-
-    Returns:
-        The shared experts. None: the layer has none, or needs more arguments than hidden states.
+    A forward of the layer on ``device`` with zeros as input and weights, whose ``experts`` compute nothing, shows the
+    calls. The layer's weights may be on the meta device, and its buffers elsewhere.
     """
     inner: Any = experts
     weight = inner.down_proj
@@ -76,12 +69,7 @@ def _called_after(layer: nn.Module, experts: nn.Module, hidden: Tensor) -> nn.Mo
 
 @dataclass
 class _Running:
-    """A forward of a layer with shared experts.
-
-    Attributes:
-        hidden: the layer's input.
-        result: what the shared experts computed from it, if they ran already.
-    """
+    """A forward of a layer with shared experts: its input, and what they computed from it, if they ran already."""
 
     hidden: Tensor
     result: Tensor | None = None

@@ -33,14 +33,7 @@ from omnitrain.torch_private import (
 
 
 class HeldUnits:
-    """The FSDP units of a model while a schedule controls them.
-
-    Args:
-        model: the root unit.
-
-    Attributes:
-        names: names of all units, the root (``""``) included, in the order of modules.
-    """
+    """The FSDP units of a model, the root unit, while a schedule controls them; ``names`` in the order of modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
@@ -55,9 +48,10 @@ class HeldUnits:
             for unit in self._units.values():
                 unit.set_reshard_after_backward(False, recurse=False)
                 unit.set_requires_gradient_sync(False, recurse=False)
-                replace_hook_before_backward(unit, _nothing_before_backward)
+                replace_hook_before_backward(unit, lambda output: output)
                 for group in parameter_groups(unit):
-                    group.pre_forward, group.post_forward = partial(_pre_forward, group), _post_forward
+                    group.pre_forward = partial(_pre_forward, group)
+                    group.post_forward = lambda module, args, output: output
             self._root.set_is_last_backward(False)
             yield
         except BaseException:
@@ -109,7 +103,7 @@ class HeldUnits:
 
 @contextmanager
 def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """A context for a backward that another one follows: units keep their weights, and add up their gradients, for it.
+    """A context for a backward that another one follows: units keep their weights and gradients for it.
 
     Meanwhile FSDP neither waits for other reductions nor forgets the order of the units, by which it prefetches.
 
@@ -118,29 +112,22 @@ def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
         names: the units of which the next backward runs a part, too.
     """
     units = [unit for name in names if isinstance(unit := model.get_submodule(name), FSDPModule)]
+    groups = [group for unit in units for group in parameter_groups(unit)]
     assert isinstance(model, FSDPModule)
-
-    def reduce_now(is_now: bool) -> None:
-        model.set_is_last_backward(is_now)
-        for unit in units:
-            unit.set_requires_gradient_sync(is_now, recurse=False)
-            unit.set_reshard_after_backward(is_now, recurse=False)
-
-    reduce_now(False)
+    model.set_is_last_backward(False)
+    for group in groups:
+        group.post_backward = _nothing_after_backward
     try:
         yield
     finally:
-        reduce_now(True)
+        model.set_is_last_backward(True)
+        for group in groups:
+            del group.post_backward
+
+
+def _nothing_after_backward(*_: object) -> None: ...
 
 
 def _pre_forward(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Add up the gradients of a unit when its backward has ended; a recomputation runs inside of that backward."""
     return (args, kwargs) if is_backward() else call_after_backward(group, args, kwargs)
-
-
-def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    return output
-
-
-def _nothing_before_backward(output: Any) -> Any:
-    return output

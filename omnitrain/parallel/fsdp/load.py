@@ -65,11 +65,7 @@ def load_weights(model: PreTrainedModel, path: str, *, in_files: bool = False) -
 
 
 def adapters_at(path: str, model: OmniModel) -> dict[str, Adapters]:
-    """Return component -> its LoRA adapters in the checkpoint at ``path``.
-
-    Raises:
-        UserError: the model has other adapters already.
-    """
+    """Return component -> its LoRA adapters in the checkpoint at ``path``; other ones in the model are a UserError."""
     stored, expected = stored_adapters(model, path), adapters_of(model)
     if expected and stored != expected:
         raise UserError(
@@ -81,10 +77,7 @@ def adapters_at(path: str, model: OmniModel) -> dict[str, Adapters]:
 
 
 def require_same_adapters(adapters: dict[str, Adapters]) -> None:
-    """Require the same adapters on all ranks; all ranks must call this.
-
-    Args:
-        adapters: component -> the adapters that it has, or that its checkpoint adds.
+    """Require the same adapters (component -> those it has, or its checkpoint adds) on all ranks; all must call this.
 
     Raises:
         UserError: a rank has other adapters than rank 0; raised on all ranks.
@@ -103,12 +96,9 @@ def _shown(adapters: Mapping[str, Adapters]) -> str:
 
 
 def require_one_source(model: OmniModel, path: str | None, *, is_bare: bool) -> None:
-    """Require one source of weights: the model on rank 0, or a checkpoint.
+    """Require one source of weights: the model on rank 0, or a checkpoint at ``path``.
 
-    Args:
-        model: with or without adapters.
-        path: path of the checkpoint, if any.
-        is_bare: whether the model of rank 0, or of the first rank of a section, is on the meta device.
+    ``is_bare``: the model of rank 0, or of the first rank of a section, is on the meta device.
 
     Raises:
         UserError: no source exists, or the checkpoint would replace trained adapters.
@@ -126,11 +116,7 @@ def require_one_source(model: OmniModel, path: str | None, *, is_bare: bool) -> 
 
 
 def require_equal_weights(model: nn.Module) -> None:
-    """Require equal parameters on all ranks before sharding; all ranks must call this.
-
-    Raises:
-        UserError: names some parameters that differ; raised on all ranks.
-    """
+    """Require equal parameters on all ranks before sharding, else a UserError on all; all ranks must call this."""
     _require_equal(
         {name: _fingerprint(parameter) for name, parameter in model.named_parameters()},
         "differ between ranks",
@@ -141,10 +127,7 @@ def require_equal_weights(model: nn.Module) -> None:
 def require_same_parameters(model: nn.Module) -> None:
     """Require parameters with equal names, shapes and ``requires_grad`` on all ranks, before rank 0 broadcasts them.
 
-    All ranks must call this.
-
-    Raises:
-        UserError: names some parameters that differ from rank 0; raised on all ranks.
+    All ranks must call this; a difference is a UserError on all ranks.
     """
     _require_equal(
         {name: (tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()},
@@ -154,10 +137,7 @@ def require_same_parameters(model: nn.Module) -> None:
 
 
 def _require_equal(parameters: dict[str, Hashable], problem: str, advice: str) -> None:
-    """Compare name -> description between ranks; all ranks must call this.
-
-    Ranks hold each other's digests; only if these differ, they hold names and descriptions.
-    """
+    """Compare name -> description between ranks by digests, then in full; all ranks must call this."""
     digest = hashlib.blake2b(repr(sorted(parameters.items())).encode(), digest_size=16).digest()
     if len(set(gathered_objects(digest))) == 1:
         return
@@ -175,14 +155,9 @@ def _fingerprint(parameter: Tensor) -> tuple[float, ...]:
 
 
 def first_ranks(work: Callable[[], T], ranks: Collection[int] = (0,)) -> T:
-    """Run ``work`` on some ranks while the others wait; all ranks must call this.
+    """Return, on all ranks, the picklable result of ``work`` on some global ranks; all ranks must call this.
 
-    Args:
-        work: it must return the same on these ranks.
-        ranks: global ranks, such as the first rank of each section.
-
-    Returns:
-        The return value of ``work``, on all ranks; it must be picklable.
+    ``work`` must return the same on these ranks, such as the first rank of each section.
 
     Raises:
         UserError: one of these ranks raised it; raised on all ranks.

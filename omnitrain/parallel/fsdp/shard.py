@@ -39,21 +39,16 @@ _RUN_UNSHARDED = "run_unsharded"
 class Sharding:
     """The sharding of a component's parameters.
 
-    Attributes:
-        mesh: one axis: shard over it (FSDP2). Two axes: replicate over the first, shard over the second (HSDP).
-        expert_mesh: the same for experts under expert parallelism; None: no such experts.
-        compute_dtype: dtype of parameters and activations in forward and backward; None: that of the parameters.
-        reduce_dtype: dtype of gradient sums across ranks.
-        keep_unsharded: keep parameters gathered from forward to backward (more memory, less communication).
-        offload: keep parameters and gradients in host memory.
+    ``mesh``: one axis: shard over it (FSDP2). Two axes: replicate over the first, shard over the second (HSDP).
+    ``compute_dtype``: dtype of parameters and activations in forward and backward; None: that of the parameters.
     """
 
     mesh: DeviceMesh
-    expert_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None  # the same for experts under expert parallelism; None: no such experts
     compute_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = torch.float32
-    keep_unsharded: bool = False
-    offload: bool = False
+    reduce_dtype: torch.dtype | None = torch.float32  # dtype of gradient sums across ranks
+    keep_unsharded: bool = False  # keep parameters gathered from forward to backward (more memory, less communication)
+    offload: bool = False  # keep parameters and gradients in host memory
 
     def of_unit(self, name: str, units: ComponentUnits) -> Sharding:
         """Return the sharding of one of a component's units, such as experts, which have a mesh of their own."""
@@ -86,7 +81,7 @@ def shard(
             meta device by their weights. None: no parameter is on the meta device.
         absent: names of the parameters that other pipeline stages or sections hold. They stay on the meta device, and a
             unit that has no others is not sharded.
-        root: the component like which parameters of the root itself are sharded.
+        root: the component whose sharding the root's own parameters take.
     """
     # No caller writes to the foundation's output, a view in most models.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

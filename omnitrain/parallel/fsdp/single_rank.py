@@ -24,11 +24,7 @@ from omnitrain.torch_private import (
 
 
 def skip_copy_in_out(unit: FSDPModule) -> None:
-    """Avoid these copies in a unit.
-
-    Args:
-        unit: just returned by ``fully_shard``, on a mesh of one rank, without CPU offload.
-    """
+    """Avoid these copies in a unit just returned by ``fully_shard``, on a mesh of one rank, without CPU offload."""
     for group in parameter_groups(unit):
         unit.set_custom_reduce_scatter(_SharedBuffer())
         for parameter in group.fsdp_params:

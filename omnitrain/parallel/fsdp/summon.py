@@ -19,10 +19,7 @@ def gathered(model: OmniModel) -> Iterator[None]:
     All ranks must enter together. Inside, only blocks of the foundation and of encoders gather their weights for each
     call, so all ranks must call each of these blocks equally often; nothing else issues collectives. Decoders are
     gathered with their blocks, because ranks generate and decode media at different times. On exit, also after an
-    error, all weights are sharded again.
-
-    Args:
-        model: sharded or not; without FSDP the context does nothing.
+    error, all weights are sharded again. Without FSDP the context does nothing.
     """
     units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
     blocks = {

@@ -20,19 +20,14 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDic
 class ComponentUnits:
     """The FSDP units of a component, by module name.
 
-    Attributes:
-        fp32: trained modules that stay fp32 at any compute dtype; blocks inside them come first.
-        in_experts: modules inside ``experts`` that every rank has, such as a norm after the experts.
-        experts: modules of experts under expert parallelism.
-        blocks: see :func:`~omnitrain.ops.compile.blocks.blocks_in`.
-        rest: modules with the other parameters: an attached component itself, or the modules of the foundation
-            without parameters of another component.
+    ``rest``: modules with the other parameters: an attached component itself, or the modules of the foundation without
+    parameters of another component.
     """
 
-    fp32: tuple[str, ...] = ()
-    in_experts: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()
-    blocks: tuple[str, ...] = ()
+    fp32: tuple[str, ...] = ()  # trained modules that stay fp32 at any compute dtype; blocks inside them come first
+    in_experts: tuple[str, ...] = ()  # modules inside experts that every rank has, such as a norm after the experts
+    experts: tuple[str, ...] = ()  # modules of experts under expert parallelism
+    blocks: tuple[str, ...] = ()  # see :func:`~omnitrain.ops.compile.blocks.blocks_in`
     rest: tuple[str, ...] = ()
 
     @property
@@ -49,10 +44,7 @@ def find_units(model: OmniModel, experts: Mapping[str, Sequence[str]] | None = N
     images is no unit, because ranks with more images would gather it more often; neither is a tower that the
     foundation's forward calls for some samples only. Other parameters belong to the root, for example bare parameters
     of the foundation. If the root would have none, the foundation is a unit, too, so that it can be called by itself.
-
-    Args:
-        model: the model.
-        experts: component -> its modules of experts under expert parallelism, which have a different mesh.
+    ``experts``: component -> its modules of experts under expert parallelism, which have a different mesh.
     """
     parameters = _Parameters(model)
     sharded = experts or {}

@@ -12,7 +12,7 @@ the unit is sharded before the next one is broadcast. So are all parameters if s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -43,9 +43,6 @@ class WeightLoader:
         device: device for the broadcasts.
         group: the ranks of a section.
         elsewhere: names of the parameters that only other sections hold: they are not loaded.
-
-    Attributes:
-        absent: names of the parameters that this rank does not hold: they stay on the meta device.
     """
 
     def __init__(
@@ -56,11 +53,18 @@ class WeightLoader:
         self.absent: Collection[str] = ()
         self._whole: dict[str, Tensor] = {}
         # The first rank knows the dtypes of the checkpoint; a model built without weights does not.
-        dtypes, self._stored = _sent((_dtypes(model), _stored(model)), group)
+        named = dict(model.named_parameters())
+        stored = {
+            name: parameter.value
+            for name, parameter in named.items()
+            if isinstance(parameter, StoredTensor) and parameter.is_in_files
+        }
+        dtypes, self._stored = _sent(({name: p.dtype for name, p in named.items()}, stored), group)
         if not _has_all_files(self._stored, group):
             self._stored = {}
         self._take_buffers()
-        for name, parameter in model.named_parameters():
+        del stored
+        for name, parameter in named.items():
             on_meta = torch.empty_like(parameter, device="meta", dtype=dtypes[name])
             swapped = nn.Parameter(on_meta, parameter.requires_grad)
             swap_tensors(parameter, swapped)  # every reference to the parameter now sees the meta tensor
@@ -78,23 +82,20 @@ class WeightLoader:
     def fill(self, module: nn.Module) -> None:
         """Put the weights of a module in place, to be sharded now. All ranks must call it.
 
-        They are in memory, or a ``StoredTensor``: who copies a part of it reads this part from the files.
+        A weight is either in memory, or a ``StoredTensor``; copying a slice of one reads only that slice from disk.
         """
         for parameter in module.parameters():
-            if parameter in self._left:
-                # No reference stays, which would keep the whole tensor alive after it is sharded.
-                name = self._left.pop(parameter)
-                if name in self._elsewhere:
-                    continue
-                if name in self._stored:
-                    stored = self._stored.pop(name)
-                    if name not in self.absent:
-                        whole = StoredTensor(cast(stored, parameter.dtype), self._device)
-                        replace_value(parameter, _own(parameter, whole))
-                elif name in self.absent:
-                    self._broadcast(parameter, name)
-                else:
-                    replace_value(parameter, _own(parameter, self._broadcast(parameter, name)))
+            # No reference stays, which would keep the whole tensor alive after it is sharded.
+            name = self._left.pop(parameter, None)
+            if name is None or name in self._elsewhere:
+                continue
+            if name in self._stored:
+                whole: Tensor = StoredTensor(cast(self._stored.pop(name), parameter.dtype), self._device)
+            else:
+                whole = self._broadcast(parameter, name)
+            if name not in self.absent:
+                replace_value(parameter, _own(parameter, whole))
+            del whole
 
     def finish(self) -> None:
         """Read the parameters that no unit has, and close the files."""
@@ -115,10 +116,13 @@ class WeightLoader:
 
     def _take_buffers(self) -> None:
         """Copy the buffers of the first rank to all ranks, with tensors that modules keep as plain attributes."""
-        found = _buffers(self._model) if self._is_first else ()
-        for (path, name), value in _sent(
-            {(path, name): value.cpu() for path, name, value in found}, self._group
-        ).items():
+        found = {
+            (path, name): value.cpu()
+            for path, module in (self._model.named_modules() if self._is_first else ())
+            for name, value in (*buffers_of(module).items(), *vars(module).items())
+            if isinstance(value, Tensor)
+        }
+        for (path, name), value in _sent(found, self._group).items():
             module = self._model.get_submodule(path)
             holder = buffers_of(module) if name in buffers_of(module) else vars(module)
             holder[name] = value
@@ -128,29 +132,13 @@ Where: TypeAlias = Literal["meta", "files", "memory"]
 
 
 def where_weights_are(model: nn.Module) -> list[Where]:
-    """Return for each rank where its weights are: nowhere (meta device), in files, or in memory.
-
-    All ranks must call this.
-    """
+    """Return where each rank's weights are: nowhere (meta device), in files, or in memory; all ranks must call this."""
     own: Where = "memory"
     if any(isinstance(parameter, StoredTensor) for parameter in model.parameters()):
         own = "files"
     elif any(parameter.is_meta for parameter in model.parameters()):
         own = "meta"
     return gathered_objects(own)
-
-
-def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    return {name: parameter.dtype for name, parameter in model.named_parameters()}
-
-
-def _stored(model: nn.Module) -> dict[str, StoredValue]:
-    """The parameters that are in files completely."""
-    return {
-        name: parameter.value
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, StoredTensor) and parameter.is_in_files
-    }
 
 
 def _sent(own: T, group: dist.ProcessGroup) -> T:
@@ -188,10 +176,3 @@ def _own(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    for path, module in model.named_modules():
-        for name, value in (*buffers_of(module).items(), *vars(module).items()):
-            if isinstance(value, Tensor):
-                yield path, name, value

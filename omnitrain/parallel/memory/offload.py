@@ -50,10 +50,7 @@ class ActivationOffload:
 
     On CUDA the copies run on a separate stream with pinned memory: out while later blocks compute, in while the
     backward of the next block runs. Other devices copy synchronously. Parameters are not offloaded, because a sharded
-    model gathers them again.
-
-    Attributes:
-        num_bytes: number of bytes copied to the host so far.
+    model gathers them again. ``num_bytes`` were copied to the host so far.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -10,14 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from omnitrain.ops.experts import is_experts
+from omnitrain.ops.experts.weights import is_experts
 from omnitrain.ops.recompute import Contexts, recompute_contexts
 from omnitrain.parallel.tensor.sequence_parallel import dividing, tokens_divided
 from omnitrain.torch_private import PROFILER_RECORDS
@@ -55,10 +50,9 @@ def recompute_blocks(
 ) -> None:
     """Save only the inputs of each block, and the outputs of ``saved_ops``; recompute the rest in the backward.
 
-    Args:
-        blocks: layers that transformers can checkpoint, which they do in training mode.
-        saved_ops: op names such as ``aten.mm``; None: save only the inputs.
-        around: block -> a context in which autograd saves its inputs, for example one that offloads them.
+    ``blocks`` are layers that transformers can checkpoint, which they do in training mode; ``saved_ops`` op names such
+    as ``aten.mm``, if any; ``around``: block -> a context in which autograd saves its inputs, for example one that
+    offloads them.
     """
     kept = None if saved_ops is None else [op for name in saved_ops if (op := find_op(name)) is not None]
     layers = list(blocks)

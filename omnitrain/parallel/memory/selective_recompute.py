@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from omnitrain.ops.experts import experts_in, set_experts
+from omnitrain.ops.experts.install import set_experts
 from omnitrain.ops.experts.routers import find_router
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.memory.offload import ActivationOffload, around_calls
 from omnitrain.parallel.memory.recompute import recompute_modules
 from omnitrain.recipe.parallel import OffloadedTensor, RecomputedPart

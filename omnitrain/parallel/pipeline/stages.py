@@ -16,10 +16,9 @@ from omnitrain.models.contract.tiny_model import CHOSEN_EXPERTS
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.config_value import config_value
-from omnitrain.ops.experts import experts_in
-from omnitrain.ops.experts.weights import num_experts_of
+from omnitrain.ops.experts.weights import experts_in, num_experts_of
 from omnitrain.parallel.state import ParallelState
-from omnitrain.plan.schedule.generators import Placement, stage_ranks
+from omnitrain.plan.schedule.generators import stage_ranks
 from omnitrain.plan.schedule.split import split_by_cost, split_by_numbers
 from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
 
@@ -71,8 +70,7 @@ def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState
     Raises:
         ScheduleError: fewer blocks than stages, a split that does not add up, or a cut that is not exact.
     """
-    placement = Placement.V if schedule.kind == "zbv" else Placement.LOOP
-    ranks = stage_ranks(state.size("pp"), schedule.stages_per_rank, placement)
+    ranks = stage_ranks(state.size("pp"), schedule.stages_per_rank, is_v=schedule.kind == "zbv")
     cuts = model.stage_contract.cuts
     blocks, head = parameters_met(model)
     if schedule.split is not None:

@@ -28,40 +28,33 @@ def model_problems(
     yield from _tower_problems(model, plan, state)
     yield from _spread_problems(model, layers, plan, state)
     yield from _window_problems(model, plan, state)
-    yield from _teacher_problems(model, plan, state)
-
-
-def _teacher_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    """The hidden states of a teacher arrive on the first stage, not where the loss is."""
-    for name in model.teachers:
-        if state.size("pp") > 1:
-            yield (
-                f"{plan.path_of(FOUNDATION, 'pp')}.pp: found {state.size('pp')}, but the hidden states of the teacher "
-                f"{name} arrive on the first stage, and the last one computes the loss; use 1, or remove the teacher"
-            )
+    for name in model.teachers if state.size("pp") > 1 else ():
+        yield (
+            f"{plan.path_of(FOUNDATION, 'pp')}.pp: found {state.size('pp')}, but the hidden states of the teacher "
+            f"{name} arrive on the first stage, and the last one computes the loss; use 1, or remove the teacher"
+        )
 
 
 def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     """Only the foundation is cut into stages, where its contract allows a cut."""
     foundation, ranks = plan.of(FOUNDATION), state.size("pp")
-    if foundation.schedule is not None and foundation.schedule.overlap:
+    schedule, path = foundation.schedule or PipelineSchedule(), plan.path_of(FOUNDATION, "schedule")
+    if schedule.overlap:
         yield from _overlap_problems(plan, state)
     if ranks == 1:
-        if foundation.schedule is not None and foundation.schedule != PipelineSchedule(overlap=True):
-            path = plan.path_of(FOUNDATION, "schedule")
-            yield (
-                f"{path}.schedule: found with pp 1, where all but `overlap` does nothing; set pp above 1, or remove it"
-            )
+        if foundation.schedule is not None and schedule != PipelineSchedule(overlap=True):
+            what = "found with pp 1, where all but `overlap` does nothing"
+            yield f"{path}.schedule: {what}; set pp above 1, or remove it"
         return
-    path, kind = plan.path_of(FOUNDATION, "pp"), type(model.foundation).__name__
+    found = f"{plan.path_of(FOUNDATION, 'pp')}.pp: found {ranks}"
     if problem := model.stage_contract.problem:
-        yield f"{path}.pp: found {ranks}, but {kind} cannot be cut into stages: {problem}; use 1"
+        yield f"{found}, but {type(model.foundation).__name__} cannot be cut into stages: {problem}; use 1"
     else:
         try:
-            stages_of(model, foundation.schedule or PipelineSchedule(), state)
+            stages_of(model, schedule, state)
         except ScheduleError as error:
-            yield f"{path}.pp: found {ranks}: {error}"
-    if foundation.compile and (foundation.schedule or PipelineSchedule()).kind == "zbv":
+            yield f"{found}: {error}"
+    if foundation.compile and schedule.kind == "zbv":
         path = plan.path_of(FOUNDATION, "compile")
         yield (
             f"{path}.compile: found true with `schedule: {{kind: zbv}}`, but compiled blocks cannot delay the "
@@ -119,9 +112,8 @@ def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
     """Ranks can share the foundation's sequence if the model supports slices of it and its heads divide equally."""
     if state.size("sequence") == 1:
         return
-    contract = sequence_contract_of(model.foundation, model.runner.contract)
+    contract, kind = sequence_contract_of(model.foundation, model.runner.contract), type(model.foundation).__name__
     if contract.problem:
-        kind = type(model.foundation).__name__
         found = _found(plan, state, "ulysses", "cp")
         yield f"{found}, but ranks cannot share a sequence of {kind}: {contract.problem}"
     config = model.foundation.config
@@ -157,16 +149,14 @@ def _skipped_module_problems(model: OmniModel, state: ParallelState) -> Iterator
 
 def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     """A tower's call can be shared by all ranks of a sequence group, or by none of them."""
+    instead = "remove it (`place: group` divides whole items among these ranks)"
+    others = (FOUNDATION, *model.teachers, *model.reads)
     for name, tower in plan.components.items():
-        if name == FOUNDATION or name not in model.components:
+        if name in others or name not in model.components or (tower.ulysses or 1) == 1:
             continue
         section = plan.section_of(name)
         own = state.of_section(section)
-        ranks = own.size("sequence")
-        path, instead = f"components.{name}", "remove it (`place: group` divides whole items among these ranks)"
-        if (tower.ulysses or 1) == 1 or name in model.teachers or name in model.reads:
-            continue
-        found = f"{path}.ulysses: found {tower.ulysses}"
+        ranks, found = own.size("sequence"), f"components.{name}.ulysses: found {tower.ulysses}"
         if tower.ulysses != ranks:
             whose = "the foundation" if section == MAIN else plan.sections[section].components[0]
             allowed = f"use 1 or {ranks}" if ranks > 1 else f"set ulysses or cp of {whose}, or remove it"

@@ -12,6 +12,7 @@ from omnitrain.parallel.resolve.sources import STATE_AXIS, Request
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import ComponentPlan, Precision
 
+_DEGREES = ("mode", "dp_replicate", "dp_shard")
 _OF_WINDOWS = ("features_on", "feature_bytes")
 _MODEL_AXES = ("pp", "cp", "ulysses")  # axes of the foundation; other components have degree 1 by default
 
@@ -34,54 +35,46 @@ def component_plan(request: Request) -> ComponentPlan | None:
         **memory_fields(request, degrees[0] if degrees else None),
         "async_ulysses": _of_foundation(request, "async_ulysses", "sp", "ulysses"),
         "sequence_parallel": _of_foundation(request, "sequence_parallel", "tp", "tp"),
+        **_media_fields(request),
     }
-    media = _media_fields(request)
     if degrees is None or request.problems:
         return None
-    mode, dp_replicate, dp_shard = degrees
     return ComponentPlan(
-        mode=mode,
-        dp_replicate=dp_replicate,
-        dp_shard=dp_shard,
+        **dict(zip(_DEGREES, degrees, strict=True)),
         tp=request.tp,
         precision=precision,
         freeze=request.is_frozen,
         lora=request.merged.lora if request.has_adapters else None,
         schedule=request.merged.schedule if request.is_foundation else None,
         **fields,
-        **media,
     )
 
 
 def _media_fields(request: Request) -> dict[str, Any]:
     """Where and when the component's media are encoded; ``window`` is None where forwards of micro-batches do it."""
-    merged, roles = request.merged, request.roles
-    if "foundation" in roles:
+    merged, explicit, roles = request.merged, request.explicit, request.roles
+    if request.is_foundation:
         return _fields_of_foundation(request)
-    if "section" in roles:
-        window = request.plans.sections[request.section].micro_batch
+    if "a component of a section" in roles:
+        window = request.plans.sections[request.plans.section_of(request.name)].micro_batch
         fields = {name: getattr(merged, name) for name in ("quadratic_cost", "features_on", "call_elements")}
         return {"place": "world", "window": window, **fields}
     place = merged.place or _place_by_default(request)
-    if "projector" in roles:  # the forward of a micro-batch projects what it has received
+    if "a projector" in roles:  # the forward of a micro-batch projects what it has received
         return {"place": "local" if place == "local" else "group"}
-    if "decoder" in roles:
-        return _fields_of_decoder(request, place)
-    return _fields_of_encoder(request, place)
-
-
-def _place_by_default(request: Request) -> str:
-    return "group" if request.state.size("data") > 1 else "local"
-
-
-def _fields_of_decoder(request: Request, place: str) -> dict[str, Any]:
-    if request.explicit.place == "world" and (stages := request.state.size("pp")) > 1:
+    if "a decoder" not in roles:
+        return _fields_of_encoder(request, place)
+    if explicit.place == "world" and (stages := request.state.size("pp")) > 1:
         request.problem(
             "place",
             f"found world with pp {stages}, but only encoders can run on all pipeline ranks, and a decoder's media "
             "are encoded on the ranks of one stage; use `place: group`, or remove it",
         )
-    return {"place": place, "quadratic_cost": request.merged.quadratic_cost}
+    return {"place": place, "quadratic_cost": merged.quadratic_cost}
+
+
+def _place_by_default(request: Request) -> str:
+    return "group" if request.state.size("data") > 1 else "local"
 
 
 def _fields_of_encoder(request: Request, place: str) -> dict[str, Any]:
@@ -101,20 +94,21 @@ def _fields_of_encoder(request: Request, place: str) -> dict[str, Any]:
 
 def _window(request: Request, place: str) -> int | str | None:
     """The micro-batches whose items an encoder of ``main`` encodes together; None: each forward encodes its own."""
-    window, stages = request.merged.window, request.state.size("pp")
-    is_explicit, problem = request.explicit.window is not None, ""
+    window, state = request.merged.window, request.state
+    stages = state.size("pp")
     if place == "world":
         return window or "step" if stages > 1 else None if window == 1 else window
-    if stages > 1:
-        problem = f"and pp {stages}, where the forwards of the first stage encode; set `place: world`, or remove it"
-    elif window in (None, 1) or _divides_items(request, place):
+    # Ranks that hold a sample may have calls of their own.
+    together = ("sequence",) * ((request.explicit.ulysses or 1) > 1) + ("tp",) * (request.tp > 1)
+    divides_items = place == "group" and state.size("data") > state.size(*together)
+    if stages == 1 and (window in (None, 1) or divides_items):
         return None if window == 1 else window
-    else:
-        problem = "which divides no items here; set `place: world`"
-    if not is_explicit:
+    if request.explicit.window is None:
         return None
-    separator = " " if stages > 1 else ", "
-    request.problem("window", f"found {window} with `place: {place}`{separator}{problem}")
+    why = ", which divides no items here; set `place: world`"
+    if stages > 1:
+        why = f" and pp {stages}, where the forwards of the first stage encode; set `place: world`, or remove it"
+    request.problem("window", f"found {window} with `place: {place}`{why}")
     return window  # no field of windows is without one
 
 
@@ -132,26 +126,20 @@ def _fields_of_foundation(request: Request) -> dict[str, Any]:
     return {"place": explicit.place or _place_by_default(request), "quadratic_cost": explicit.quadratic_cost}
 
 
-def _divides_items(request: Request, place: str) -> bool:
-    """Whether ranks that hold a sample have calls of their own, with ``place: group`` or ``local``."""
-    together = ("sequence",) * ((request.explicit.ulysses or 1) > 1) + ("tp",) * (request.tp > 1)
-    return place == "group" and request.state.size("data") > request.state.size(*together)
-
-
 def _degrees(request: Request) -> tuple[str, int, int] | None:
     """Mode, copies, ranks that share one copy; None: they do not fit the ranks.
 
     The degrees of the foundation and of the default plan multiply to the data-parallel ranks; the ranks that share a
     sequence share a copy, too. The explicit degrees of another component multiply to all ranks of the loss group.
     """
-    fields = ("mode", "dp_replicate", "dp_shard")
-    mode, replicate, shard = (getattr(request.merged, field) for field in fields)
+    mode, replicate, shard = (getattr(request.merged, field) for field in _DEGREES)
+    state = request.state.shape
     if mode is None and replicate is None and shard is None:
         if request.state.dp_mode == "replicate":
             return "replicate", request.state.size("loss"), 1
-        of_state = (request.state.shape.dp_replicate, request.state.size("fsdp"))
+        of_state = (state.dp_replicate, request.state.size("fsdp"))
         return _mode_of(*of_state), *of_state
-    path = request.plans.path_of(request.name, *fields)
+    path = request.plans.path_of(request.name, *_DEGREES)
     is_data = request.is_foundation or path == "default"
     ranks = request.state.size("dp" if is_data else "loss")
     if mode == "hsdp" and replicate is None and shard is None:
@@ -159,15 +147,12 @@ def _degrees(request: Request) -> tuple[str, int, int] | None:
         return None
     try:
         shape = fit_mesh(
-            ranks,
-            dp_replicate=1 if mode == "fsdp2" else replicate,
-            dp_shard=1 if mode == "replicate" else shard,
+            ranks, dp_replicate=1 if mode == "fsdp2" else replicate, dp_shard=1 if mode == "replicate" else shard
         )
     except UserError as error:
         request.problems.append(f"{path}: {' '.join(str(error).split())}")
         return None
     degrees = (shape.dp_replicate, shape.dp_shard)
-    state = request.state.shape
     if request.is_foundation and degrees != (state.dp_replicate, state.dp_shard):
         request.problems.append(
             f"{path}: found {degrees[0]} x {degrees[1]} (dp_replicate x dp_shard), but the parallel state has "

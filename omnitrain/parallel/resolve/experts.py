@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import AUTO
+from omnitrain.ops.experts.choose import AUTO
 from omnitrain.ops.experts.routers import find_router
 from omnitrain.parallel.expert.apply import ExpertLayer
 from omnitrain.parallel.expert.deepep import deepep_problem
 from omnitrain.parallel.resolve.sources import Request
-from omnitrain.recipe.parallel import FOUNDATION, Chunks, ComponentPlan, ParallelPlan
+from omnitrain.recipe.parallel import Chunks, ComponentPlan, ParallelPlan
 
 # Fields of the default plan that a component without experts ignores -> the components that use them.
 _USERS_OF_EXPERT_FIELDS = {
@@ -75,16 +75,15 @@ def _ep(request: Request, degrees: tuple[str, int, int] | None) -> int:
     of_state = request.state.size("ep")
     wanted = request.merged.ep or of_state
     if not request.expert_layers:
-        if (request.explicit.ep or 1) > 1 and request.name != FOUNDATION:
+        if (request.explicit.ep or 1) > 1 and not request.is_foundation:
             request.problem("ep", f"found {wanted}, but the component has no experts; use 1, or remove it")
         return 1
     if wanted == 1:
         return 1
     if wanted != of_state:
-        if request.name == FOUNDATION:  # reported with its other degrees
-            return 1
-        allowed = " or ".join(map(str, sorted({1, of_state})))
-        request.problem("ep", f"found {wanted}, but the parallel state has {of_state}; use {allowed}")
+        if not request.is_foundation:  # else reported with its other degrees
+            allowed = " or ".join(map(str, sorted({1, of_state})))
+            request.problem("ep", f"found {wanted}, but the parallel state has {of_state}; use {allowed}")
         return 1
     if degrees is not None and degrees[1:] != (request.state.shape.dp_replicate, request.state.size("fsdp")):
         request.problem(
@@ -92,37 +91,31 @@ def _ep(request: Request, degrees: tuple[str, int, int] | None) -> int:
             f"found {degrees[1]} x {degrees[2]} (dp_replicate x dp_shard) with ep {wanted}, but expert parallelism "
             "needs the degrees of the parallel state; remove it, or use ep: 1",
         )
-    for layer in request.expert_layers:
-        if layer.num_experts % wanted:
-            fitting = [n for n in range(1, layer.num_experts + 1) if layer.num_experts % n == 0]
-            request.problem(
-                "ep",
-                f"found {wanted}, which does not divide the {layer.num_experts} experts of {layer.name}; "
-                f"{', '.join(map(str, fitting))} would",
-            )
-            break
+    uneven = next((layer for layer in request.expert_layers if layer.num_experts % wanted), None)
+    if uneven is not None:
+        number = uneven.num_experts
+        fitting = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+        text = f"found {wanted}, which does not divide the {number} experts of {uneven.name}; {fitting} would"
+        request.problem("ep", text)
     return wanted
 
 
 def _expert_rows(request: Request) -> int | None:
-    if request.explicit.expert_rows and not request.expert_layers:
-        request.problem(
-            "expert_rows", f"found {request.explicit.expert_rows}, but the component has no experts; remove it"
-        )
-    if not request.expert_layers or request.merged.expert_rows is None:
+    rows = request.explicit.expert_rows
+    if not request.expert_layers:
+        if rows:
+            request.problem("expert_rows", f"found {rows}, but the component has no experts; remove it")
         return None
-    require_torch_backend(request, "expert_rows", request.merged.expert_rows)
+    if request.merged.expert_rows is not None:
+        require_torch_backend(request, "expert_rows", request.merged.expert_rows)
     return request.merged.expert_rows
 
 
 def require_torch_backend(request: Request, field: str, value: object) -> None:
     """Note a problem for every experts backend that does not support ``field``; only ``torch`` does."""
     for backend in sorted({layer.backend for layer in request.expert_layers} - {AUTO, "torch"}):
-        request.problem(
-            field,
-            f"found {value}, but experts backend {backend} does not support it; use the backend auto or torch, or "
-            "remove it",
-        )
+        why = f"experts backend {backend} does not support it; use the backend auto or torch, or remove it"
+        request.problem(field, f"found {value}, but {why}")
 
 
 def _overlap_of_experts(request: Request, ep: int) -> tuple[Chunks, bool | None]:

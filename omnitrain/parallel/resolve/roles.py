@@ -8,114 +8,81 @@ from typing import Any, Literal, NamedTuple
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe.parallel import AXES, FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 
-Role = Literal["foundation", "not the foundation", "decoder", "projector", "teacher", "main", "section"]
+Role = Literal[
+    "the foundation",
+    "all but the foundation",
+    "a decoder",
+    "a projector",
+    "a projector in `main`",
+    "a teacher",
+    "a component of a section",
+]
 
 
 class Refusal(NamedTuple):
     """Fields that components of a role may not set.
 
     Attributes:
-        whose: these components in words.
-        roles: a component that has all of these roles may not set the fields.
+        role: the components.
         fields: fields of :class:`~omnitrain.recipe.parallel.ComponentPlan`.
         reason: why, and what to do; it follows "found VALUE, but".
         values: the values that are refused; empty: all that have an effect.
     """
 
-    whose: str
-    roles: tuple[Role, ...]
+    role: Role
     fields: tuple[str, ...]
     reason: str
     values: tuple[object, ...] = ()
 
 
-_OF_WINDOWS = ("window", "features_on", "feature_bytes")
+_WINDOWS = ("window", "features_on", "feature_bytes")
+_OTHERS: Role = "all but the foundation"
+_PROJECTOR: Role = "a projector in `main`"
+_SECTION: Role = "a component of a section"
+_PACKS = "the foundation runs packs: use `local` (a rank runs those that it drew) or `world` (divided by cost)"
+_DEGREES = "components of a section have only dp_replicate, dp_shard, tp, ulysses and ep; remove it"
+_SHARDED = "a teacher is only sharded (dp_shard, ep) or copied (dp_replicate); remove it"
+_CP = "only the foundation supports ring attention; remove it (`place: group` divides items among the ranks)"
 
 # For each field, the first refusal that applies is told.
 REFUSALS = (
     Refusal(
         "the foundation",
-        ("foundation",),
-        (*_OF_WINDOWS, "call_elements"),
+        (*_WINDOWS, "call_elements"),
         "the foundation encodes no media; set it on an encoder, or remove it",
     ),
+    Refusal("the foundation", ("place",), _PACKS, ("group",)),
+    Refusal(_SECTION, ("pp", "cp"), _DEGREES),
+    Refusal(_SECTION, ("place", "window", "feature_bytes"), "the ranks of a section encode for all others; remove it"),
+    Refusal("a teacher", ("tp", "ulysses"), _SHARDED),
+    Refusal("a projector", ("ulysses",), "a projector has no attention; remove it"),
     Refusal(
-        "the foundation",
-        ("foundation",),
-        ("place",),
-        "the foundation runs packs: use `local` (a rank runs those that it drew) or `world` (divided by cost)",
-        ("group",),
-    ),
-    Refusal(
-        "a component of a section",
-        ("section",),
-        ("pp", "cp"),
-        "components of a section have only dp_replicate, dp_shard, tp, ulysses and ep; remove it",
-    ),
-    Refusal(
-        "a component of a section",
-        ("section",),
-        ("place", "window", "feature_bytes"),
-        "the ranks of a section encode for all others; remove it",
-    ),
-    Refusal(
-        "a teacher",
-        ("teacher",),
-        ("tp", "ulysses"),
-        "a teacher is only sharded (dp_shard, ep) or copied (dp_replicate); remove it",
-    ),
-    Refusal("a projector", ("projector",), ("ulysses",), "a projector has no attention; remove it"),
-    Refusal(
-        "a projector in `main`",
-        ("projector", "main"),
-        (*_OF_WINDOWS, "quadratic_cost", "call_elements"),
+        _PROJECTOR,
+        (*_WINDOWS, "quadratic_cost", "call_elements"),
         "a projector in `main` runs in the forwards; remove it",
     ),
+    Refusal(_PROJECTOR, ("place",), "a projector runs where its features are used; remove it", ("world",)),
+    Refusal("a decoder", (*_WINDOWS, "call_elements"), "it is for encoders; remove it"),
+    Refusal(_OTHERS, ("pp", "schedule"), "only the foundation is cut into stages; remove it"),
+    Refusal(_OTHERS, ("cp",), _CP),
     Refusal(
-        "a projector in `main`",
-        ("projector", "main"),
-        ("place",),
-        "a projector runs where its features are used; remove it",
-        ("world",),
+        _OTHERS, ("async_ulysses", "sequence_parallel"), f"only the foundation supports it; set it on {FOUNDATION}"
     ),
-    Refusal("a decoder", ("decoder",), (*_OF_WINDOWS, "call_elements"), "it is for encoders; remove it"),
-    Refusal(
-        "all but the foundation",
-        ("not the foundation",),
-        ("pp", "schedule"),
-        "only the foundation is cut into stages; remove it",
-    ),
-    Refusal(
-        "all but the foundation",
-        ("not the foundation",),
-        ("cp",),
-        "only the foundation supports ring attention; remove it (`place: group` divides items among the ranks)",
-    ),
-    Refusal(
-        "all but the foundation",
-        ("not the foundation",),
-        ("async_ulysses", "sequence_parallel"),
-        f"only the foundation supports it; set it on {FOUNDATION}",
-    ),
-    Refusal(
-        "all but the foundation",
-        ("not the foundation",),
-        ("compile",),
-        f"only the foundation can be compiled; set it on {FOUNDATION}",
-    ),
+    Refusal(_OTHERS, ("compile",), f"only the foundation can be compiled; set it on {FOUNDATION}"),
 )
 
 
 def roles_of(model: OmniModel, plan: ParallelPlan, component: str) -> frozenset[Role]:
     """Return the roles of a component of a model, under a plan."""
+    is_in_main = plan.section_of(component) == MAIN
     roles: dict[Role, bool] = {
-        "foundation": component == FOUNDATION,
-        "not the foundation": component != FOUNDATION,
-        "decoder": component in model.decoder_names,
-        "projector": component in model.reads,
-        "teacher": component in model.teachers,
-        "main": plan.section_of(component) == MAIN,
-        "section": plan.section_of(component) != MAIN,
+        "the foundation": component == FOUNDATION,
+        "all but the foundation": component != FOUNDATION,
+        "a decoder": component in model.decoder_names,
+        "a projector": component in model.reads,
+        "a projector in `main`": component in model.reads and is_in_main,
+        "a teacher": component in model.teachers,
+        "a component of a section": not is_in_main,
     }
     return frozenset(role for role, has_it in roles.items() if has_it)
 
@@ -129,7 +96,7 @@ def refused(roles: Collection[Role], explicit: ComponentPlan) -> Iterator[tuple[
     """
     told = set[str]()
     for refusal in REFUSALS:
-        for field in refusal.fields if set(refusal.roles) <= set(roles) else ():
+        for field in refusal.fields if refusal.role in roles else ():
             value = getattr(explicit, field)
             is_refused = value in refusal.values if refusal.values else _has_effect(field, value)
             if is_refused and field not in told:

@@ -12,9 +12,9 @@ from omnitrain.packages import install_command
 from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.sections.carriers.nixl import nixl_is_installed
 from omnitrain.parallel.state import ParallelState
-from omnitrain.plan.schedule.actions import Kind
+from omnitrain.plan.schedule.actions import Kind, SectionWindows
 from omnitrain.plan.schedule.generators import least_micro_batches
-from omnitrain.plan.schedule.sections import SectionWindows, with_sections
+from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PipelineSchedule, raise_problems
 from omnitrain.recipe.suggest import hint

@@ -100,11 +100,6 @@ class Request:
         return self.name == FOUNDATION
 
     @property
-    def section(self) -> str:
-        """The section that has it."""
-        return self.plans.section_of(self.name)
-
-    @property
     def is_frozen(self) -> bool:
         """Whether no parameter of it trains."""
         return not self.has_adapters and (self.is_frozen_already or bool(self.merged.freeze))

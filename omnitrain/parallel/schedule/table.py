@@ -8,9 +8,9 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.plan import StepPlan
-from omnitrain.plan.schedule.actions import Action, Kind, Schedule
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
 from omnitrain.plan.schedule.generators import accumulate
-from omnitrain.plan.schedule.sections import SectionWindows, with_sections
+from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.recipe.parallel import FOUNDATION
 
 

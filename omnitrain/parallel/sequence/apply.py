@@ -21,12 +21,9 @@ from omnitrain.plan.sequence import SequenceSplit, split_sequence
 
 
 def slice_of(state: ParallelState, num_tokens: int, device: torch.device) -> RankSlice | None:
-    """Return this rank's slice of a pack; None: the rank has all tokens.
+    """Return this rank's slice of a pack of ``num_tokens``; None: the rank has all tokens.
 
-    Args:
-        state: the parallel state of the foundation.
-        num_tokens: number of tokens in the pack; a pack that is too short for its ranks will be padded.
-        device: device of the pack.
+    ``state`` is that of the foundation, ``device`` that of the pack; a pack too short for its ranks will be padded.
     """
     ranks = state.size("sequence")
     if ranks == 1:
@@ -39,12 +36,8 @@ def slice_of(state: ParallelState, num_tokens: int, device: torch.device) -> Ran
 def slice_of_call(state: ParallelState, num_rows: int, device: torch.device) -> RankSlice | None:
     """Return this rank's slice of the rows of a tower's call, which the sequence group makes; None: all rows.
 
-    A tower has no ring attention, so the cp ranks of the group take part in Ulysses, too.
-
-    Args:
-        state: the parallel state of the foundation.
-        num_rows: number of rows in the call; too few rows for the ranks are not divided.
-        device: device of the rows.
+    A tower has no ring attention, so the cp ranks of the group take part in Ulysses, too. ``state`` is that of the
+    foundation; too few rows for the ranks are not divided.
     """
     ranks = state.size("sequence")
     if num_rows < fewest_tokens(ranks):
@@ -56,14 +49,9 @@ def slice_of_call(state: ParallelState, num_rows: int, device: torch.device) -> 
 
 @dataclass(frozen=True, eq=False)
 class RankSlice:
-    """This rank's slice of a sequence that ``split`` divides among the ranks of ``group``.
+    """This rank's slice of a sequence on ``device`` that ``split`` divides among the ranks of ``group``.
 
-    Attributes:
-        split: the split of the sequence.
-        rank: rank of this process in ``group``.
-        attention: attention over the whole sequence.
-        group: the ranks that share the sequence.
-        device: device of the sequence.
+    ``rank`` is that of this process in ``group``; ``attention`` attends over the whole sequence.
     """
 
     split: SequenceSplit

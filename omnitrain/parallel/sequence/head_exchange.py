@@ -98,11 +98,7 @@ def gather_heads_scatter_seq(
 
 
 def equal_spans(num_heads: int, ranks: int) -> HeadSpans:
-    """Return the heads of each rank, equally many.
-
-    Raises:
-        UserError: the ranks do not divide the heads. The message lists the numbers of ranks that do.
-    """
+    """Return the heads of each rank, equally many; a UserError lists the numbers of ranks that divide them."""
     if num_heads % ranks:
         allowed = ", ".join(str(degree) for degree in range(1, num_heads + 1) if num_heads % degree == 0)
         raise UserError(f"{ranks} ranks cannot share {num_heads} heads equally; {allowed} can")
@@ -115,43 +111,28 @@ def tokens_to_heads(
 ) -> tuple[Tensor, ...]:
     """Gather all tokens of this rank's heads of several tensors, by one differentiable all-to-all.
 
-    Args:
-        tensors: ``[local tokens, heads, width]``; heads, widths and dtypes may differ between tensors.
-        spans: per tensor, the heads of each rank. Several ranks may get the same head; its gradients are summed in
-            fp32.
-        lengths: number of tokens of each rank.
-        group: process group of the ranks.
-
-    Returns:
-        Per tensor ``[all tokens, local heads, width]``.
+    ``[local tokens, heads, width] -> [all tokens, local heads, width]`` for each; heads, widths and dtypes may differ
+    between tensors. ``spans`` has, per tensor, the heads of each rank; several ranks may get the same head, whose
+    gradients are summed in fp32. ``lengths``: number of tokens of each rank.
     """
-    return with_backward(*_gather_and_scatter(spans, lengths, group), *tensors)
+    return with_backward(
+        lambda *own: start_gather(own, spans, lengths, group)(),
+        lambda *gradients: start_scatter(gradients, spans, lengths, group)(),
+        *tensors,
+    )
 
 
 def heads_to_tokens(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], lengths: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Gather this rank's tokens of all heads of several tensors, by one differentiable all-to-all.
+    """Gather this rank's tokens of all heads: the inverse of :func:`tokens_to_heads`, by one differentiable all-to-all.
 
-    Args:
-        tensors: ``[all tokens, local heads, width]``.
-        spans: per tensor, the heads of each rank; no head belongs to two ranks.
-        lengths: number of tokens of each rank.
-        group: process group of the ranks.
-
-    Returns:
-        Per tensor ``[local tokens, heads, width]``.
+    ``[all tokens, local heads, width] -> [local tokens, heads, width]`` per tensor; no head belongs to two ranks.
     """
-    return with_backward(*_gather_and_scatter(spans, lengths, group)[::-1], *tensors)
-
-
-def _gather_and_scatter(
-    spans: Sequence[HeadSpans], lengths: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]:
-    """The two exchanges, which are each other's transpose."""
-    return (
-        lambda *tensors: start_gather(tensors, spans, lengths, group)(),
-        lambda *tensors: start_scatter(tensors, spans, lengths, group)(),
+    return with_backward(
+        lambda *own: start_scatter(own, spans, lengths, group)(),
+        lambda *gradients: start_gather(gradients, spans, lengths, group)(),
+        *tensors,
     )
 
 

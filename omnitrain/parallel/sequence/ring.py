@@ -33,20 +33,14 @@ from omnitrain.plan.sequence import SequenceSplit
 def ring_attention(
     call: Call, split: SequenceSplit, group: dist.ProcessGroup, compute: Callable[[Call], Tensor]
 ) -> Tensor:
-    """Attend from the tokens of a cp rank to the whole sequence. All ranks of the group must call it.
+    """Attend from the tokens of a cp rank to the whole sequence: ``[1, tokens of the cp rank, heads, E]``. Collective.
 
-    Args:
-        call: queries, keys and values ``[1, heads, tokens of the cp rank, width]``; the mask of the whole sequence.
-        split: the split of the sequence.
-        group: the cp ranks.
-        compute: attention ``[1, T, heads, E]`` of a call over a sequence that this rank has completely.
-
-    Returns:
-        ``[1, tokens of the cp rank, heads, E]``.
+    ``call`` has queries, keys and values ``[1, heads, tokens of the cp rank, width]``, and the mask of the whole
+    sequence. ``compute`` gives the attention ``[1, T, heads, E]`` of a call over a sequence that this rank has
+    completely.
 
     Raises:
-        UserError: the call has dropout, a position bias, or a mask with gradients, which ring attention does not
-            support.
+        UserError: the call has dropout, a position bias, or a mask with gradients.
     """
     _require_supported(call)
     of_ranks = call.mask.remember(
@@ -182,8 +176,8 @@ class _RingAttention(torch.autograd.Function):
         state = RunningSoftmax(query, value.size(-1))
         for owner, (keys, values) in _around(ring, (key, value)):
             for rows, columns, block in ring.blocks(owner, query.device):
-                out, lse = attend_block(query[:, rows], keys[:, columns], values[:, columns], block, ring.scoring)
-                state.add(rows, out, lse)
+                states = query[:, rows], keys[:, columns], values[:, columns]
+                state.add(rows, *attend_block(states, block, ring.scoring))
         if sinks is not None:
             state.add_sinks(sinks)
         output = state.out.to(value.dtype)
@@ -202,15 +196,9 @@ class _RingAttention(torch.autograd.Function):
         for owner, (keys, values) in _around(ring, (key, value)):
             of_keys, of_values = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
             for rows, columns, block in ring.blocks(owner, query.device):
+                states = query[:, rows], keys[:, columns], values[:, columns]
                 dq, dk, dv = attend_block_backward(
-                    grad[:, rows],
-                    query[:, rows],
-                    keys[:, columns],
-                    values[:, columns],
-                    output[:, rows],
-                    lse[:, rows],
-                    block,
-                    ring.scoring,
+                    grad[:, rows], states, output[:, rows], lse[:, rows], block, ring.scoring
                 )
                 of_query[:, rows] += dq
                 of_keys[:, columns] += dk

@@ -36,24 +36,17 @@ def head_problem(num_heads: int, sp: int) -> str | None:
 class OwnHeads:
     """The division of attention heads among ranks.
 
-    Attributes:
-        queries: query heads of each rank.
-        keys: key heads that each rank's queries read; neighbouring ranks may share one.
-        own_keys: the key head of each of this rank's query heads, counted from the rank's first key head; None: each
-            key head has equally many query heads, as attention expects.
+    ``own_keys``: the key head of each of this rank's query heads, counted from the rank's first key head; None: each
+    key head has equally many query heads, as attention expects.
     """
 
-    queries: HeadSpans
-    keys: HeadSpans
+    queries: HeadSpans  # query heads of each rank
+    keys: HeadSpans  # key heads that each rank's queries read; neighbouring ranks may share one
     own_keys: list[int] | None
 
 
 def deal_heads(num_heads: int, num_key_heads: int, ranks: int, rank: int) -> OwnHeads:
-    """Divide the heads of an attention among ``ranks``, with equally many query heads each.
-
-    Raises:
-        UserError: see :func:`head_problem`.
-    """
+    """Divide the heads of an attention among ``ranks``, equally many query heads each; see :func:`head_problem`."""
     queries = equal_spans(num_heads, ranks)
     readers = num_heads // num_key_heads
     keys = [(start // readers, (stop - 1) // readers + 1) for start, stop in queries]
@@ -82,12 +75,8 @@ def of_own_heads(call: Call, heads: OwnHeads, rank: int) -> Call:
 class UlyssesShard:
     """Attention over a sequence that ``split`` divides among the ranks of two groups.
 
-    A :class:`~omnitrain.ops.attention.spec.SequenceShard`, attached to a mask by ``MaskSpec.on``.
-
-    Attributes:
-        split: the split of the sequence.
-        sp_group: the ranks that exchange tokens for heads.
-        cp_group: the ranks of the ring; None: no ring attention.
+    A :class:`~omnitrain.ops.attention.spec.SequenceShard`, attached to a mask by ``MaskSpec.on``. The ranks of
+    ``sp_group`` exchange tokens for heads; those of ``cp_group`` are a ring; None: no ring attention.
     """
 
     split: SequenceSplit

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from omnitrain.parallel.spawn.worker import Done, Failed
+from omnitrain.parallel.spawn.worker import Message
 
 
 class RankError(RuntimeError):
@@ -27,58 +26,40 @@ class RankError(RuntimeError):
         self.output: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Died:
-    """The rank's process ended."""
+def failure(name: str, timeout_s: float, reports: Mapping[int, Message]) -> RankError | None:
+    """Return the error that describes all failures of the function ``name``; None if every rank returned.
 
-    exit_code: int | None
-
-
-@dataclass(frozen=True)
-class Late:
-    """The rank did not return in time.
-
-    Attributes:
-        stack: its stack in the function; None: it did not answer.
+    A report is of kind ``done``, ``failed``, ``died`` (value: exit code) or ``late`` (value: stack, or None).
     """
-
-    stack: str | None
-
-
-Report = Done | Failed | Died | Late
-
-
-def failure(name: str, timeout_s: float, reports: Mapping[int, Report]) -> RankError | None:
-    """Return the error that describes all failures of the function ``name``; None if every rank returned."""
-    died = {rank: report for rank, report in sorted(reports.items()) if isinstance(report, Died)}
-    failed = {rank: report for rank, report in reports.items() if isinstance(report, Failed)}
-    failed = dict(sorted(failed.items(), key=lambda item: item[1].at))
-    late = {rank: report for rank, report in sorted(reports.items()) if isinstance(report, Late)}
+    of_kind: dict[str, dict[int, Message]] = {"died": {}, "failed": {}, "late": {}, "done": {}}
+    for rank, report in sorted(reports.items()):
+        of_kind[report.kind][rank] = report
+    died, late, done = of_kind["died"], of_kind["late"], of_kind["done"]
+    failed = dict(sorted(((rank, report.value) for rank, report in of_kind["failed"].items()), key=lambda i: i[1].at))
     ranks = [*died, *failed, *late]
     if not ranks:
         return None
     end = "was still running" if died or failed else f"did not return within {timeout_s:g} s"
     lines = [f"{name} failed on {len(ranks)} of {len(reports)} ranks"]
-    lines += [f"  rank {rank} died with exit code {report.exit_code}" for rank, report in died.items()]
-    lines += [f"  rank {rank} raised {report.summary}" for rank, report in failed.items()]
+    lines += [f"  rank {rank} died with exit code {report.value}" for rank, report in died.items()]
+    lines += [f"  rank {rank} raised {error.summary}" for rank, error in failed.items()]
     lines += [f"  rank {rank} {end}" for rank in late]
-    lines += [f"  rank {rank} returned" for rank, report in sorted(reports.items()) if isinstance(report, Done)]
+    lines += [f"  rank {rank} returned" for rank in done]
     if failed and not died:  # if a rank died, the errors of the others are only consequences
-        rank, report = next(iter(failed.items()))
-        lines += [f"rank {rank} raised:", report.traceback]
+        first = next(iter(failed))
+        lines += [f"rank {first} raised:", failed[first].traceback]
     lines += _stacks(late)
-    error = RankError("\n".join(lines), ranks, {rank: report.traceback for rank, report in failed.items()})
-    first = reports[ranks[0]]
-    if isinstance(first, Failed) and first.error is not None:
-        error.__cause__ = pickle.loads(first.error)
+    error = RankError("\n".join(lines), ranks, {rank: raised.traceback for rank, raised in failed.items()})
+    if ranks[0] in failed and failed[ranks[0]].error is not None:
+        error.__cause__ = pickle.loads(failed[ranks[0]].error)
     return error
 
 
-def _stacks(late: Mapping[int, Late]) -> list[str]:
+def _stacks(late: Mapping[int, Message]) -> list[str]:
     """The stacks of the ranks that are late; ranks with the same stack are grouped."""
     ranks_at: dict[str | None, list[int]] = {}
     for rank, report in late.items():
-        ranks_at.setdefault(report.stack, []).append(rank)
+        ranks_at.setdefault(report.value, []).append(rank)
     lines = []
     for stack, ranks in ranks_at.items():
         names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,7 @@ _HEAVY = ("transformers", "omnitrain.parallel.parallelize")  # if this process h
 
 @dataclass(frozen=True)
 class RankResults:
-    """What a function returned and printed on each rank. ``results[1]`` is what rank 1 returned.
-
-    Attributes:
-        results: the return value of each rank.
-        output: what each rank printed.
-    """
+    """What a function returned on each rank, and what each rank printed; ``results[1]`` is what rank 1 returned."""
 
     results: tuple[Any, ...]
     output: tuple[str, ...]
@@ -57,8 +52,7 @@ def launch(
         quiet: do not show what the ranks print. It is in the results in any case.
 
     Raises:
-        RankError: a rank raised, died, or did not return in time. The message has the traceback of the rank that failed
-            first. ``error.tracebacks`` has those of all ranks that raised, and ``error.output`` what each rank printed.
+        RankError: a rank raised, died, or did not return in time; has the tracebacks and what each rank printed.
         UserError: ``function`` or ``args`` cannot be sent to another process.
     """
     if nproc < 1:
@@ -75,10 +69,6 @@ def launch(
         try:
             results = pool.run(function, *args, timeout_s=timeout_s, on_print=on_print)
         except RankError as error:
-            error.output = _joined(printed)
+            error.output = tuple(map("".join, printed))
             raise
-    return RankResults(tuple(results), _joined(printed))
-
-
-def _joined(printed: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    return tuple("".join(of_rank) for of_rank in printed)
+    return RankResults(tuple(results), tuple(map("".join, printed)))

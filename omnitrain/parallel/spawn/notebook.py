@@ -10,6 +10,7 @@ import linecache
 import pickle
 import sys
 from collections.abc import Iterator
+from functools import WRAPPER_ASSIGNMENTS
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -18,14 +19,7 @@ import dill
 
 
 def pickled(value: Any) -> bytes:
-    """Pickle a value for ``pickle.loads`` in another process; pickle ``__main__`` by value if it has no file.
-
-    Args:
-        value: for example a function with its arguments.
-
-    Raises:
-        Exception: the value cannot be pickled; the type depends on the object.
-    """
+    """Pickle a value for ``pickle.loads`` in another process; pickle ``__main__`` by value if it has no file."""
     if _main_has_file():
         return pickle.dumps(value)
     stream = io.BytesIO()
@@ -60,19 +54,10 @@ def _with_read_globals(function: FunctionType) -> FunctionType:
     """Return a copy of a function whose globals are those that its code reads."""
     known = function.__globals__
     read = {name: known[name] for name in _globals_read_by(function.__code__) if name in known}
-    copy = FunctionType(
-        function.__code__,
-        {"__name__": "__main__", **read},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__qualname__, copy.__doc__, copy.__annotations__ = (
-        function.__qualname__,
-        function.__doc__,
-        function.__annotations__,
-    )
+    own = {"__name__": "__main__", **read}
+    copy = FunctionType(function.__code__, own, None, function.__defaults__, function.__closure__)
+    for name in (*WRAPPER_ASSIGNMENTS, "__kwdefaults__"):
+        setattr(copy, name, getattr(function, name))
     copy.__dict__.update(function.__dict__)
     return copy
 

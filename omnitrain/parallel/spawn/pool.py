@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import multiprocessing
 import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -18,22 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from omnitrain.errors import UserError
-from omnitrain.parallel.spawn.errors import Died, Late, RankError, Report, failure
+from omnitrain.parallel.spawn.errors import RankError, failure
 from omnitrain.parallel.spawn.notebook import lines_of_cells, main_without_file, pickled
-from omnitrain.parallel.spawn.worker import (
-    Case,
-    Clean,
-    Done,
-    Failed,
-    Finish,
-    Message,
-    Printed,
-    Stack,
-    Where,
-    receive,
-    send,
-    serve,
-)
+from omnitrain.parallel.spawn.worker import Case, Message, receive, send, serve
 
 __all__ = ["RankError", "RankPool"]
 
@@ -54,8 +40,7 @@ class RankPool:
 
     Args:
         nproc: maximum number of ranks; each starts when it is first needed.
-        preload: modules to import once for all ranks. On Linux, where multiprocessing's fork server forks the ranks;
-            the first user of the fork server in a process decides.
+        preload: modules to import once for all ranks, on Linux; the first user of the fork server decides.
 
     Attributes:
         num_starts, start_seconds: number of ranks started so far, with replacements, and the time waited for them.
@@ -70,7 +55,7 @@ class RankPool:
         if _START_METHOD == "forkserver":
             self._context.set_forkserver_preload(["omnitrain.parallel.spawn.worker", *preload])
         self._ranks: dict[int, _Worker] = {}
-        self._numbers = itertools.count()
+        self._number = 0  # of the running case
         self._on_print: Callable[[int, str], None] | None = None
 
     def run(
@@ -81,7 +66,7 @@ class RankPool:
         world: int | None = None,
         on_print: Callable[[int, str], None] | None = None,
     ) -> list[Any]:
-        """Call ``function(*args)`` on ranks 0 .. world - 1, with ``torch.distributed`` initialised.
+        """Return the results of ``function(*args)`` on ranks 0 .. world - 1, with ``torch.distributed`` initialised.
 
         Args:
             function: a function at a module's top level or in a notebook, or ``"module:function"``.
@@ -91,9 +76,6 @@ class RankPool:
             on_print: gets each rank and whole lines that it prints, as they come. The ranks then have the environment
                 of a launcher (``RANK``, ``WORLD_SIZE``, ...). None: they print to where this process does.
 
-        Returns:
-            The return value of each rank.
-
         Raises:
             UserError: ``function`` or ``args`` cannot be sent to another process, or the pool has fewer ranks.
             RankError: a rank raised, died, or did not return in time.
@@ -102,21 +84,26 @@ class RankPool:
         if not 1 <= world <= self.nproc:
             raise UserError(f"found {world} ranks; this pool can run 1 to {self.nproc}")
         name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
-        call = _pickled(name, function, args)
+        try:
+            call = pickled((function, args))
+        except Exception as error:  # pickling can raise any type
+            raise UserError(
+                f"{name} cannot be sent to other processes ({error}); expected a function at the top level of a module "
+                "or 'module:function', and picklable arguments"
+            ) from error
         self._start(world)
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="omnitrain-ranks-") as folder, self._discarding_on_error(world):
             cells = None if on_print is None else lines_of_cells()
-            case = Case(next(self._numbers), call, world, str(Path(folder, "store")), timeout_s, cells)
+            self._number += 1
             self._on_print = on_print
-            reports = self._reports(case)
-            error = failure(name, timeout_s, reports)
-            if error is not None:
-                raise error
-            self._finish(case)
+            reports = self._reports(Case(call, world, str(Path(folder, "store")), timeout_s, cells))
+            if (failed := failure(name, timeout_s, reports)) is not None:
+                raise failed
+            self._clean_up(world)
         self.num_calls += 1
         self.call_seconds += time.monotonic() - began
-        return [pickle.loads(report.result) for _, report in sorted(reports.items()) if isinstance(report, Done)]
+        return [pickle.loads(report.value) for _, report in sorted(reports.items())]
 
     def close(self) -> None:
         """End all ranks; a later call starts new ones."""
@@ -168,31 +155,32 @@ class RankPool:
                 self._discard(rank)
             raise
 
-    def _reports(self, case: Case) -> dict[int, Report]:
+    def _reports(self, case: Case) -> dict[int, Message]:
         """Rank -> the result of the case; kills the ranks that do not report in time."""
-        reports: dict[int, Any] = {}
         deadline = time.monotonic() + case.timeout_s
-        for rank in range(case.world):
-            if not self._ranks[rank].send(case):
-                reports[rank] = self._discard_dead(rank)
+        reports = self._tell(range(case.world), Message("run", self._number, case))
         while len(reports) < case.world:
-            if any(not isinstance(report, Done) for report in reports.values()):
+            if any(report.kind != "done" for report in reports.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             running = [rank for rank in range(case.world) if rank not in reports]
-            received = self._receive(running, case.number, (Done, Failed), deadline)
+            received = self._receive(running, ("done", "failed"), deadline)
             if not received:
-                return reports | self._stop_late(running, case.number)
+                return reports | self._stop_late(running)
             reports |= received
         return reports
 
-    def _receive(self, ranks: Sequence[int], number: int, kinds: tuple[type, ...], deadline: float) -> dict[int, Any]:
-        """Rank -> its next message, or :class:`Died`; empty if the deadline passes first."""
+    def _tell(self, ranks: Iterable[int], message: Message) -> dict[int, Message]:
+        """Send a message; return the ranks that have died."""
+        return {rank: self._discard_dead(rank) for rank in ranks if not self._ranks[rank].send(message)}
+
+    def _receive(self, ranks: Sequence[int], kinds: tuple[str, ...], deadline: float) -> dict[int, Message]:
+        """Rank -> its next message of these kinds, or that it died; empty if the deadline passes first."""
         by_connection = {self._ranks[rank].connection: rank for rank in ranks}
-        while True:
+        received: dict[int, Message] = {}
+        while not received:
             ready = wait(list(by_connection), max(0.0, deadline - time.monotonic()))
             if not ready:
-                return {}
-            received: dict[int, Any] = {}
+                break
             for connection in ready:
                 rank = by_connection[connection]
                 try:
@@ -200,42 +188,34 @@ class RankPool:
                 except (EOFError, OSError):
                     received[rank] = self._discard_dead(rank)
                     continue
-                if isinstance(message, Printed) and message.number == number and self._on_print is not None:
-                    self._on_print(rank, message.text)
-                if isinstance(message, kinds) and message.number == number:
+                if message.number == self._number and message.kind == "printed" and self._on_print is not None:
+                    self._on_print(rank, message.value)
+                if message.number == self._number and message.kind in kinds:
                     received[rank] = message
-            if received:
-                return received
+        return received
 
-    def _discard_dead(self, rank: int) -> Died:
-        dead = Died(self._ranks[rank].exit_code())
+    def _discard_dead(self, rank: int) -> Message:
+        dead = Message("died", self._number, self._ranks[rank].exit_code())
         self._discard(rank)
         return dead
 
-    def _stop_late(self, running: Sequence[int], number: int) -> dict[int, Late | Died]:
+    def _stop_late(self, running: Sequence[int]) -> dict[int, Message]:
         """Ask the ranks that are late for their stacks, then kill them."""
-        reports: dict[int, Any] = {}
-        for rank in running:
-            if not self._ranks[rank].send(Where(number)):
-                reports[rank] = self._discard_dead(rank)
-        silent = [rank for rank in running if rank not in reports]
+        reports = self._tell(running, Message("where", self._number))
         deadline = time.monotonic() + _ANSWER_SECONDS
-        while silent and (received := self._receive(silent, number, (Stack,), deadline)):
-            for rank, answer in received.items():
-                reports[rank] = Late(answer.text) if isinstance(answer, Stack) else answer
-            silent = [rank for rank in silent if rank not in received]
-        reports |= {rank: Late(None) for rank in silent}
+        while silent := [rank for rank in running if rank not in reports]:
+            reports |= self._receive(silent, ("late",), deadline) or dict.fromkeys(silent, Message("late"))
         for rank in running:
             self._discard(rank)
         return reports
 
-    def _finish(self, case: Case) -> None:
-        """Let the remaining ranks clean up together; kill those that do not finish in time."""
-        waiting = [rank for rank in range(case.world) if rank in self._ranks]
-        for rank in waiting:
-            self._ranks[rank].send(Finish(case.number))
+    def _clean_up(self, world: int) -> None:
+        """Let the ranks clean up together; kill those that do not finish in time."""
+        waiting = list(range(world))
+        for rank in self._tell(waiting, Message("clean", self._number)):
+            waiting.remove(rank)
         deadline = time.monotonic() + _CLEAN_UP_SECONDS
-        while waiting and (received := self._receive(waiting, case.number, (Clean,), deadline)):
+        while waiting and (received := self._receive(waiting, ("clean",), deadline)):
             waiting = [rank for rank in waiting if rank not in received]
         for rank in waiting:
             self._discard(rank)
@@ -273,13 +253,3 @@ def _kill(process: BaseProcess, connection: Connection) -> None:
     connection.close()
     process.kill()
     process.join()
-
-
-def _pickled(name: str, function: Callable[..., Any] | str, args: tuple[Any, ...]) -> bytes:
-    try:
-        return pickled((function, args))
-    except Exception as error:  # pickling can raise any type
-        raise UserError(
-            f"{name} cannot be sent to other processes ({error}); expected a function at the top level of a module or "
-            "'module:function', and picklable arguments"
-        ) from error

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,95 +35,38 @@ _COLORED = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
 class Case:
     """One function to run on ``world`` ranks.
 
-    Attributes:
-        number: identifies the messages of this case.
-        call: pickled ``(function or "module:function", args)``.
-        world: number of ranks.
-        store: path of the file of its ``FileStore``.
-        timeout_s: timeout of its collectives, in seconds.
-        cells: name of a cell of a notebook -> its lines, which tracebacks then show. The rank gets the environment of a
-            launcher, and sends what it prints. None: it prints to where its parent does.
+    ``cells``: name of a cell of a notebook -> its lines, which tracebacks then show. The rank gets the environment of a
+    launcher, and sends what it prints. None: it prints to where its parent does.
     """
 
-    number: int
-    call: bytes
-    world: int
-    store: str
-    timeout_s: float
+    call: bytes  # pickled (function or "module:function", args)
+    world: int  # number of ranks
+    store: str  # path of the file of its FileStore
+    timeout_s: float  # timeout of its collectives, in seconds
     cells: Mapping[str, Sequence[str]] | None = None
 
 
 @dataclass(frozen=True)
-class Printed:
-    """Whole lines that the function printed."""
-
-    number: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Request to clean up: all ranks have reported, so the process groups of the case can be destroyed."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Where:
-    """Request for the stack of the main thread."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Done:
-    """The case returned ``result`` (pickled)."""
-
-    number: int
-    result: bytes
-
-
-@dataclass(frozen=True)
 class Failed:
-    """The case raised.
+    """The exception of a case."""
 
-    Attributes:
-        at: time of the system-wide monotonic clock, to find the first failure.
-        summary: type and message of the exception.
-        traceback: its formatted traceback.
-        error: the pickled exception; None if it cannot be pickled.
+    at: float  # time of the system-wide monotonic clock, to find the first failure
+    summary: str  # type and message of the exception
+    traceback: str  # its formatted traceback
+    error: bytes | None  # the pickled exception; None if it cannot be pickled
+
+
+class Message(NamedTuple):
+    """What a pool and a rank say to each other about the case ``number``.
+
+    The pool says ``run`` (a :class:`Case`), ``where``, or ``clean``: all ranks have reported, so the process groups
+    of the case can be destroyed. A rank says ``ready`` after its imports, ``printed`` (whole lines), ``done`` (the
+    pickled result), ``failed`` (a :class:`Failed`), ``late`` (its stack, the answer to ``where``), and ``clean``.
     """
 
-    number: int
-    at: float
-    summary: str
-    traceback: str
-    error: bytes | None
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Answer to :class:`Where`."""
-
-    number: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Clean:
-    """Answer to :class:`Finish`."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The process has started and finished its imports."""
-
+    kind: str
     number: int = -1
-
-
-Message = Case | Finish | Where | Printed | Done | Failed | Stack | Clean | Ready
+    value: Any = None
 
 
 def send(connection: Connection, message: Message) -> None:
@@ -132,11 +75,7 @@ def send(connection: Connection, message: Message) -> None:
 
 
 def receive(connection: Connection) -> Message:
-    """Return the next message.
-
-    Raises:
-        EOFError, OSError: the other process has ended.
-    """
+    """Return the next message; raises EOFError or OSError if the other process has ended."""
     return pickle.loads(connection.recv_bytes())
 
 
@@ -155,33 +94,35 @@ class _Rank:
         self._connection = connection
         self._rank = rank
         self._sending = threading.Lock()
-        self._inbox: queue.SimpleQueue[Case | Finish] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._main_thread = threading.get_ident()
-        self._send(Ready())
+        self._send(Message("ready"))
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
 
     def serve(self) -> None:
         while True:
-            message = self._inbox.get()
-            if isinstance(message, Case):
-                self._run(message)
+            kind, number, case = self._inbox.get()
+            if kind == "run":
+                with self._as_launched(number, case) if case.cells is not None else nullcontext():
+                    report = self._report(number, case)
+                self._send(report)
             else:
                 leave_process_groups()
                 gc.freeze()  # what outlives a case, as modules that it imported; later collections skip it
-                self._send(Clean(message.number))
+                self._send(Message("clean", number))
 
     def _listen(self) -> None:
         """Receive messages in a thread, so that a rank stuck in a collective still answers and ends with its pool."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = receive(self._connection)
-                if isinstance(message, Where):
+                if message.kind == "where":
                     frames = traceback.extract_stack(sys._current_frames()[self._main_thread])
                     last = max(index for index, frame in enumerate(frames) if frame.filename == __file__)
                     case_frames = frames[last + 1 :]  # without the frames of this file, which lead to the case
-                    self._send(Stack(message.number, "".join(traceback.format_list(case_frames)).rstrip()))
+                    stack = "".join(traceback.format_list(case_frames)).rstrip()
+                    self._send(Message("late", message.number, stack))
                 else:
-                    assert isinstance(message, Case | Finish)
                     self._inbox.put(message)
         os._exit(1)
 
@@ -189,26 +130,22 @@ class _Rank:
         with self._sending:
             send(self._connection, message)
 
-    def _run(self, case: Case) -> None:
-        with self._as_launched(case.number, case.world, case.cells) if case.cells is not None else nullcontext():
-            report = self._report(case)
-        self._send(report)
-
     @contextlib.contextmanager
-    def _as_launched(self, number: int, world: int, cells: Mapping[str, Sequence[str]]) -> Iterator[None]:
+    def _as_launched(self, number: int, case: Case) -> Iterator[None]:
         """Give this process the environment of a rank, and send what is printed in it."""
+        world = case.world
         ranks = {"RANK": self._rank, "LOCAL_RANK": self._rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         os.environ.update({name: str(value) for name, value in ranks.items()})
         for name in _COLORED:  # a kernel has them; what is sent is no terminal, so a bar would be lines with codes
             os.environ.pop(name, None)
-        for name, lines in cells.items():
+        for name, lines in (case.cells or {}).items():
             linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
-        stream = _SentLines(lambda text: self._send(Printed(number, text)))
+        stream = _SentLines(lambda text: self._send(Message("printed", number, text)))
         with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
             yield
         stream.end()
 
-    def _report(self, case: Case) -> Done | Failed:
+    def _report(self, number: int, case: Case) -> Message:
         try:
             dist.init_process_group(
                 "gloo",
@@ -219,9 +156,12 @@ class _Rank:
             )
             torch.manual_seed(0)
             function, args = pickle.loads(case.call)
-            return Done(case.number, pickle.dumps(_resolve(function)(*args)))
+            if isinstance(function, str):
+                module, _, name = function.partition(":")
+                function = getattr(importlib.import_module(module), name)
+            return Message("done", number, pickle.dumps(function(*args)))
         except (Exception, SystemExit) as error:  # the pool reports any error of the case
-            return _failed(case.number, error)
+            return Message("failed", number, _failed(error))
 
 
 class _SentLines(io.TextIOBase):
@@ -245,27 +185,15 @@ class _SentLines(io.TextIOBase):
             self.write("\n")
 
 
-def _resolve(function: Callable[..., Any] | str) -> Callable[..., Any]:
-    if not isinstance(function, str):
-        return function
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _failed(number: int, error: BaseException) -> Failed:
+def _failed(error: BaseException) -> Failed:
     at = time.monotonic()
     summary = "".join(traceback.format_exception_only(error)).strip()
     assert error.__traceback__ is not None
     case_traceback = error.__traceback__.tb_next or error.__traceback__  # the first frame is this file's
     text = "".join(traceback.format_exception(type(error), error, case_traceback)).rstrip()
-    return Failed(number, at, summary, text, _pickled_or_none(error))
-
-
-def _pickled_or_none(error: BaseException) -> bytes | None:
-    """The pickled exception; None if pickle cannot write it or read it back."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
     except Exception:  # pickling can raise any type
-        return None
-    return pickled
+        return Failed(at, summary, text, None)
+    return Failed(at, summary, text, pickled)

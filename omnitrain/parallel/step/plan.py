@@ -136,7 +136,7 @@ class StepPlanner:
         costs = {**self.costs, **measured.quadratic}
         tables = self._tables(rank, packs, costs)
         most = len(tables.counts)
-        if (tables.num_micro_batches[self.topology.owners] < most).any():
+        if (tables.num_drawn[self.topology.owners] < most).any():
             if rank in self.topology.readers:
                 packs = [*packs, *[Pack.from_samples([self.idle])] * (most - len(packs))]
             tables = self._tables(rank, packs, costs)

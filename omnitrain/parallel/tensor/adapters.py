@@ -20,10 +20,8 @@ _OF_PARAMETERS = {"out": "colwise", "in": "rowwise"}
 def styles_with_adapters(styles: Mapping[str, str], renamed: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     """Return the styles of a model with adapters.
 
-    Args:
-        styles: name of a module or parameter in the model without adapters -> style.
-        renamed: parameter -> its name in the model with adapters, and those of ``A`` and ``B``; see
-            :class:`OmniModel`.
+    ``styles``: name of a module or parameter in the model without adapters -> style. ``renamed``: parameter -> its name
+    in the model with adapters, and the names of ``A`` and ``B``; see :class:`OmniModel`.
     """
     with_adapters = {name: style for name, style in styles.items() if name not in renamed}
     for name, style in styles.items():

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.contract.harness import Failure, attempt
-from omnitrain.models.contract.samples import Probe, probe_samples
-from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_configs
-from omnitrain.models.discovery import discover
+from omnitrain.models.contract.samples import Probe
+from omnitrain.models.contract.tiny_model import tiny_configs
+from omnitrain.models.contract.trial import Failure, Trial, attempt, errors_of
 from omnitrain.models.discovery.text_run import text_blocks
-from omnitrain.models.hf.hub_kernels import torch_kernels
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
@@ -32,15 +30,9 @@ _TOLERANCE, _SMALLEST = 1e-3, 1e-2
 def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> None:
     """Check that a tiny model, sharded as the foundation will be, has the logits and gradients of the whole one.
 
-    Every tensor parallel rank takes part.
-
-    Args:
-        foundation: the HF model; only its class and config are used.
-        styles: name in the omni model -> style; modules outside of the foundation are not tried.
-        state: the parallel state; its ``tp`` ranks share the tiny model.
-
-    Raises:
-        UserError: the sharded model does not run, or its results differ; the message has the first difference.
+    Every tensor parallel rank takes part. Only the class and config of ``foundation`` are used. ``styles``: name in the
+    omni model -> style; modules outside of the foundation are not tried. Raises UserError: the sharded model does not
+    run, or its results differ; the message has the first difference.
     """
     if problem := _tried(foundation, styles, state, divide=False)[0]:
         raise UserError(
@@ -51,15 +43,7 @@ def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], st
 
 
 def try_tokens(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> TokenSharding:
-    """Check a tiny model whose tokens are divided between its blocks against the whole one.
-
-    Every tensor parallel rank takes part.
-
-    Args:
-        foundation: see :func:`require_same_math`.
-        styles: see :func:`require_same_math`.
-        state: see :func:`require_same_math`.
-    """
+    """Check a tiny model whose tokens are divided between its blocks against the whole one, on all ``tp`` ranks."""
     problem, ends = _tried(foundation, styles, state, divide=True)
     return TokenSharding(f"on a tiny model, {problem}" if problem else "", ends)
 
@@ -71,12 +55,20 @@ def _tried(
     inside = {n.removeprefix(f"{FOUNDATION}."): s for n, s in styles.items() if n.startswith(f"{FOUNDATION}.")}
     if not inside:
         return "", frozenset()
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        tiny, probes = _running_tiny_model(foundation)
-        with torch_kernels(tiny):
-            tiny.to(state.device_type)
-            found = attempt(partial(_measured, tiny, probes, inside, state, divide=divide))
-    return (f"it does not run: {found}", frozenset()) if isinstance(found, Failure) else found
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), ExitStack() as trials:
+        for config in tiny_configs(foundation.config):
+            trial = attempt(trials.enter_context, Trial.of(type(foundation), config))
+            probes = [] if isinstance(trial, Failure) else attempt(_accepted, trial)
+            if not isinstance(trial, Failure) and probes and not isinstance(probes, Failure):
+                found = attempt(_measured, trial.plain.to(state.device_type), probes, inside, state, divide=divide)
+                return (f"it does not run: {found}", frozenset()) if isinstance(found, Failure) else found
+    raise UserError(f"tp: no tiny {type(foundation).__name__} runs, so its plan cannot be tried; use tp 1")
+
+
+def _accepted(trial: Trial) -> list[Probe]:
+    """The samples that plain transformers runs; empty if the first of them, a text, does not run."""
+    accepted = [probe for probe in trial.probes if not isinstance(attempt(trial.run_plain, probe), Failure)]
+    return accepted if accepted and not accepted[0].modalities else []
 
 
 def _measured(
@@ -95,23 +87,11 @@ def _measured(
         apply_sequence_parallel(tiny, [tiny.get_submodule(name) for name in last], state.tp_mesh.get_group())
     tiny.zero_grad()
     found = _outcome(tiny, probes, share=1.0 if state.tp_rank == 0 else 0.0, state=state)
-    return _difference(found, expected) or "", frozenset(ends)
-
-
-def _running_tiny_model(foundation: PreTrainedModel) -> tuple[PreTrainedModel, list[Probe]]:
-    """Return the smallest tiny model that plain transformers runs, and the samples that it accepts."""
-    for config in tiny_configs(foundation.config):
-        found = attempt(partial(_with_probes, type(foundation), config))
-        if not isinstance(found, Failure) and found[1] and not found[1][0].modalities:
-            return found
-    raise UserError(f"tp: no tiny {type(foundation).__name__} runs, so its plan cannot be tried; use tp 1")
-
-
-def _with_probes(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[PreTrainedModel, list[Probe]]:
-    tiny = build_tiny_model(kind, config).train()
-    with torch_kernels(tiny):
-        probes = probe_samples(tiny, discover(tiny))
-        return tiny, [probe for probe in probes if not isinstance(attempt(partial(_logits, tiny, probe)), Failure)]
+    errors = errors_of(found[0], expected[0]) | errors_of(found[1], expected[1], _SMALLEST)
+    differing = [
+        f"the {name} differ by {error:.1e} of their size" for name, error in errors.items() if not error <= _TOLERANCE
+    ]
+    return next(iter(differing), ""), frozenset(ends)
 
 
 def _divided(tiny: PreTrainedModel, styles: Mapping[str, str], tp: int) -> dict[str, str]:
@@ -138,30 +118,18 @@ def _logits(tiny: PreTrainedModel, probe: Probe) -> Tensor:
 
 def _outcome(
     tiny: PreTrainedModel, probes: Sequence[Probe], *, share: float, state: ParallelState | None = None
-) -> dict[str, Tensor]:
-    """Return unsharded logits and gradients by name."""
-    found = {}
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return unsharded logits by name, and gradients by name."""
+    outputs, gradients = dict[str, Tensor](), dict[str, Tensor]()
     for number, probe in enumerate(probes):
         logits = _logits(tiny, probe).float()
         towards = torch.randn(logits.shape, generator=torch.Generator().manual_seed(number)).to(logits.device)
         (logits * towards * share).sum().backward()
-        found[f"logits of sample {number}"] = logits.detach()
+        outputs[f"logits of sample {number}"] = logits.detach()
     if state is not None:
         add_up_over_tp(tiny.parameters(), state)
     for name, parameter in tiny.named_parameters():
         if parameter.grad is not None:
             grad = parameter.grad
-            found[f"gradient of {name}"] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-    return found
-
-
-def _difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """Return the first difference in words; None: no difference."""
-    smallest = _SMALLEST * max(float(value.abs().max()) for name, value in expected.items() if "gradient" in name)
-    for name, value in expected.items():
-        if name not in found:
-            return f"there is no {name}"
-        error = float((found[name] - value).abs().max()) / max(float(value.abs().max()), smallest)
-        if not error <= _TOLERANCE:
-            return f"the {name} differ by {error:.1e} of their size"
-    return None
+            gradients[f"gradient of {name}"] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+    return outputs, gradients

@@ -22,17 +22,14 @@ from omnitrain.recipe.suggest import hint
 class TensorPlan:
     """The resolved tensor parallelism of a model.
 
-    Attributes:
-        styles: name of a module or parameter in the model without adapters -> style.
-        owners: the same names -> the component of each.
-        degrees: component with at least one style -> number of ranks that share its matrices.
-        problems: why it cannot be applied, one line each.
+    ``styles``: name of a module or parameter in the model without adapters -> style. ``degrees``: component with at
+    least one style -> number of ranks that share its matrices.
     """
 
     styles: Mapping[str, str] = field(default_factory=dict)
-    owners: Mapping[str, str] = field(default_factory=dict)
+    owners: Mapping[str, str] = field(default_factory=dict)  # the same names -> the component of each
     degrees: Mapping[str, int] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # why it cannot be applied, one line each
 
     def of_components(self, names: Collection[str]) -> dict[str, str]:
         """Return the styles of some components."""
@@ -40,16 +37,11 @@ class TensorPlan:
 
 
 def tensor_plan(model: OmniModel, plan: ParallelPlan, degrees: Mapping[str, int]) -> TensorPlan:
-    """Return the styles of a model.
+    """Return the styles of a model that is not parallelized yet; ``degrees``: section -> its tensor parallel ranks.
 
     Without ``plan.tp_plan`` the foundation's HF plan applies, except its entries for towers, and for modules that the
     foundation's forward uses only for some samples, because no plan can be tried on these. A glob that matches another
     name of the foundation applies only to the foundation; another glob to all components that it matches.
-
-    Args:
-        model: not parallelized yet.
-        plan: the plans of all components.
-        degrees: section -> number of its tensor parallel ranks.
     """
     problems: list[str] = []
     if plan.tp_plan and set(degrees.values()) == {1}:

@@ -24,12 +24,9 @@ def keep_on_first_tp_rank(parameters: Iterable[nn.Parameter], state: ParallelSta
 def add_up_over_tp(parameters: Iterable[nn.Parameter], state: ParallelState) -> None:
     """All-reduce the gradients of all parameters that tensor parallelism does not shard, over the ``tp`` ranks.
 
-    A rank's gradient of them is partial: for a norm over the rank's heads, or for a router or a tower if only one of
-    the ranks counts the loss. Call it once per optimizer step, after the last backward.
-
-    Args:
-        parameters: parameters in the same order on all ranks.
-        state: the parallel state; its ``tp`` ranks have the same samples.
+    These ranks have the same samples. A rank's gradient is partial: for a norm over the rank's heads, or for a router
+    or a tower if only one of the ranks counts the loss. Call it once per optimizer step, after the last backward, with
+    parameters in the same order on all ranks.
     """
     if state.size("tp") > 1:
         all_reduce_in_buckets(_replicated_gradients(parameters), state.tp_mesh.get_group())

@@ -27,12 +27,7 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 @dataclass(frozen=True)
 class TokenShare:
-    """The consecutive slices of a pack on the ranks.
-
-    Attributes:
-        counts: number of tokens of each rank.
-        group: process group of the ranks.
-    """
+    """The consecutive slices of a pack: the number of tokens of each rank of ``group``."""
 
     counts: tuple[int, ...]
     group: dist.ProcessGroup
@@ -73,9 +68,8 @@ def dividing(share: TokenShare | None) -> Iterator[None]:
 class TokenSharding:
     """Whether sequence parallelism divides the tokens of a model.
 
-    Attributes:
-        problem: why it does not; empty: it does.
-        ends: layer-independent names of the rowwise matrices that end a region.
+    ``problem``: why it does not; empty: it does. ``ends``: layer-independent names of the rowwise matrices that end a
+    region.
     """
 
     problem: str = ""
@@ -98,12 +92,9 @@ def apply_sequence_parallel(
 ) -> None:
     """Divide tokens among the ranks of ``group`` between the regions of the text decoder's blocks, in training.
 
-    Args:
-        model: a model with tensor parallelism; the modules in ``ends`` have the forward ``forwards.rows_of_region``.
-        ends: modules that end a region with a partial sum.
-        group: the ranks, which have the same tokens.
-        spans: first block and block after the last one of each pipeline stage, which takes and returns all tokens;
-            None: one stage.
+    ``model`` has tensor parallelism; the modules in ``ends`` have the forward ``forwards.rows_of_region``, and end a
+    region with a partial sum. ``spans`` has the first block and the block after the last one of each pipeline stage,
+    which takes and returns all tokens; None: one stage.
     """
     blocks = text_blocks(model)
     last = set(ends)
@@ -140,15 +131,9 @@ def regions_of(block: nn.Module) -> list[nn.Module]:
 def ends_of(
     blocks: Iterable[nn.Module], styles: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> Iterator[set[str]]:
-    """Collect, during forwards, the rowwise matrices whose product a region returns unchanged.
+    """Collect, during forwards, the rowwise matrices whose product a region of the blocks returns unchanged.
 
-    Args:
-        blocks: blocks of a decoder.
-        styles: module name -> style.
-        modules: module name -> module.
-
-    Yields:
-        Their layer-independent names, filled by the forwards.
+    Yields their layer-independent names, filled by the forwards.
     """
     ends: set[str] = set()
     products: dict[str, Tensor] = {}

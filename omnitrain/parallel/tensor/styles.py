@@ -16,16 +16,13 @@ from omnitrain.parallel.tensor.forwards import Around
 class Style:
     """The sharding and forward of a module, or of a parameter listed by itself.
 
-    Attributes:
-        cut: the sharded dim of its parameters. ``out``: the dim before the last (the only one of a vector), the columns
-            of the product. ``in``: the last dim; biases stay replicated. None: no dim.
-        forward: the replacement of its forward; None: unchanged.
-        of: the kind of module that supports the style.
+    ``cut``: the sharded dim of its parameters. ``out``: the dim before the last (the only one of a vector), the columns
+    of the product. ``in``: the last dim; biases stay replicated. None: no dim.
     """
 
     cut: Literal["out", "in"] | None = None
-    forward: Around | None = None
-    of: Literal["linear", "embedding", "any", "experts"] = "linear"
+    forward: Around | None = None  # the replacement of its forward; None: unchanged
+    of: Literal["linear", "embedding", "any", "experts"] = "linear"  # the kind of module that supports the style
 
     def dim(self, name: str, parameter: Tensor) -> int | None:
         """Return the sharded dim of a parameter; None: it stays replicated."""

@@ -29,11 +29,7 @@ def require_arguments(
     nproc: int,
     tolerance: float,
 ) -> None:
-    """Check types and ranges.
-
-    Raises:
-        UserError: names the first argument with a wrong type or value.
-    """
+    """Check types and ranges. Raises UserError: names the first argument with a wrong type or value."""
     _require_list("layouts", layouts, (str, Layout, ParallelPlan), "layouts such as 'dp2', or parallel plans")
     if not layouts:
         raise UserError("no layouts to verify; give at least one, such as dp2")
@@ -50,11 +46,7 @@ def require_arguments(
 
 
 def require_ranks(nproc: int) -> None:
-    """Check the number of ranks that may run at a time.
-
-    Raises:
-        UserError: it is not a positive integer.
-    """
+    """Check the number of ranks that may run at a time. Raises UserError: it is not a positive integer."""
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
         raise UserError(f"nproc: found {nproc!r}; expected a number of ranks, at least 1")
 
@@ -62,8 +54,7 @@ def require_ranks(nproc: int) -> None:
 def build_with(factory: Factory) -> PreTrainedModel:
     """Call ``factory`` with torch's generator at seed 0, so that every process builds the same model.
 
-    Raises:
-        UserError: the factory cannot be imported, or returns something else than a model.
+    Raises UserError: the factory cannot be imported, or returns something else than a model.
     """
     make = _named(factory) if isinstance(factory, str) else factory
     with torch.random.fork_rng(devices=[]):
@@ -77,14 +68,9 @@ def build_with(factory: Factory) -> PreTrainedModel:
 
 
 def require_same_weights(model: PreTrainedModel, first: dict[str, bytes]) -> None:
-    """Require that the factory builds the same weights at every call.
+    """Require that the factory builds the same weights at every call; raises UserError.
 
-    Args:
-        model: the model of this call.
-        first: parameter name -> digest of its weights in the first call. The first call fills it.
-
-    Raises:
-        UserError: a weight differs from the first call.
+    ``first``: parameter name -> digest of its weights in the first call, which fills it.
     """
     for name, parameter in model.named_parameters():
         digest = hashlib.blake2b(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy()).digest()
@@ -98,8 +84,7 @@ def require_same_weights(model: PreTrainedModel, first: dict[str, bytes]) -> Non
 def require_losses(batch: Sequence[Sample]) -> None:
     """Require a token to predict; without one no gradient exists to compare.
 
-    Raises:
-        UserError: no sample has a token to predict.
+    Raises UserError: no sample has a token to predict.
     """
     if not any(any(Pack.from_samples([sample]).loss_counts().values()) for sample in batch):
         raise UserError(

@@ -18,7 +18,7 @@ from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import Rounding, Step, nudge
 from omnitrain.optim.shards import local_shard
 from omnitrain.parallel.parallelize import build_parallelize_model
@@ -36,21 +36,13 @@ _NO_DIGITS = 0.1
 
 @dataclass(frozen=True)
 class Alone:
-    """What one process trains.
+    """What one process trains."""
 
-    Attributes:
-        factory: builds the model.
-        frozen: components that do not train.
-        adapters: components with LoRA adapters.
-        divided: encoders whose tower and projector are components by themselves.
-        dtypes: the dtypes of the layout, as a plan in JSON; empty: fp32 everywhere.
-    """
-
-    factory: Factory
-    frozen: frozenset[str] = frozenset()
-    adapters: tuple[tuple[str, Adapters], ...] = ()
-    divided: tuple[str, ...] = ()
-    dtypes: str = ""
+    factory: Factory  # builds the model
+    frozen: frozenset[str] = frozenset()  # components that do not train
+    adapters: tuple[tuple[str, Adapters], ...] = ()  # components with LoRA adapters
+    divided: tuple[str, ...] = ()  # encoders whose tower and projector are components by themselves
+    dtypes: str = ""  # the dtypes of the layout, as a plan in JSON; empty: fp32 everywhere
 
     def model(self) -> OmniModel:
         """Build it, in fp32 and not parallelized."""
@@ -64,20 +56,13 @@ class Alone:
 
 @dataclass(frozen=True)
 class Noise:
-    """The effect of rounding on one process that computes in fp32.
+    """The effect of rounding on one process that computes in fp32."""
 
-    Attributes:
-        gradients: parameter name -> error of its gradient between two orders of the samples, as in
-            :func:`relative_errors`.
-        weights: parameter name -> the same for its weight.
-        empty: names of parameters whose gradient is zero up to rounding.
-        neighbours: measures parameter name -> largest error of its gradient if every weight moves to a neighbouring
-            number.
-    """
-
+    # parameter name -> error of its gradient between two orders of the samples, as in :func:`relative_errors`
     gradients: dict[str, float]
-    weights: dict[str, float]
-    empty: frozenset[str]
+    weights: dict[str, float]  # parameter name -> the same for its weight
+    empty: frozenset[str]  # names of parameters whose gradient is zero up to rounding
+    # measures parameter name -> largest error of its gradient if every weight moves to a neighbouring number
     neighbours: Callable[[], dict[str, float]]
 
 

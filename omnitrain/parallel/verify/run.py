@@ -20,7 +20,8 @@ from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
-from omnitrain.ops.experts import Recording, Replayed, experts_in
+from omnitrain.ops.experts.routing_replay import Recording, Replayed
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.pipeline.whole import whole_over_stages
@@ -35,26 +36,17 @@ _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of one layout, as full tensors on the CPU.
+    """The results of one layout, as full tensors on the CPU."""
 
-    Attributes:
-        loss: loss of the first step.
-        gradients: parameter name -> its gradient in the first step.
-        weights: parameter name -> its weight after three steps of SGD with momentum.
-        moved: parameter name -> the difference of its weights after and before training.
-        peak_memory_mb: peak memory of this process, MiB.
-        collectives: number of collectives that this rank issued in the first step.
-        routing: a recording of the experts' routing per step; None if another run's was replayed, or without experts.
-        replayed: number of decisions that the replay changed, summed over the ranks.
-    """
-
-    loss: float
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    moved: dict[str, Tensor]
-    peak_memory_mb: float
-    collectives: int
+    loss: float  # loss of the first step
+    gradients: dict[str, Tensor]  # parameter name -> its gradient in the first step
+    weights: dict[str, Tensor]  # parameter name -> its weight after three steps of SGD with momentum
+    moved: dict[str, Tensor]  # parameter name -> the difference of its weights after and before training
+    peak_memory_mb: float  # peak memory of this process, MiB
+    collectives: int  # number of collectives that this rank issued in the first step
+    # a recording of the experts' routing per step; None if another run's was replayed, or without experts
     routing: tuple[Recording, ...] | None = None
+    # number of decisions that the replay changed, summed over the ranks
     replayed: Replayed = field(default_factory=Replayed)
 
 
@@ -77,13 +69,10 @@ def train(
     routing: tuple[Recording, ...] | None = None,
     steps: int = STEPS,
 ) -> Outcome:
-    """Train on the packs of this rank.
+    """Train on the packs of this rank; a rank of a section has none.
 
-    Args:
-        model: parallelized, or on one process.
-        packs: its micro-batches; none on a rank of a section.
-        routing: a recording per step to replay; None: this run routes tokens itself, and records it.
-        steps: number of steps; one is enough for the loss and the gradients.
+    ``routing``: a recording per step to replay; None: this run routes tokens itself, and records it. ``steps``: one is
+    enough for the loss and the gradients.
     """
     planner = step_planner(model)
     batches = [planner(packs) for _ in range(steps)]

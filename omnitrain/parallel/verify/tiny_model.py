@@ -37,12 +37,9 @@ def needed_memory(parameters: int, ranks: int) -> int:
 
 
 def fits(model: PreTrainedModel, ranks: int, memory: float | None) -> bool:
-    """Return whether a model can be verified in ``memory`` bytes.
+    """Return whether a model, also on ``meta``, can be verified in ``memory`` bytes; None: unlimited.
 
-    Args:
-        model: on any device, also ``meta``.
-        ranks: number of ranks; each holds a full copy while it builds the model.
-        memory: available bytes; None: unlimited.
+    ``ranks``: number of ranks; each holds a full copy while it builds the model.
     """
     return memory is None or needed_memory(num_parameters(model), ranks) <= memory
 
@@ -54,23 +51,14 @@ def num_parameters(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True, eq=False)  # configurations have no hash
 class TinyModel:
-    """A picklable factory of a model with new random weights, the same in every process.
+    """A picklable factory of a model with new random weights, the same in every process."""
 
-    Attributes:
-        model_class: class of the model.
-        config: config of the tiny size.
-        frozen: names of the frozen parameters.
-        adapters: component -> its LoRA adapters, limited to matrices that the tiny model has.
-        tokens: special token id of the full model -> its id in the tiny model.
-        rows: number of ordinary token ids, ``0 .. rows - 1``; None: token ids stay unchanged.
-    """
-
-    model_class: type[PreTrainedModel]
-    config: PreTrainedConfig
-    frozen: frozenset[str]
-    adapters: Mapping[str, Adapters]
-    tokens: Mapping[int, int]
-    rows: int | None
+    model_class: type[PreTrainedModel]  # class of the model
+    config: PreTrainedConfig  # config of the tiny size
+    frozen: frozenset[str]  # names of the frozen parameters
+    adapters: Mapping[str, Adapters]  # component -> its LoRA adapters, limited to matrices that the tiny model has
+    tokens: Mapping[int, int]  # special token id of the full model -> its id in the tiny model
+    rows: int | None  # number of ordinary token ids, ``0 .. rows - 1``; None: token ids stay unchanged.
 
     def __call__(self) -> PreTrainedModel:
         """Build the model, fp32 on the CPU."""
@@ -101,17 +89,9 @@ class TinyModel:
 def tiny_model_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> TinyModel | None:
     """Return a smaller stand-in for a model that is too large or on the meta device; None: verify the model itself.
 
-    Hidden widths stay. The language model keeps its first layers until each kind of layer occurs, at most four experts
-    per routing group and a few hundred vocabulary rows. Towers keep their first layers. A model on the meta device
-    that is small enough keeps its size and gets random weights.
-
-    Args:
-        model: a HF model, or an :class:`OmniModel`.
-        ranks: see :func:`fits`.
-        memory: available bytes; None: measured, or unlimited if the machine does not report it.
-
-    Raises:
-        UserError: the smaller model is too large, too.
+    Hidden widths stay; see :func:`tiny_config`. Towers keep their first layers. A model on the meta device that is
+    small enough keeps its size and gets random weights. ``ranks``, ``memory``: see :func:`fits`; None: measured, or
+    unlimited if the machine does not report it. Raises UserError: the smaller model is too large, too.
     """
     memory = available_memory() if memory is None else memory
     if fits(model, ranks, memory):

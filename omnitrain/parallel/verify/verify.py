@@ -19,9 +19,8 @@ from torch import Tensor
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.hf.samples import to_samples
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import LOSS, Rounding
-from omnitrain.page.text import as_text
 from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.resolve.sections import divide_encoders
@@ -47,6 +46,7 @@ from omnitrain.parallel.verify.run import STEPS, Outcome, micro_batches, train
 from omnitrain.parallel.verify.tiny_model import described, num_parameters, tiny_model_of
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan
+from omnitrain.terminal import as_text
 
 _NOISE_FACTOR = 20.0
 _MOST_ROUNDING = 1e-4  # a larger error is a difference, however much the gradient changes
@@ -157,19 +157,12 @@ def _shown_error(error: float) -> str:
 
 @dataclass(frozen=True)
 class _Case:
-    """A layout to verify.
+    """A layout to verify."""
 
-    Attributes:
-        name: its name in reports.
-        plan: its parallel plan.
-        accumulation: micro-batches per step.
-        ranks: number of ranks.
-    """
-
-    name: str
-    plan: ParallelPlan
-    accumulation: int
-    ranks: int
+    name: str  # its name in reports
+    plan: ParallelPlan  # its parallel plan
+    accumulation: int  # micro-batches per step
+    ranks: int  # number of ranks
 
 
 def verify(
@@ -183,11 +176,7 @@ def verify(
     pool: RankPool | None = None,
     memory: float | None = None,
 ) -> VerifyReport:
-    """Verify a model factory; :func:`omnitrain.verify` also takes recipes, and documents the arguments.
-
-    Raises:
-        UserError: see :func:`omnitrain.verify`.
-    """
+    """Verify a model factory; :func:`omnitrain.verify` also takes recipes, and documents the arguments and errors."""
     require_arguments(model_factory, samples, layouts, nproc, tolerance)
     cases = [_case(layout, nproc) for layout in layouts]
     ranks = pool or RankPool(nproc, preload=("omnitrain.parallel.verify.verify",))

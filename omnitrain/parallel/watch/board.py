@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
-from omnitrain.parallel.watch.report import Answer, Collectives, Place, RunningAction, report
+from omnitrain.parallel.watch.report import Answer, Place, report
 
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 10.0
@@ -25,17 +24,19 @@ class StallBoard:
     def __init__(self, store: dist.Store, name: str, rank: int, world: int) -> None:
         """``name`` must be the same on all ranks, and unused before."""
         self.rank = rank
-        shared: Any = store  # torch's type stubs lack `clone`
-        self._store = dist.PrefixStore(name, shared.clone())  # another connection, so other callers cannot block it
+        shared: Any = store  # torch's type stubs lack `clone`, and values that are bytes
+        self._store: Any = dist.PrefixStore(
+            name, shared.clone()
+        )  # another connection, so other callers cannot block it
         self._world = world
         self._last: Place | None = None
 
     def note(self, place: Place, moves: int) -> int:
         """Store this rank's position, in case the process dies; add ``moves`` and return the total of all ranks."""
         if place is not self._last:
-            self._store.set(f"place/{self.rank}", json.dumps(_plain(place)))
+            self._set(f"place/{self.rank}", place)
             self._last = place
-        return self._store.add("moves", moves)
+        return int(self._store.add("moves", moves))
 
     def is_reported(self) -> bool:
         """Return whether a rank has detected a stall."""
@@ -47,36 +48,34 @@ class StallBoard:
 
     def tell(self, answer: Answer, seconds: float) -> str | None:
         """Store this rank's answer; the first caller waits for the other answers and returns the report."""
-        self._store.set(f"answer/{self.rank}", json.dumps(asdict(answer) | {"place": _plain(answer.place)}))
+        self._set(f"answer/{self.rank}", answer)
         self._store.set("stalled", "")
         if not self.may_report():
             return None
         finished = {rank for rank in range(self._world) if self._has(f"left/{rank}")}
         running = [rank for rank in range(self._world) if rank not in finished]
         _wait(lambda: all(self._has(f"answer/{rank}") for rank in running), _ANSWER_SECONDS)
-        answers = {rank: self._answer_of(rank) for rank in running if self._has(f"answer/{rank}")}
-        silent: dict[int, Place | None] = dict.fromkeys(rank for rank in running if rank not in answers)
-        for rank in silent:
-            silent[rank] = self.last_place(rank)
+        found = {rank: self._get(f"answer/{rank}") for rank in running}
+        answers = {rank: answer for rank, answer in found.items() if answer is not None}
+        silent = {rank: self.last_place(rank) for rank, answer in found.items() if answer is None}
         return report(answers, silent, finished, seconds)
 
     def last_place(self, rank: int) -> Place | None:
         """Return the position that a rank stored last; None: it stored none."""
-        return _place(json.loads(self._store.get(f"place/{rank}"))) if self._has(f"place/{rank}") else None
+        place: Place | None = self._get(f"place/{rank}")
+        return place
 
     def fail(self, message: str) -> bool:
         """Report that this rank has failed; return whether it is the first. Only the first message is stored."""
         if self._store.add("failures", 1) > 1:
             return False
-        self._store.set("failed", json.dumps([self.rank, message]))
+        self._set("failed", (self.rank, message))
         return True
 
     def failure(self) -> tuple[int, str] | None:
         """Return the rank that failed first and its message; None: no rank has failed."""
-        if not self._has("failed"):
-            return None
-        rank, message = json.loads(self._store.get("failed"))
-        return rank, message
+        found: tuple[int, str] | None = self._get("failed")
+        return found
 
     def first_failure(self) -> tuple[int, str] | None:
         """Like :meth:`failure`, for a rank that has failed: wait until the first one has stored its message."""
@@ -86,9 +85,7 @@ class StallBoard:
     def take_note(self, *, is_one_gone: bool = False) -> None:
         """Confirm that this rank has read the failure. Rank 0, which holds the store, waits for all confirmations.
 
-        Args:
-            is_one_gone: a rank has ended. Rank 0 waits for the others only briefly, because a launcher that sees that a
-                rank has ended will end this one, too.
+        If one rank has ended, it waits only briefly, because a launcher that sees this will end rank 0, too.
         """
         self._store.add("noted", 1)
         if self.rank == 0:
@@ -102,7 +99,7 @@ class StallBoard:
     def part(self, *, has_reported: bool) -> None:
         """Wait until the report is printed, because the end of one rank's process may end the others.
 
-        Rank 0, which holds the store, returns last; otherwise the other ranks would print connection errors.
+        Rank 0, which holds the store, returns last, so that the others print no connection errors.
         """
         if has_reported:
             self._store.set("reported", "")
@@ -116,19 +113,12 @@ class StallBoard:
     def _has(self, key: str) -> bool:
         return self._store.check([key])
 
-    def _answer_of(self, rank: int) -> Answer:
-        values = json.loads(self._store.get(f"answer/{rank}"))
-        collectives = {key: Collectives(*value) for key, value in values["collectives"].items()}
-        return Answer(_place(values["place"]), values["seconds"], collectives, values["stack"])
+    def _get(self, key: str) -> Any:
+        """What a rank of this run has set; None: nothing."""
+        return pickle.loads(self._store.get(key)) if self._has(key) else None
 
-
-def _plain(place: Place) -> list[Any]:
-    return [*place._replace(samples=list(place.samples))]
-
-
-def _place(values: list[Any]) -> Place:
-    place = Place(*values)
-    return place if place.action is None else place._replace(action=RunningAction(*place.action))
+    def _set(self, key: str, value: Any) -> None:
+        self._store.set(key, pickle.dumps(value))
 
 
 def _wait(ready: Callable[[], bool], seconds: float) -> None:

@@ -20,12 +20,7 @@ def follow_components(model: Any, note: Callable[[str], object]) -> list[Removab
     The hooks are on the largest modules with parameters of only one component, and on their direct children, because
     methods of a component may call the children one by one. Blocks get no hooks, because they may be compiled.
 
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        note: called with the component's name; must not wait for a device.
-
-    Returns:
-        The handles of the hooks.
+    ``model`` is an :class:`omnitrain.models.omni.model.OmniModel`; ``note`` must not wait for a device.
     """
     return [hook for module, name in component_modules(model) for hook in _follow(module, name, note)]
 

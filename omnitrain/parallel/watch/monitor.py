@@ -49,21 +49,7 @@ class StallMonitor:
     Any call of :meth:`at` on any rank is progress: a slow run is fine as long as some rank changes its position within
     the limit. Until the end of the first step the limit is three times as long.
 
-    All ranks use it as a context manager::
-
-        with StallMonitor(store, rank, world, limit_s=600) as monitor:
-            monitor.follow(model)
-            for step in ...:
-                monitor.at(step=step, phase="data")
-                for index, pack in enumerate(packs):
-                    monitor.at(micro_batch=index, phase="forward", samples=pack.info.ids)
-                    ...
-                    monitor.at(phase="backward")
-                    ...
-                monitor.at(phase="optimizer")
-                ...
-                with monitor.paused("save"):
-                    ...
+    All ranks use it as a context manager around their steps, and call :meth:`follow` and :meth:`at` in it.
 
     From its start on, collectives of the existing process groups wait without a timeout: torch's timeouts, ten minutes
     on GPUs, would end the run before the limit, without naming a rank.
@@ -82,11 +68,11 @@ class StallMonitor:
         *,
         on_failure: Callable[[int], None] | None = None,
     ) -> None:
-        """Create the monitor; it starts when the context is entered.
+        """Create the monitor; it starts when the context is entered. The calling thread is the main thread.
 
         Args:
-            store: a store that all ranks share; the monitor opens another connection to it.
-            rank: rank of this process; the calling thread is its main thread.
+            store: all ranks share it; the monitor opens another connection to it.
+            rank: rank of this process.
             world: number of ranks.
             limit_s: seconds without progress on any rank before the run ends; None: no limit.
             on_failure: called with this rank if it is the first one that fails.
@@ -120,13 +106,7 @@ class StallMonitor:
         samples; a new micro-batch or action resets all but the step; a new phase resets component and action. Phases
         other than ``encode``, ``forward`` and ``backward`` belong to the step, and end its micro-batch.
 
-        Args:
-            step: the optimizer step, from 1.
-            micro_batch: index of the micro-batch in the step, from 0.
-            phase: phase of the micro-batch or step.
-            component: the component that runs now.
-            samples: ids of the samples in the micro-batch; not copied.
-            action: the action of the schedule that runs now.
+        The arguments are those of :class:`Place`; ``samples`` is not copied.
         """
         last = self._place
         if step is not None:
@@ -150,11 +130,7 @@ class StallMonitor:
                 pass
 
     def follow(self, model: nn.Module) -> None:
-        """Set the position to each component of ``model`` when its forward or backward begins, until :meth:`close`.
-
-        Args:
-            model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        """
+        """Set the position to each component of an OmniModel when its forward or backward begins, until closed."""
         self._hooks += follow_components(model, lambda name: self.at(component=name))
 
     @contextmanager

@@ -17,7 +17,7 @@ class RunningAction(NamedTuple):
     """The action of a schedule that a rank runs.
 
     Attributes:
-        text: what it does, such as ``backward of stage 3``.
+        text: such as ``backward of stage 3``.
         number: its index in the rank's list of actions; in a section, only messages count.
         needs: (rank, index in its list) of the actions of other ranks that must have ended: they send what it needs, or
             come before an action that these ranks run together with this one. -1: the rank must have begun its list.
@@ -51,12 +51,7 @@ class Place(NamedTuple):
 
 
 class Collectives(NamedTuple):
-    """The collectives that a rank has started on a process group; if the counts of its ranks differ, one waits.
-
-    Attributes:
-        group: description of the group.
-        begun: number of started collectives.
-    """
+    """The number of collectives that a rank has started on a group; if the counts of its ranks differ, one waits."""
 
     group: str
     begun: int
@@ -64,13 +59,9 @@ class Collectives(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """The status that a rank reports.
+    """The status that a rank reports: its position, for how long, its collectives by group and device.
 
-    Attributes:
-        place: its position.
-        seconds: time since it reached that position, in seconds.
-        collectives: group and device -> its started collectives.
-        stack: stack of its main thread; in a pair of a forward and a backward, of the one that has its turn.
+    ``stack`` is the one of its main thread; in a pair of a forward and a backward, of the thread that has its turn.
     """
 
     place: Place
@@ -82,14 +73,9 @@ class Answer:
 def awaited_ranks(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> list[int]:
     """Return the ranks that the others wait for.
 
-    Args:
-        answers: rank -> its answer.
-        silent: ranks whose process has ended, or cannot run Python.
-
-    Returns:
-        The silent ranks, if any. Otherwise the ranks that have started fewer collectives than another rank of a group,
-        or have not sent a message to another stage or section, and wait for nobody themselves. If there are none, the
-        ranks with the least progress in the step; all ranks, if their progress is equal.
+    These are the ``silent`` ones, whose process has ended, or cannot run Python; else the ranks that have started fewer
+    collectives than another rank of a group, or have not sent a message to another stage or section, and wait for
+    nobody themselves; else the ranks with the least progress in the step, which may be all.
     """
     if silent := sorted(silent):
         return silent
@@ -140,7 +126,7 @@ def report(
         answers: rank -> its answer.
         silent: rank without an answer -> its last known position; None: it never reported one.
         finished: ranks that had left the loop.
-        seconds: time since the last progress of any rank, in seconds.
+        seconds: time since the last progress of any rank.
     """
     culprits = awaited_ranks(answers, silent)
     lines = [f"the run stalled: no rank made progress for {seconds:.0f} s (train.stall_seconds)"]

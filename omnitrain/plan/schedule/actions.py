@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -45,7 +45,7 @@ COLLECTIVES = ENCODES | {Kind.OPTIMIZER}  # over all pipeline ranks
 
 SEND_OF = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
-SEND_OF_RECEIVE = {receive: send for send, receive in RECEIVE_OF.items()}
+RECEIVE_FOR = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}  # of its input
 
 _KINDS = frozenset(kind.value for kind in Kind)
 _ACTION = re.compile(r"(\d*)([A-Z_]+)(\d*)(?:[<>](\d+))?(?:@([^\s;()]+))?")
@@ -94,13 +94,6 @@ class Action(NamedTuple):
         stage = None if self.stage is None else self.stage + (1 if self.kind is Kind.SEND_F else -1)
         return self._replace(kind=RECEIVE_OF[self.kind], stage=stage, peer=sender)
 
-    def channel(self, rank: int) -> Channel:
-        """Return the channel of this message of list ``rank``; the action is a send or a receive."""
-        assert self.peer is not None
-        if self.kind in SENDS:
-            return Channel(self.kind, self.component, rank, self.peer)
-        return Channel(SEND_OF_RECEIVE[self.kind], self.component, self.peer, rank)
-
     @staticmethod
     def parse(text: str) -> Action:
         """Read an action: ``3B1``, ``0RECV_B2<1``, ``1UNSHARD``, ``(3F2;5B1)OVERLAP_F_B``, ``ENCODE0@vision``.
@@ -123,44 +116,44 @@ def _number(text: str | None) -> int | None:
     return int(text) if text else None
 
 
-class Channel(NamedTuple):
-    """Messages of one kind from one rank to another, which arrive in the order in which they were sent.
-
-    Attributes:
-        kind: ``SEND_F`` or ``SEND_B``.
-        component: component whose results they are.
-        sender: list of the rank that sends.
-        receiver: list of the rank that receives.
-    """
-
-    kind: Kind
-    component: str
-    sender: int
-    receiver: int
-
-    def other(self, rank: int) -> int:
-        """Return the end that is not ``rank``."""
-        return self.receiver if rank == self.sender else self.sender
-
-
-class SectionOfSchedule(NamedTuple):
-    """Encoders with ranks of their own, in a schedule.
+@dataclass(frozen=True)
+class SectionWindows:
+    """A section in a step: its ranks encode windows of micro-batches, one after the other.
 
     Attributes:
         name: name of the section.
-        components: its encoders.
-        size: number of micro-batches that they encode together.
-        slots: number of messages with features of a component for which those who read them have room.
-        ahead: whether the features of this step were encoded in the step before.
-        reads: (component of this section, component of another section whose features it reads).
+        encoded: component -> first micro-batches of the windows in which it has items; in the order in which the
+            components of a window encode.
+        trained: components that have a backward.
+        size: number of micro-batches in a window.
+        slots: number of messages of a component for which those who read them have room.
+        in_flight: number of windows whose activations the section may keep; None: any number.
+        encode_twice: it keeps none, and its backwards repeat the forwards.
+        is_encoded: its features were encoded in the step before; now they are only sent. Then nothing trains.
+        upcoming: component -> windows of the next step, which it encodes in this one. Their micro-batches are counted
+            on from those of this step.
+        reads: component of this section -> component of another one whose features it reads, in windows of equal size.
     """
 
     name: str
-    components: tuple[str, ...]
+    encoded: Mapping[str, Sequence[int]] = field(hash=False)
+    trained: frozenset[str]
     size: int
     slots: int
-    ahead: bool = False
-    reads: tuple[tuple[str, str], ...] = ()
+    in_flight: int | None = None
+    encode_twice: bool = False
+    is_encoded: bool = False
+    upcoming: Mapping[str, Sequence[int]] = field(default_factory=dict, hash=False)
+    reads: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def keeps(self) -> float:
+        """Number of windows whose activations it may keep."""
+        return float("inf") if self.in_flight is None or self.encode_twice else self.in_flight
+
+    def components_of(self, window: int) -> list[str]:
+        """Return the components that have items in a window."""
+        return [component for component, windows in self.encoded.items() if window in windows]
 
 
 @dataclass(frozen=True)
@@ -180,7 +173,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     stage_ranks: tuple[int, ...]
     num_micro_batches: int
-    sections: tuple[SectionOfSchedule, ...] = ()
+    sections: tuple[SectionWindows, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -200,11 +193,20 @@ class Schedule:
     @cached_property
     def slots(self) -> Mapping[str, int]:
         """Component of a section -> number of messages with its features for which the first stage has room."""
-        return {component: section.slots for section in self.sections for component in section.components}
+        return {component: section.slots for section in self.sections for component in section.encoded}
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+
+    def send_of(self, part: Action) -> Action | None:
+        """Return the send of a pass's result to another rank; None: it stays on its rank, or nobody needs it."""
+        if part.kind is Kind.W or part.stage is None:
+            return None
+        stage = part.stage + (1 if part.kind is Kind.F else -1)
+        if not 0 <= stage < self.num_stages or self.stage_ranks[stage] == self.stage_ranks[part.stage]:
+            return None
+        return part._replace(kind=SEND_OF[part.kind], peer=self.stage_ranks[stage])
 
     @cached_property
     def senders(self) -> Mapping[Action, tuple[int, int]]:
@@ -215,12 +217,6 @@ class Schedule:
             for index, action in enumerate(row)
             if action.kind in SENDS
         }
-
-    @cached_property
-    def channels(self) -> frozenset[Channel]:
-        """All channels of the lowered schedule."""
-        messages = SENDS | RECEIVES
-        return frozenset(a.channel(rank) for rank, row in enumerate(self.actions) for a in row if a.kind in messages)
 
     @cached_property
     def messages_before(self) -> tuple[tuple[int, ...], ...]:
@@ -235,46 +231,8 @@ class Schedule:
     def peak_live(self) -> tuple[int, ...]:
         """Return, for each rank, the largest number of (stage, micro-batch) whose activations it keeps at one time.
 
-        Activations are kept from a forward to its ``B`` or ``W``.
+        Activations are kept from a forward to its ``B`` or ``W``. Of an overlap, the forward counts first.
         """
-        return tuple(max(_live(row), default=0) for row in self.actions)
-
-    def to_csv(self) -> str:
-        """Return a line for each rank, its actions separated by commas."""
-        return "".join(",".join(map(str, row)) + "\n" for row in self.actions)
-
-    @staticmethod
-    def from_csv(text: str) -> Schedule:
-        """Read what :meth:`to_csv` or torch's schedules wrote. Empty cells are left out.
-
-        The stages, their ranks and the number of micro-batches follow from the forwards.
-
-        Raises:
-            ScheduleError: a cell is not an action, or a stage has no forward.
-        """
-        actions = tuple(
-            tuple(Action.parse(cell) for cell in line.split(",") if cell.strip()) for line in text.splitlines()
-        )
-        ranks: dict[int, int] = {}
-        num_micro_batches = 0
-        for rank, row in enumerate(actions):
-            for part in _passes(row):
-                if part.kind is Kind.F and part.stage is not None and part.micro_batch is not None:
-                    ranks.setdefault(part.stage, rank)
-                    num_micro_batches = max(num_micro_batches, part.micro_batch + 1)
-        missing = [stage for stage in range(max(ranks, default=0) + 1) if stage not in ranks]
-        if missing:
-            raise ScheduleError(f"no rank of this schedule runs a forward of stage {missing[0]}")
-        return Schedule(actions, tuple(ranks[stage] for stage in range(len(ranks))), num_micro_batches)
-
-
-def _passes(row: Sequence[Action]) -> Iterator[Action]:
-    return (part for action in row for part in action.passes)
-
-
-def _live(row: Sequence[Action]) -> Iterator[int]:
-    """Yield the number of kept activations after each forward of a rank; an overlap's forward counts first."""
-    live = 0
-    for part in _passes(row):
-        live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(part.kind, 0)
-        yield live
+        changes = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+        passes = ([part for action in row for part in action.passes] for row in self.actions)
+        return tuple(max(accumulate((changes.get(part.kind, 0) for part in of_rank), initial=0)) for of_rank in passes)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from omnitrain.plan.schedule.actions import COLLECTIVES, COMPUTE, Action, Kind, Schedule
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.simulate import Event, Stream, Timeline, simulate
 
 _FILL = {
@@ -68,24 +67,6 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
             exposed = float(timeline.exposed(rank) / timeline.makespan)
             lines.append(f"{' ' * len(name)} |{_bars(moving, timeline, width)}| exposed {exposed:.1%}")
     return "\n".join(lines) + "\n"
-
-
-def as_timeline(schedule: Schedule, taken: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
-    """Return a step that ran as a timeline, to draw it below the simulated one.
-
-    Args:
-        schedule: the schedule that ran.
-        taken: ``[ranks][actions]``, start and end of each action in seconds from the start of the step.
-    """
-    rows = []
-    for row, of_row in zip(schedule.actions, taken, strict=True):
-        events = []
-        for action, (start, end) in zip(row, of_row, strict=True):
-            computes = action.kind in COMPUTE or action.kind in COLLECTIVES
-            stream = Stream.COMPUTE if computes else Stream.COMMUNICATION
-            events.append(Event(action, stream, start, end, 0, None))
-        rows.append(tuple(events))
-    return Timeline(schedule, tuple(rows))
 
 
 def as_json(timeline: Timeline) -> dict[str, Any]:

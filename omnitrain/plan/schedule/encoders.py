@@ -42,7 +42,7 @@ def with_encoders(schedule: Schedule, encoders: Sequence[EncoderWindows]) -> Sch
     if not encoders or not schedule.num_micro_batches:
         return schedule
     events = simulate(schedule, _SECONDS).events
-    timed = sorted(_timed(schedule, encoders, events[schedule.stage_ranks[0]]))
+    timed = sorted(_timed(encoders, events[schedule.stage_ranks[0]]))
     rows = []
     for row, of_rank in zip(schedule.actions, events, strict=True):
         starts = [event.start for event in of_rank]
@@ -54,22 +54,51 @@ def with_encoders(schedule: Schedule, encoders: Sequence[EncoderWindows]) -> Sch
 
 
 def _timed(
-    schedule: Schedule, encoders: Sequence[EncoderWindows], of_first_stage: Sequence[Event]
+    encoders: Sequence[EncoderWindows], of_first_stage: Sequence[Event]
 ) -> Iterator[tuple[tuple[float, ...], Action]]:
     """Yield each action of an encoder after what decides its place: first the seconds before which it must come."""
-    first, ends = {}, {}  # micro-batch -> seconds on the first stage
-    for event in of_first_stage:
-        for part in event.action.passes:
-            if part.stage == 0 and part.kind is Kind.F:
-                first[part.micro_batch] = event.start
-            elif part.stage == 0 and part.kind is not Kind.W:
-                ends[part.micro_batch] = event.end
+    actions = [event.action for event in of_first_stage]
     for order, encoder in enumerate(encoders):
-        for start in range(0, schedule.num_micro_batches, encoder.size):
-            window = range(start, min(start + encoder.size, schedule.num_micro_batches))
-            needed, done = min(first[k] for k in window), max(ends[k] for k in window)
-            encode = Action(Kind.ENCODE, micro_batch=start, component=encoder.component)
-            yield (needed, 1, order, 0), encode
-            yield (needed, 1, order, 1), encode._replace(kind=Kind.EXCHANGE)
+        first, last = uses_of_windows(actions, encoder.size)
+        for window, index in first.items():
+            encode = Action(Kind.ENCODE, micro_batch=window, component=encoder.component)
+            yield (of_first_stage[index].start, 1, order, 0), encode
+            yield (of_first_stage[index].start, 1, order, 1), encode._replace(kind=Kind.EXCHANGE)
             if encoder.is_trained:
-                yield (done, 0, -order, 0), encode._replace(kind=Kind.ENCODE_B)
+                yield (of_first_stage[last[window]].end, 0, -order, 0), encode._replace(kind=Kind.ENCODE_B)
+
+
+def uses_of_windows(row: Sequence[Action], size: int) -> tuple[dict[int, int], dict[int, int]]:
+    """Return when the first stage uses the features of each window of ``size`` micro-batches.
+
+    Args:
+        row: the actions of its rank.
+        size: number of micro-batches in a window.
+
+    Returns:
+        Window (its first micro-batch) -> index of the first action that reads its features, and of the last one that
+        gives them gradients.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, action in enumerate(row):
+        for part in action.passes:
+            if part.stage == 0 and part.micro_batch is not None and part.kind is not Kind.W:
+                window = part.micro_batch - part.micro_batch % size
+                (first.setdefault if part.kind is Kind.F else last.__setitem__)(window, index)
+    return first, last
+
+
+def with_weights(row: Sequence[Action]) -> Iterator[tuple[list[Action], Action, list[Action]]]:
+    """Yield each action of a rank with what comes before and after it, for the weights of the component it encodes.
+
+    They are gathered for each of its passes, and its gradients are reduced after its last backward.
+    """
+    last_backward = {action.component: index for index, action in enumerate(row) if action.kind is Kind.ENCODE_B}
+    for index, action in enumerate(row):
+        if action.kind not in (Kind.ENCODE, Kind.ENCODE_B):
+            yield [], action, []
+            continue
+        is_last = last_backward.get(action.component) == index
+        after = [Action(kind, component=action.component) for kind in [Kind.REDUCE] * is_last + [Kind.RESHARD]]
+        yield [Action(Kind.UNSHARD, component=action.component)], action, after

@@ -11,8 +11,8 @@ forward and backward of one micro-batch over all its chunks. With equal stages a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from enum import StrEnum
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from omnitrain.errors import ScheduleError
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
@@ -20,26 +20,18 @@ from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 KINDS = ("gpipe", "1f1b", "interleaved", "zbv")
 
 
-class Placement(StrEnum):
-    """Which rank has which stage: see :func:`stage_of`."""
-
-    LOOP = "loop"
-    V = "v"
-
-
-def stage_of(rank: int, chunk: int, num_ranks: int, placement: Placement = Placement.LOOP) -> int:
+def stage_of(rank: int, chunk: int, num_ranks: int, *, is_v: bool = False) -> int:
     """Return the stage that is chunk ``chunk`` of a rank.
 
-    ``loop``: stages go round the ranks: with 4 ranks, rank 0 has stages 0, 4, 8, ... ``v``: every second round goes
-    back, so that adjacent stages 3 and 4 are on one rank: rank 0 has stages 0, 7, 8, ...
+    Stages go round the ranks: with 4 ranks, rank 0 has stages 0, 4, 8, ... In a V, every second round goes back, so
+    that adjacent stages 3 and 4 are on one rank: rank 0 has stages 0, 7, 8, ...
     """
-    goes_back = placement is Placement.V and chunk % 2 == 1
-    return chunk * num_ranks + (num_ranks - 1 - rank if goes_back else rank)
+    return chunk * num_ranks + (num_ranks - 1 - rank if is_v and chunk % 2 else rank)
 
 
-def stage_ranks(num_ranks: int, num_chunks: int, placement: Placement = Placement.LOOP) -> tuple[int, ...]:
+def stage_ranks(num_ranks: int, num_chunks: int, *, is_v: bool = False) -> tuple[int, ...]:
     """Return the rank of each of ``num_ranks * num_chunks`` stages: the inverse of :func:`stage_of`."""
-    ranks = {stage_of(r, c, num_ranks, placement): r for r in range(num_ranks) for c in range(num_chunks)}
+    ranks = {stage_of(r, c, num_ranks, is_v=is_v): r for r in range(num_ranks) for c in range(num_chunks)}
     return tuple(ranks[stage] for stage in range(len(ranks)))
 
 
@@ -55,9 +47,7 @@ def accumulate(num_micro_batches: int, *, overlap: bool = False) -> Schedule:
 
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2019). All activations are kept."""
-    _require_positive(num_ranks, 1, num_micro_batches)
-    rows = ([_pass(kind, rank, k) for kind in "FB" for k in range(num_micro_batches)] for rank in range(num_ranks))
-    return _schedule(rows, stage_ranks(num_ranks, 1), num_micro_batches)
+    return one_f_one_b(num_ranks, num_micro_batches, extra_warm_up=num_micro_batches)
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int, *, extra_warm_up: int = 0, overlap: bool = False) -> Schedule:
@@ -71,18 +61,8 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int, *, extra_warm_up: int = 
             other, and a result leaves at the end of its pair. So each rank does ``2 (p - r - 1) + 1`` forwards before
             its first pair, as in interleaved 1F1B, and rank r keeps at most 2 (p - r) activations.
     """
-    _require_positive(num_ranks, 1, num_micro_batches)
-    micro_batches = range(num_micro_batches)
-    rows = (
-        _warm_up_then_alternate(
-            [_pass("F", rank, k) for k in micro_batches],
-            [_pass("B", rank, k) for k in micro_batches],
-            (1 + overlap) * (num_ranks - rank - 1) + extra_warm_up,
-            overlap,
-        )
-        for rank in range(num_ranks)
-    )
-    return _schedule(rows, stage_ranks(num_ranks, 1), num_micro_batches)
+    warm_ups = [(1 + overlap) * (num_ranks - rank - 1) + extra_warm_up for rank in range(num_ranks)]
+    return _alternating(num_ranks, 1, num_micro_batches, num_micro_batches, warm_ups, overlap)
 
 
 def interleaved(
@@ -106,22 +86,40 @@ def interleaved(
         overlap: whether a forward and the backward that follows it are one ``OVERLAP_F_B``. Since the two must not need
             each other, each rank does one more forward before its first backward.
     """
-    _require_positive(num_ranks, num_chunks, num_micro_batches)
     if group_size is not None and group_size < num_ranks:
         raise ScheduleError(
             f"a group of {group_size} micro-batches does not fill a pipeline of {num_ranks} ranks; "
             f"set the group size to {num_ranks} or more"
         )
-    groups = list(_groups(num_micro_batches, group_size or num_ranks))
-    order = [(chunk, k) for group in groups for chunk in range(num_chunks) for k in group]
+    least = group_size or num_ranks
+    largest = -(-num_micro_batches // max(1, num_micro_batches // max(1, least)))
+    others = (num_chunks - 1) * largest + extra_warm_up
+    warm_ups = [2 * (num_ranks - rank - 1) + others for rank in range(num_ranks)]
+    return _alternating(num_ranks, num_chunks, num_micro_batches, least, warm_ups, overlap)
+
+
+def _alternating(p: int, v: int, m: int, group_size: int, warm_ups: Sequence[int], overlap: bool) -> Schedule:
+    """``warm_ups[rank]`` forwards, a forward and a backward in turn or as one action, then the other backwards.
+
+    Micro-batches run in groups of at least ``group_size``, if there are as many, the larger groups first.
+    """
+    _require_positive(p, v, m)
+    num_groups = max(1, m // group_size)
+    size, larger = divmod(m, num_groups)
+    starts = [group * size + min(group, larger) for group in range(num_groups + 1)]
+    order = [(chunk, k) for start, stop in pairwise(starts) for chunk in range(v) for k in range(start, stop)]
     rows = []
-    for rank in range(num_ranks):
-        stages = [stage_of(rank, chunk, num_ranks) for chunk in range(num_chunks)]
-        warm_up = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * len(groups[0]) + extra_warm_up
-        forwards = [_pass("F", stages[chunk], k) for chunk, k in order]
-        backwards = [_pass("B", stages[-1 - chunk], k) for chunk, k in order]
-        rows.append(_warm_up_then_alternate(forwards, backwards, warm_up, overlap))
-    return _schedule(rows, stage_ranks(num_ranks, num_chunks), num_micro_batches)
+    for rank, warm_up in enumerate(warm_ups):
+        stages = [stage_of(rank, chunk, p) for chunk in range(v)]
+        forwards = [Action(Kind.F, stages[chunk], k) for chunk, k in order]
+        backwards = [Action(Kind.B, stages[-1 - chunk], k) for chunk, k in order]
+        first = min(warm_up + overlap, len(forwards))
+        pairs = list(zip(forwards[first:], backwards, strict=False))
+        steady = (
+            [Action(Kind.OVERLAP_F_B, parts=pair) for pair in pairs] if overlap else [a for pair in pairs for a in pair]
+        )
+        rows.append([*forwards[:first], *steady, *backwards[len(pairs) :]])
+    return _schedule(rows, stage_ranks(p, v), m)
 
 
 def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -133,12 +131,11 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
     blocks, as much memory as 1F1B on rank 0.
     """
     _require_positive(num_ranks, 2, num_micro_batches)
-    ranks = stage_ranks(num_ranks, 2, Placement.V)
     rows = (
-        [action for action in _zbv_row(rank, num_ranks, num_micro_batches) if _micro_batch(action) < num_micro_batches]
+        [step for step in _zbv_row(rank, num_ranks, num_micro_batches) if (step.micro_batch or 0) < num_micro_batches]
         for rank in range(num_ranks)
     )
-    return _schedule(rows, ranks, num_micro_batches)
+    return _schedule(rows, stage_ranks(num_ranks, 2, is_v=True), num_micro_batches)
 
 
 def generate(
@@ -165,22 +162,22 @@ def generate(
     """
     if kind not in KINDS:
         raise ScheduleError(f"there is no pipeline schedule '{kind}'; there are {', '.join(KINDS)}")
-    chunks = num_chunks or (2 if kind in ("interleaved", "zbv") else 1)
-    if kind != "interleaved" and group_size is not None:
-        raise ScheduleError(f"{kind} has no groups of micro-batches; leave out the group size or use interleaved")
-    if kind == "interleaved" and chunks < 2:
-        raise ScheduleError(f"interleaved needs at least 2 stages on each rank, not {chunks}; for 1 use 1f1b")
-    if kind == "zbv" and chunks != 2:
-        raise ScheduleError(f"zbv has 2 stages on each rank, not {chunks}")
-    if kind in ("gpipe", "1f1b") and chunks != 1:
-        raise ScheduleError(f"{kind} has 1 stage on each rank, not {chunks}; for more use interleaved")
     if overlap and kind in ("gpipe", "zbv"):
         raise ScheduleError(f"{kind} does not run a forward and a backward in turn; use 1f1b or interleaved")
+    least = 2 if kind in ("interleaved", "zbv") else 1
+    chunks = num_chunks or least
     if kind == "interleaved":
+        if chunks < least:
+            raise ScheduleError(f"interleaved needs at least 2 stages on each rank, not {chunks}; for 1 use 1f1b")
         return interleaved(num_ranks, chunks, num_micro_batches, group_size=group_size, overlap=overlap)
+    if group_size is not None:
+        raise ScheduleError(f"{kind} has no groups of micro-batches; leave out the group size or use interleaved")
+    if chunks != least:
+        stages, others = f"{least} stage{'s' * (least > 1)}", "" if kind == "zbv" else "; for more use interleaved"
+        raise ScheduleError(f"{kind} has {stages} on each rank, not {chunks}{others}")
     if kind == "1f1b":
         return one_f_one_b(num_ranks, num_micro_batches, overlap=overlap)
-    return {"gpipe": gpipe, "zbv": zbv}[kind](num_ranks, num_micro_batches)
+    return (gpipe if kind == "gpipe" else zbv)(num_ranks, num_micro_batches)
 
 
 def least_micro_batches(kind: str, num_ranks: int, group_size: int | None = None) -> int:
@@ -188,16 +185,7 @@ def least_micro_batches(kind: str, num_ranks: int, group_size: int | None = None
     return {"gpipe": 1, "1f1b": num_ranks, "interleaved": group_size or num_ranks, "zbv": 2 * num_ranks - 1}[kind]
 
 
-def _pass(kind: str, stage: int, micro_batch: int) -> Action:
-    return Action(Kind(kind), stage, micro_batch)
-
-
-def _micro_batch(action: Action) -> int:
-    assert action.micro_batch is not None
-    return action.micro_batch
-
-
-def _schedule(rows: Iterator[list[Action]] | list[list[Action]], ranks: tuple[int, ...], m: int) -> Schedule:
+def _schedule(rows: Iterable[list[Action]], ranks: tuple[int, ...], m: int) -> Schedule:
     return Schedule(tuple(map(tuple, rows)), ranks, m)
 
 
@@ -208,37 +196,16 @@ def _require_positive(num_ranks: int, num_chunks: int, num_micro_batches: int) -
             raise ScheduleError(f"a schedule needs at least 1 of its {noun}, not {number}")
 
 
-def _warm_up_then_alternate(
-    forwards: list[Action], backwards: list[Action], warm_up: int, overlap: bool
-) -> list[Action]:
-    """Return ``warm_up`` forwards, then a forward and a backward in turn or as one action, then the other backwards."""
-    warm_up = min(warm_up + overlap, len(forwards))
-    pairs = list(zip(forwards[warm_up:], backwards, strict=False))
-    steady = [Action(Kind.OVERLAP_F_B, parts=p) for p in pairs] if overlap else [a for pair in pairs for a in pair]
-    return [*forwards[:warm_up], *steady, *backwards[len(pairs) :]]
-
-
-def _groups(num_micro_batches: int, least: int) -> Iterator[range]:
-    """Divide micro-batches into groups of at least ``least``, if there are as many, the larger groups first."""
-    num_groups = max(1, num_micro_batches // least)
-    size, larger = divmod(num_micro_batches, num_groups)
-    start = 0
-    for group in range(num_groups):
-        stop = start + size + (group < larger)
-        yield range(start, stop)
-        start = stop
-
-
 def _zbv_row(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
     """Yield a rank's actions for at least 2 p - 1 micro-batches. Micro-batches that do not exist are to be left out."""
     m = max(2 * num_ranks - 1, num_micro_batches)
-    stages = [stage_of(rank, chunk, num_ranks, Placement.V) for chunk in (0, 1)]
+    stages = [stage_of(rank, chunk, num_ranks, is_v=True) for chunk in (0, 1)]
     after = num_ranks - rank
     done = {(kind, chunk): 0 for kind in "FIW" for chunk in (0, 1)}
 
     def run(kinds: str, chunk: int) -> Iterator[Action]:
         for kind in kinds:
-            yield _pass(kind, stages[chunk], done[kind, chunk])
+            yield Action(Kind(kind), stages[chunk], done[kind, chunk])
             done[kind, chunk] += 1
 
     for _ in range(2 * after - 1):  # warm-up

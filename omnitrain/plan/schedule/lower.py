@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
+from itertools import accumulate, islice
 
 from omnitrain.errors import ScheduleError
-from omnitrain.plan.schedule.actions import SEND_OF, Action, Kind, Schedule
+from omnitrain.plan.schedule.actions import RECEIVE_FOR, Action, Kind, Schedule
+from omnitrain.plan.schedule.encoders import with_weights
 from omnitrain.plan.schedule.simulate import simulate
 from omnitrain.plan.schedule.validate import validate
+
+_Added = dict[int, list[Action]]  # index of an action -> what comes before or after it
 
 
 def lower(
@@ -45,26 +48,16 @@ def lower(
     receives = _receives(schedule, receives_ahead)
     rows: list[list[Action]] = []
     for rank, row in enumerate(schedule.actions):
-        before: dict[int, list[Action]] = receives[rank]
-        after: dict[int, list[Action]] = {i: list(_sends(schedule, rank, action)) for i, action in enumerate(row)}
+        before, after = receives[rank], _Added()
+        for index, action in enumerate(row):
+            after[index] = [send for part in action.passes if (send := schedule.send_of(part)) is not None]
         if hold_weights:
             _add_weights(row, before, after, max_gathered or len(schedule.stages_of(rank)))
-            _add_weights_of_encoders(row, before, after)
         rows.append([step for i, action in enumerate(row) for step in (*before[i], action, *after[i])])
     return schedule.with_actions(rows)
 
 
-def _sends(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
-    """Yield the sends of an action's results to other ranks."""
-    for part in action.passes:
-        if part.kind is Kind.W or part.stage is None:
-            continue
-        next_stage = part.stage + (1 if part.kind is Kind.F else -1)
-        if 0 <= next_stage < schedule.num_stages and schedule.stage_ranks[next_stage] != rank:
-            yield part._replace(kind=SEND_OF[part.kind], peer=schedule.stage_ranks[next_stage])
-
-
-def _receives(schedule: Schedule, ahead: int) -> list[dict[int, list[Action]]]:
+def _receives(schedule: Schedule, ahead: int) -> list[_Added]:
     """Return, for each rank, the receives to post before its action i.
 
     A receive is posted ``ahead`` actions before its use, or earlier: while the sender still computes what it will send,
@@ -73,42 +66,34 @@ def _receives(schedule: Schedule, ahead: int) -> list[dict[int, list[Action]]]:
     """
     timeline = simulate(schedule, lambda _: 1)
     ends = [[event.end for event in row] for row in timeline.events]
-    used_at = [_uses(row) for row in schedule.actions]
+    used_at = [
+        {
+            (RECEIVE_FOR[part.kind], part.stage, part.micro_batch): index
+            for index, action in enumerate(row)
+            for part in action.passes
+            if part.kind in RECEIVE_FOR
+        }
+        for row in schedule.actions
+    ]
     channels: dict[tuple[Kind, int, int], list[tuple[int, Action]]] = defaultdict(list)
     for sender, row in enumerate(schedule.actions):
         for index, action in enumerate(row):
-            for send in _sends(schedule, sender, action):
+            for send in filter(None, map(schedule.send_of, action.passes)):
                 assert send.peer is not None
                 receive = send.receive(sender)
                 use = used_at[send.peer][receive.kind, receive.stage, receive.micro_batch]
                 is_sent_at = bisect_left(ends[send.peer], ends[sender][index])
                 channels[send.kind, sender, send.peer].append((max(0, min(use - ahead, is_sent_at)), receive))
-    before: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.actions]
+    before: list[_Added] = [defaultdict(list) for _ in schedule.actions]
     for (_, _, receiver), receives in channels.items():
-        latest = len(schedule.actions[receiver])
-        posts: list[tuple[int, Action]] = []
-        for index, receive in reversed(receives):  # a receive is posted no later than the next one of its channel
-            latest = min(latest, index)
-            posts.append((latest, receive))
-        for index, receive in reversed(posts):
+        # A receive is posted no later than the next one of its channel.
+        latest = [*accumulate((index for index, _ in reversed(receives)), min)][::-1]
+        for index, (_, receive) in zip(latest, receives, strict=True):
             before[receiver][index].append(receive)
     return before
 
 
-def _uses(row: Iterable[Action]) -> dict[tuple[Kind, int | None, int | None], int]:
-    """Return the index of the action of a rank that needs each receive."""
-    receive = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
-    return {
-        (receive[part.kind], part.stage, part.micro_batch): index
-        for index, action in enumerate(row)
-        for part in action.passes
-        if part.kind in receive
-    }
-
-
-def _add_weights(
-    row: tuple[Action, ...], before: dict[int, list[Action]], after: dict[int, list[Action]], max_gathered: int
-) -> None:
+def _add_weights(row: tuple[Action, ...], before: _Added, after: _Added, max_gathered: int) -> None:
     """Add ``UNSHARD`` and ``RESHARD``, so that the next ``max_gathered`` stages are gathered, and ``REDUCE``."""
     stages = [[part.stage for part in action.passes] for action in row]
     last_backward = {
@@ -123,19 +108,9 @@ def _add_weights(
         after[index] += [Action(Kind.REDUCE, s) for s in dict.fromkeys(stages[index]) if last_backward.get(s) == index]
     if row:
         after[len(row) - 1] += [Action(Kind.RESHARD, stage) for stage in gathered]
-
-
-def _add_weights_of_encoders(
-    row: tuple[Action, ...], before: dict[int, list[Action]], after: dict[int, list[Action]]
-) -> None:
-    """Gather the weights of an encoder for each of its actions, and reduce its gradients after its last backward."""
-    last = {action.component: index for index, action in enumerate(row) if action.kind is Kind.ENCODE_B}
-    for index, action in enumerate(row):
-        if action.kind in (Kind.ENCODE, Kind.ENCODE_B):
-            before[index].append(Action(Kind.UNSHARD, component=action.component))
-            if action.kind is Kind.ENCODE_B and last[action.component] == index:
-                after[index].append(Action(Kind.REDUCE, component=action.component))
-            after[index].append(Action(Kind.RESHARD, component=action.component))
+    for index, (first, _, last) in enumerate(with_weights(row)):
+        before[index] += first
+        after[index] += last
 
 
 def _next_stages(stages: Iterable[list[int | None]], count: int) -> list[int | None]:

@@ -3,50 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain, compress
 from typing import NamedTuple
 
 from omnitrain.errors import ScheduleError
-from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionOfSchedule
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
+from omnitrain.plan.schedule.encoders import uses_of_windows, with_weights
 from omnitrain.plan.schedule.simulate import Durations, Event, simulate
-
-
-@dataclass(frozen=True)
-class SectionWindows:
-    """A section in a step: its ranks encode windows of micro-batches, one after the other.
-
-    Attributes:
-        name: name of the section.
-        encoded: component -> first micro-batches of the windows in which it has items; in the order in which the
-            components of a window encode.
-        trained: components that have a backward.
-        size: number of micro-batches in a window.
-        slots: number of messages of a component for which the first stage has room.
-        in_flight: number of windows whose activations the section may keep; None: any number.
-        encode_twice: it keeps none, and its backwards repeat the forwards.
-        is_encoded: its features were encoded in the step before; now they are only sent. Then nothing trains.
-        upcoming: component -> windows of the next step, which it encodes in this one. Their micro-batches are counted
-            on from those of this step.
-        reads: component of this section -> component of another one whose features it reads, in windows of equal size.
-    """
-
-    name: str
-    encoded: Mapping[str, Sequence[int]]
-    trained: frozenset[str]
-    size: int
-    slots: int
-    in_flight: int | None = None
-    encode_twice: bool = False
-    is_encoded: bool = False
-    upcoming: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    reads: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def keeps(self) -> float:
-        """Number of windows whose activations it may keep."""
-        return float("inf") if self.in_flight is None or self.encode_twice else self.in_flight
 
 
 class _Turn(NamedTuple):
@@ -103,11 +68,10 @@ def with_sections(
         return schedule
     first_rank = schedule.stage_ranks[0]
     events = simulate(schedule, durations).events[first_rank]
-    rows = {rank: list(row) for rank, row in enumerate(schedule.actions)}
+    rows = [list(row) for row in schedule.actions]
     row_of = {component: len(rows) + index for index, s in enumerate(sections) for component in s.encoded}
-    peers = dict.fromkeys(row_of, first_rank) | {
-        read: row_of[reader] for s in sections for reader, read in s.reads.items()
-    }
+    peers = dict.fromkeys(row_of, first_rank)
+    peers |= {read: row_of[reader] for s in sections for reader, read in s.reads.items()}
     passes: dict[str, list[_Pass]] = {}
     for section in _readers_first(sections):
         turns = _turns(events, section, [passes[s.name] for s in sections if _feeds(section, s)])
@@ -116,13 +80,9 @@ def with_sections(
     for index, section in enumerate(sections, len(schedule.actions)):
         to_main = [component for component in section.encoded if peers[component] == first_rank]
         rows[first_rank] = _with_messages(rows[first_rank], section, to_main, index)
-        rows[index] = [*_actions(section, passes[section.name], peers, row_of, trained)]
-    listed = tuple(
-        SectionOfSchedule(s.name, tuple(s.encoded), s.size, s.slots, s.is_encoded, tuple(s.reads.items()))
-        for s in sections
-    )
-    in_order = tuple(tuple(rows[rank]) for rank in range(len(rows)))
-    return replace(schedule, actions=in_order, sections=listed)
+        actions = _actions(section, passes[section.name], peers, row_of, trained)
+        rows.append([*chain.from_iterable((*first, action, *last) for first, action, last in with_weights(actions))])
+    return replace(schedule, actions=tuple(map(tuple, rows)), sections=tuple(sections))
 
 
 def _feeds(section: SectionWindows, other: SectionWindows) -> bool:
@@ -162,16 +122,9 @@ def _turns(events: Sequence[Event], section: SectionWindows, readers: Sequence[S
         section: the section whose features are used.
         readers: what each section that reads them encodes. All of them use windows in the order of the first stage.
     """
-    begins: dict[int, float] = {}
-    ends: dict[int, float] = {}
-    for event in events:
-        for part in event.action.passes:
-            if part.stage == 0 and part.micro_batch is not None and part.kind is not Kind.W:
-                window = part.micro_batch - part.micro_batch % section.size
-                if part.kind is Kind.F:
-                    begins.setdefault(window, event.start)
-                else:
-                    ends[window] = event.end
+    first, last = uses_of_windows([event.action for event in events], section.size)
+    begins = {window: events[index].start for window, index in first.items()}
+    ends = {window: events[index].end for window, index in last.items()}
     in_order = sorted({w for windows in section.encoded.values() for w in windows}, key=lambda window: begins[window])
     if in_order != sorted(in_order, key=lambda window: ends[window]):
         raise ScheduleError(
@@ -187,20 +140,14 @@ def _turns(events: Sequence[Event], section: SectionWindows, readers: Sequence[S
             begins[window], ends[window] = min(begins[window], starts), max(ends[window], stops)
             encoded = encoded if is_backward else in_order.index(window) + 1
             needs[window] = max(needs[window], encoded)
-    first = [*accumulate((begins[window] for window in reversed(in_order)), min)][::-1]
-    last = accumulate((ends[window] for window in in_order), max)
-    return [*map(_Turn, in_order, first, last, (needs[window] for window in in_order))]
+    earliest = [*accumulate((begins[window] for window in reversed(in_order)), min)][::-1]
+    latest = accumulate((ends[window] for window in in_order), max)
+    return [*map(_Turn, in_order, earliest, latest, (needs[window] for window in in_order))]
 
 
 def _with_messages(row: list[Action], section: SectionWindows, components: Sequence[str], peer: int) -> list[Action]:
     """Add the messages of these components of a section to the actions of the first stage's rank."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for index, action in enumerate(row):
-        for part in action.passes:
-            if part.stage == 0 and part.micro_batch is not None and part.kind is not Kind.W:
-                window = part.micro_batch - part.micro_batch % section.size
-                (first.setdefault if part.kind is Kind.F else last.__setitem__)(window, index)
+    first, last = uses_of_windows(row, section.size)
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}
     for component in components:
@@ -208,15 +155,8 @@ def _with_messages(row: list[Action], section: SectionWindows, components: Seque
             receive = Action(Kind.RECV_F, micro_batch=window, peer=peer, component=component)
             before.setdefault(first[window], []).append(receive)
             if component in section.trained:
-                send = receive._replace(kind=Kind.SEND_B)
-                after.setdefault(last[window], []).append(send)
-    return [
-        step for index, action in enumerate(row) for step in (*before.get(index, ()), action, *after.get(index, ()))
-    ]
-
-
-def _components(section: SectionWindows, window: int) -> list[str]:
-    return [component for component, windows in section.encoded.items() if window in windows]
+                after.setdefault(last[window], []).append(receive._replace(kind=Kind.SEND_B))
+    return [step for i, action in enumerate(row) for step in (*before.get(i, ()), action, *after.get(i, ()))]
 
 
 def _actions(
@@ -225,8 +165,8 @@ def _actions(
     peers: Mapping[str, int],
     row_of: Mapping[str, int],
     trained: frozenset[str],
-) -> Iterator[Action]:
-    """Return the actions of a section's ranks.
+) -> list[Action]:
+    """Return the actions of a section's ranks, without those for its weights.
 
     Args:
         section: the section.
@@ -239,7 +179,7 @@ def _actions(
     ahead = [Action(Kind.ENCODE, None, w, None, component) for component, ws in section.upcoming.items() for w in ws]
     ahead.sort(key=lambda action: action.micro_batch or 0)
     for window, is_backward, *_ in passes:
-        for component in _components(section, window):
+        for component in section.components_of(window):
             if is_backward and component not in section.trained:
                 continue
             message = Action(Kind.RECV_B if is_backward else Kind.SEND_F, None, window, peers[component], component)
@@ -252,22 +192,7 @@ def _actions(
                 actions.append(Action(Kind.SEND_B, None, window, row_of[read], read))
         actions += ahead[:1]  # between two messages, each of which waits until the first stage has room for it
         del ahead[:1]
-    actions += ahead
-    return _with_weights(actions)
-
-
-def _with_weights(actions: Sequence[Action]) -> Iterator[Action]:
-    """Gather an encoder's weights for each of its passes, and reduce its gradients after its last backward."""
-    last_backward = {action.component: i for i, action in enumerate(actions) if action.kind is Kind.ENCODE_B}
-    for index, action in enumerate(actions):
-        if action.kind not in (Kind.ENCODE, Kind.ENCODE_B):
-            yield action
-            continue
-        yield Action(Kind.UNSHARD, component=action.component)
-        yield action
-        if last_backward.get(action.component) == index:
-            yield Action(Kind.REDUCE, component=action.component)
-        yield Action(Kind.RESHARD, component=action.component)
+    return [*actions, *ahead]
 
 
 def _order(
@@ -278,38 +203,41 @@ def _order(
     The first stage begins a turn when its features are there; if they are late, everything after it is as much later.
     """
     late, free, kept = 0.0, 0.0, 0
-    begins: list[float] = []  # of the encoded windows, as they become known
+    begins = [0.0] * section.slots  # of the encoded windows, as they become known; before them, there is room
     ready: list[tuple[float, int]] = []  # ends of turns with a trained component, and their indices
-    unknown = [i for i, turn in enumerate(turns) if section.trained.intersection(_components(section, turn.window))]
-    has_backward = frozenset(unknown)
+    is_trained = [bool(section.trained.intersection(section.components_of(turn.window))) for turn in turns]
+    unknown = [*compress(range(len(turns)), is_trained)]
     while True:
-        encoded = len(begins)
+        encoded = len(begins) - section.slots
         while unknown and encoded >= turns[unknown[0]].needs:  # then its end is known
             heapq.heappush(ready, (turns[unknown[0]].ends + late, unknown[0]))
             del unknown[0]
-        forward_at = float("inf")
-        if encoded < len(turns) and (kept < limiting.keeps or encoded not in has_backward):
-            forward_at = max(free, begins[encoded - section.slots] if encoded >= section.slots else 0.0)
+        can_encode = encoded < len(turns) and (kept < limiting.keeps or not is_trained[encoded])
+        forward_at = max(free, begins[encoded]) if can_encode else float("inf")
         backward_at = max(free, ready[0][0]) if ready else float("inf")
         if forward_at == backward_at == float("inf"):
             break
         if forward_at <= backward_at:
             turn = turns[encoded]
-            seconds = [encoding(c, turn.window) for c in _components(section, turn.window)]
-            free = forward_at + (0.0 if section.is_encoded else sum(seconds))
+            seconds = _seconds(encoding, turn.window, section.components_of(turn.window))
+            free = forward_at + (0.0 if section.is_encoded else seconds)
             late = max(late, free - turn.begins)
             begins.append(turn.begins + late)
-            kept += encoded in has_backward
+            kept += is_trained[encoded]
             yield _Pass(turn.window, False, forward_at, free)
         else:
             window = turns[heapq.heappop(ready)[1]].window
-            trained = [c for c in _components(section, window) if c in section.trained]
-            free = backward_at + sum(encoding(c, window) for c in trained) * (3 if section.encode_twice else 2)
+            trained = filter(section.trained.__contains__, section.components_of(window))
+            free = backward_at + _seconds(encoding, window, trained) * (3 if section.encode_twice else 2)
             kept -= 1
             yield _Pass(window, True, backward_at, free)
-    if len(begins) < len(turns) or unknown:
+    if encoded < len(turns) or unknown:
         raise ScheduleError(
             f"sections.{limiting.name}.in_flight: found {limiting.in_flight}, but the first stage needs the features "
             "of more windows before the first backward can run: the section would wait for ever; allow more, or set "
             "encode_twice"
         )
+
+
+def _seconds(encoding: Callable[[str, int], float], window: int, components: Iterable[str]) -> float:
+    return sum(encoding(component, window) for component in components)

@@ -39,7 +39,16 @@ def split_by_cost(
     """
     num_blocks, num_stages = len(block_costs), len(stage_ranks)
     cuts = _cuts(num_blocks, legal_cuts)
-    _require_enough(num_blocks, num_stages, cuts)
+    if num_stages > num_blocks:
+        raise ScheduleError(
+            f"{num_stages} stages need at least {num_stages} blocks, but the model has {num_blocks}; "
+            "use fewer pipeline ranks or fewer stages on each"
+        )
+    if num_stages > len(cuts) + 1:
+        raise ScheduleError(
+            f"this model can be cut only before block {_listed(cuts)}: at most {len(cuts) + 1} stages, not "
+            f"{num_stages}; use fewer pipeline ranks or fewer stages on each"
+        )
     sums = [0.0, *accumulate(block_costs)]
     places = [0, *cuts, num_blocks]
 
@@ -98,19 +107,6 @@ def _cuts(num_blocks: int, legal_cuts: Collection[int] | None) -> list[int]:
     return list(every) if legal_cuts is None else sorted(set(legal_cuts) & set(every))
 
 
-def _require_enough(num_blocks: int, num_stages: int, cuts: list[int]) -> None:
-    if num_stages > num_blocks:
-        raise ScheduleError(
-            f"{num_stages} stages need at least {num_stages} blocks, but the model has {num_blocks}; "
-            "use fewer pipeline ranks or fewer stages on each"
-        )
-    if num_stages > len(cuts) + 1:
-        raise ScheduleError(
-            f"this model can be cut only before block {_listed(cuts)}: at most {len(cuts) + 1} stages, not "
-            f"{num_stages}; use fewer pipeline ranks or fewer stages on each"
-        )
-
-
 def _listed(blocks: Sequence[int]) -> str:
     return ", ".join(map(str, blocks)) or "none"
 
@@ -127,14 +123,14 @@ def _partition(
     """
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     for stage in range(num_stages):
-        ends = range(stage + 1, len(places) - (num_stages - 1 - stage))
+        last = len(places) - (num_stages - stage)
         best = {
             end: min(
                 (add(total, cost(stage, places[start], places[end])), [*bounds, places[end]])
                 for start, (total, bounds) in best.items()
                 if start < end
             )
-            for end in (ends if stage < num_stages - 1 else [len(places) - 1])
+            for end in (range(stage + 1, last + 1) if stage < num_stages - 1 else [last])
         }
     return best[len(places) - 1][1]
 

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
+from typing import NamedTuple
 
 from omnitrain.errors import ScheduleError
 from omnitrain.plan.schedule.actions import (
     COLLECTIVES,
     ENCODES,
     FOUNDATION,
+    RECEIVE_OF,
     RECEIVES,
-    SEND_OF,
     SENDS,
     WEIGHTS,
     Action,
-    Channel,
     Kind,
     Schedule,
 )
 from omnitrain.plan.schedule.simulate import DeadlockError, simulate
 
-_Place = tuple[int, int]  # rank, index in its list
+_Places = Mapping[Action, Sequence[int]]  # an action (or part of an overlap) -> where it is in a rank's list
 _MAX_SHOWN = 8
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Something that is wrong with a schedule.
 
     Attributes:
@@ -42,19 +40,13 @@ class Problem:
     actions: tuple[Action, ...]
 
 
-def validate(
-    schedule: Schedule,
-    *,
-    lowered: bool = True,
-    max_live: int | None = None,
-    connected: Collection[Channel] | None = None,
-) -> None:
+def validate(schedule: Schedule, *, lowered: bool = True) -> None:
     """Raise if a schedule cannot run; arguments as for :func:`problems_in`.
 
     Raises:
         ScheduleError: with all problems found.
     """
-    problems = problems_in(schedule, lowered=lowered, max_live=max_live, connected=connected)
+    problems = problems_in(schedule, lowered=lowered)
     if problems:
         lines = [problem.message for problem in problems[:_MAX_SHOWN]]
         if len(problems) > _MAX_SHOWN:
@@ -62,14 +54,8 @@ def validate(
         raise ScheduleError("this schedule cannot run:\n  " + "\n  ".join(lines))
 
 
-def problems_in(
-    schedule: Schedule,
-    *,
-    lowered: bool = True,
-    max_live: int | None = None,
-    connected: Collection[Channel] | None = None,
-) -> tuple[Problem, ...]:
-    """Return what is wrong with a schedule.
+def problems_in(schedule: Schedule, *, lowered: bool = True) -> tuple[Problem, ...]:
+    """Return what is wrong with a schedule, without what would only follow from that.
 
     A schedule without a problem: each stage runs each micro-batch once, forward and backward (``B``, or ``I`` and
     ``W``), on the stage's rank. Each result that another rank needs is sent and received once, in the same order at
@@ -80,33 +66,23 @@ def problems_in(
     gradients of a stage are reduced once, after its last backward.
 
     Args:
-        schedule: the schedule to check.
+        schedule: the schedule to check; all its ranks are connected before the step.
         lowered: whether it must have sends and receives (:func:`~omnitrain.plan.schedule.lower.lower`). False: it must
             have none.
-        max_live: the largest number of (stage, micro-batch) whose activations a rank may keep. None: any number.
-        connected: the channels whose ranks are connected before the step; see
-            :func:`~omnitrain.plan.schedule.simulate.simulate`. None: all.
-
-    Returns:
-        The problems. Those that would only follow from others are left out.
     """
     problems = [*_counts(schedule, lowered)] or [
         *_message_orders(schedule),
         *_collectives(schedule),
         *_weights(schedule),
-        *_encoders(schedule),
-        *_sections(schedule),
+        *_features(schedule),
     ]
-    problems = problems or [*_deadlock(schedule, connected)]
-    if not problems and max_live is not None:
-        problems = [*_live(schedule, max_live)]
-    return tuple(problems)
+    return tuple(problems or _deadlock(schedule))
 
 
 def _counts(schedule: Schedule, lowered: bool) -> Iterator[Problem]:
     """Each action that the stages and micro-batches imply is there once, on its rank, and no other is."""
     expected = _expected(schedule, lowered)
-    places: dict[Action, list[_Place]] = defaultdict(list)
+    places: dict[Action, list[tuple[int, int]]] = defaultdict(list)  # rank, index in its list
     for rank, row in enumerate(schedule.actions):
         for index, action in enumerate(row):
             for part in action.passes or (action,):
@@ -144,13 +120,9 @@ def _expected(schedule: Schedule, lowered: bool) -> dict[Action, int]:
             kinds = (Kind.F, Kind.I, Kind.W) if (stage, k) in is_split else (Kind.F, Kind.B)
             for kind in kinds:
                 expected[Action(kind, stage, k)] = rank
-                next_stage = stage + (1 if kind is Kind.F else -1)
-                if not lowered or kind is Kind.W or not 0 <= next_stage < schedule.num_stages:
-                    continue
-                peer = schedule.stage_ranks[next_stage]
-                if peer != rank:
-                    send = Action(SEND_OF[kind], stage, k, peer)
-                    expected[send], expected[send.receive(rank)] = rank, peer
+                if lowered and (send := schedule.send_of(Action(kind, stage, k))) is not None:
+                    assert send.peer is not None
+                    expected[send], expected[send.receive(rank)] = rank, send.peer
     return expected
 
 
@@ -176,12 +148,14 @@ def _reason(schedule: Schedule, action: Action) -> str:
 
 def _message_orders(schedule: Schedule) -> Iterator[Problem]:
     """Between two ranks, receives are posted in the order of the sends: messages of one kind cannot overtake."""
-    sends: dict[Channel, list[Action]] = defaultdict(list)
-    receives: dict[Channel, list[Action]] = defaultdict(list)
+    sends: dict[tuple[Kind, str, int, int], list[Action]] = defaultdict(list)
+    receives: dict[tuple[Kind, str, int, int], list[Action]] = defaultdict(list)
     for rank, row in enumerate(schedule.actions):
         for action in row:
-            if action.kind in SENDS | RECEIVES:
-                (sends if action.kind in SENDS else receives)[action.channel(rank)].append(action)
+            if action.kind in SENDS:
+                sends[RECEIVE_OF[action.kind], action.component, rank, action.peer or 0].append(action)
+            elif action.kind in RECEIVES:
+                receives[action.kind, action.component, action.peer or 0, rank].append(action)
     for channel in dict.fromkeys((*sends, *receives)):
         kind, _, sender, receiver = channel
         for number, (send, receive) in enumerate(zip_longest(sends[channel], receives[channel])):
@@ -189,8 +163,8 @@ def _message_orders(schedule: Schedule) -> Iterator[Problem]:
             if receive != expected:
                 yield Problem(
                     receiver,
-                    f"rank {receiver}: receive {number} of {kind} from rank {sender} is {receive or 'missing'}, but "
-                    f"rank {sender} sends {send or 'nothing'} then; receives must be posted in the order of the sends",
+                    f"rank {receiver}: {kind} {number} from rank {sender} is {receive or 'missing'}, but rank {sender} "
+                    f"sends {send or 'nothing'} then; receives must be posted in the order of the sends",
                     tuple(action for action in (send, receive, expected) if action is not None),
                 )
 
@@ -214,19 +188,18 @@ def _weights(schedule: Schedule) -> Iterator[Problem]:
     """Where a schedule says when weights are gathered and gradients reduced, it is complete."""
     says = any(action.kind in WEIGHTS for row in schedule.actions[: schedule.num_pipeline_ranks] for action in row)
     for rank, row in enumerate(schedule.actions):
-        if not says and rank < schedule.num_pipeline_ranks:
-            continue
-        yield from _gathered(schedule, rank, row)
-        yield from _reduced(schedule, rank, row)
+        if says or rank >= schedule.num_pipeline_ranks:
+            yield from _gathered(schedule, rank, row)
+            yield from _reduced(schedule, rank, row)
 
 
 def _gathered(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterator[Problem]:
+    """Weights are gathered for each action that needs them, once at a time, and are freed at the end."""
     gathered: set[Action] = set()
     for index, action in enumerate(row):
         where = f"rank {rank}, action {index}, {action}"
         unshard, reshard = (action._replace(kind=kind) for kind in (Kind.UNSHARD, Kind.RESHARD))
-        is_of_stage = action.component == FOUNDATION
-        if action.kind in WEIGHTS and is_of_stage and action.stage not in schedule.stages_of(rank):
+        if action.kind in WEIGHTS and action.component == FOUNDATION and action.stage not in schedule.stages_of(rank):
             yield Problem(rank, f"{where}: the stages of this rank are {schedule.stages_of(rank)}", (action,))
         elif action.kind is Kind.UNSHARD:
             if unshard in gathered:
@@ -238,23 +211,18 @@ def _gathered(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterato
             gathered.discard(unshard)
         for unshard in dict.fromkeys(_needed_weights(action)):
             if unshard not in gathered:
-                reshard = unshard._replace(kind=Kind.RESHARD)
-                whose = f"stage {unshard.stage}" if is_of_stage else unshard.component
-                message = f"{where}: the weights of {whose} are not gathered; {unshard} must come before"
-                yield Problem(rank, message, (action, unshard, reshard))
+                message = f"{where}: its weights are not gathered; {unshard} must come before"
+                yield Problem(rank, message, (action, unshard, unshard._replace(kind=Kind.RESHARD)))
                 gathered.add(unshard)
     for unshard in gathered:
         reshard = unshard._replace(kind=Kind.RESHARD)
-        whose = f"stage {unshard.stage}" if unshard.component == FOUNDATION else unshard.component
-        message = f"rank {rank}: {reshard} is missing; {whose} stays gathered after the step"
-        yield Problem(rank, message, (reshard, unshard))
+        yield Problem(rank, f"rank {rank}: {reshard} is missing; weights stay gathered", (reshard, unshard))
 
 
-def _needed_weights(action: Action) -> Iterator[Action]:
+def _needed_weights(action: Action) -> list[Action]:
     if action.kind in (Kind.ENCODE, Kind.ENCODE_B):
-        yield Action(Kind.UNSHARD, component=action.component)
-    for part in action.passes:
-        yield Action(Kind.UNSHARD, part.stage)
+        return [Action(Kind.UNSHARD, component=action.component)]
+    return [Action(Kind.UNSHARD, part.stage) for part in action.passes]
 
 
 def _reduced(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterator[Problem]:
@@ -273,130 +241,78 @@ def _reduced(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterator
             yield Problem(rank, message, (action, row[backward]))
 
 
-def _encoders(schedule: Schedule) -> Iterator[Problem]:
-    """The first stage has the features of a window when it needs them, and their gradients when they are used."""
+def _features(schedule: Schedule) -> Iterator[Problem]:
+    """Features are there when they are read; what made them runs backward when all who read them have done so."""
+    at: list[dict[Action, list[int]]] = [defaultdict(list) for _ in schedule.actions]
+    for places, row in zip(at, schedule.actions, strict=True):
+        for index, action in enumerate(row):
+            for part in action.passes or (action,):
+                places[part].append(index)
+    for rank, expected in (*_windows_of_main(schedule, at), *_windows_of_sections(schedule, at)):
+        indices = [index for action in expected for index in at[rank].get(action, ())]
+        if indices != sorted(indices) or len(indices) != len(expected):
+            message = f"rank {rank}: expected {', '.join(map(str, expected))}, each once and in this order"
+            yield Problem(rank, message, tuple(expected))
+
+
+def _windows_of_main(schedule: Schedule, at: Sequence[_Places]) -> Iterator[tuple[int, list[Action]]]:
+    """Yield what the first stage's rank does for each window that all pipeline ranks encode, in order."""
     rank = schedule.stage_ranks[0]
-    row = schedule.actions[rank]
-    at = {part: index for index, action in enumerate(row) for part in action.passes or (action,)}
-    for component in dict.fromkeys(action.component for action in row if action.kind in ENCODES):
-        mine = [action for action in row if action.component == component]
-        starts = sorted({action.micro_batch or 0 for action in mine if action.kind in ENCODES} | {0})
-        is_trained = any(action.kind in (Kind.ENCODE_B, Kind.REDUCE) for action in mine)
-        for start, stop in pairwise([*starts, schedule.num_micro_batches]):
-            yield from _encoder_window(rank, at, component, range(start, stop), is_trained)
+    encodes = [action for action in at[rank] if action.kind in ENCODES]
+    for component in dict.fromkeys(action.component for action in encodes):
+        mine = [action for action in encodes if action.component == component]
+        is_trained = Action(Kind.REDUCE, component=component) in at[rank]
+        is_trained |= any(action.kind is Kind.ENCODE_B for action in mine)
+        starts = sorted({action.micro_batch or 0 for action in mine} | {0, schedule.num_micro_batches})
+        for start, stop in pairwise(starts[: starts.index(schedule.num_micro_batches) + 1]):
+            first, last = _first_and_last(at[rank], range(start, stop))
+            encode = Action(Kind.ENCODE, micro_batch=start, component=component)
+            backward = [last, encode._replace(kind=Kind.ENCODE_B)] if is_trained else []
+            yield rank, [encode, encode._replace(kind=Kind.EXCHANGE), first, *backward]
 
 
-def _encoder_window(
-    rank: int, at: Mapping[Action, int], component: str, micro_batches: range, is_trained: bool
-) -> Iterator[Problem]:
-    """A window is encoded, exchanged, read and run backward in this order; ``at`` has the index of each action."""
-    kinds = (Kind.ENCODE, Kind.EXCHANGE, *((Kind.ENCODE_B,) if is_trained else ()))
-    of_window = [Action(kind, micro_batch=micro_batches.start, component=component) for kind in kinds]
-    if missing := [action for action in of_window if action not in at]:
-        yield Problem(rank, f"rank {rank}: {missing[0]} is missing", tuple(missing))
-        return
-    encode, exchange, *backward = (at[action] for action in of_window)
-    forwards = [at[Action(Kind.F, 0, k)] for k in micro_batches]
-    ends = [at[action] for action in _ends(micro_batches, at)]
-    order = [encode, exchange, min(forwards), *([max(ends), *backward] if is_trained else [])]
-    if order != sorted(order):
-        message = (
-            f"rank {rank}, action {encode}, {of_window[0]}: expected the exchange, the forwards of micro-batches "
-            f"{micro_batches.start} to {micro_batches.stop - 1}, their backwards and the encoder's backward to follow "
-            "in this order"
-        )
-        yield Problem(rank, message, tuple(of_window))
-
-
-def _ends(micro_batches: range, there: Collection[Action]) -> list[Action]:
-    """The actions ``there`` after which the first stage has the gradients of its inputs."""
-    return [a for k in micro_batches for a in (Action(Kind.B, 0, k), Action(Kind.I, 0, k)) if a in there]
-
-
-def _sections(schedule: Schedule) -> Iterator[Problem]:
-    """A section sends what it has encoded; those who read it have it, and return its gradients, in time."""
-    readers = _readers(schedule)
-    for rank, section in enumerate(schedule.sections, schedule.num_pipeline_ranks):
-        first = schedule.stage_ranks[0]
-        places: dict[Action, list[int]] = defaultdict(list)
-        for of_rank in dict.fromkeys((first, rank, *(readers[c][0] for c in section.components if c in readers))):
-            for index, action in enumerate(schedule.actions[of_rank]):
-                for part in action.passes or (action,):
-                    places[part].append(index)
-        windows = [
-            (action.component, action.micro_batch)
-            for action in places
-            if action.stage is None and action.micro_batch is not None and action.component in section.components
-        ]
-        windows = [window for window in windows if window[1] < schedule.num_micro_batches]  # others: the next step's
-        for component, start in dict.fromkeys(windows):
-            for of_rank, actions in _of_window(schedule, rank, places, component, start, readers.get(component)):
-                listed = ", ".join(map(str, actions))
-                indices = [index for action in actions for index in places.get(action, ())]
-                if indices != sorted(indices) or len(indices) != len(actions):
-                    message = f"rank {of_rank}: expected {listed}, each once and in this order"
-                    yield Problem(of_rank, message, tuple(actions))
-
-
-def _readers(schedule: Schedule) -> dict[str, tuple[int, str]]:
-    """Component whose features a section reads -> the list of that section, and its component that reads them."""
-    return {
+def _windows_of_sections(schedule: Schedule, at: Sequence[_Places]) -> Iterator[tuple[int, list[Action]]]:
+    """Yield what a section does for each of its windows, and those who read its features, in order."""
+    readers = {
         read: (rank, component)
         for rank, section in enumerate(schedule.sections, schedule.num_pipeline_ranks)
-        for component, read in section.reads
+        for component, read in section.reads.items()
     }
+    main = schedule.stage_ranks[0]
+    listed = dict.fromkeys((a.component, a.micro_batch) for places in at for a in places if a.stage is None)
+    for rank, section in enumerate(schedule.sections, schedule.num_pipeline_ranks):
+        for component, start in listed:
+            if component not in section.encoded or start is None or start >= schedule.num_micro_batches:
+                continue  # of another section, for its weights, or of the next step
+            micro_batches = range(start, min(start + section.size, schedule.num_micro_batches))
+            encode = Action(Kind.ENCODE, micro_batch=start, component=component)
+            peer, reader = readers.get(component, (main, None))
+            first, last = _first_and_last(at[main], micro_batches)
+            if reader is not None:
+                first = encode._replace(component=reader)
+                last = first._replace(kind=Kind.ENCODE_B)
+            here = [*([] if section.is_encoded else [encode]), encode._replace(kind=Kind.SEND_F, peer=peer)]
+            backward = [encode._replace(kind=Kind.RECV_B, peer=peer), encode._replace(kind=Kind.ENCODE_B)]
+            read = [encode._replace(kind=Kind.RECV_F, peer=rank), first]
+            returned = encode._replace(kind=Kind.SEND_B, peer=rank)
+            if returned in at[peer] or any(action in at[rank] for action in backward):
+                here += backward
+                read += [last, returned]
+            yield rank, here
+            yield peer, read
 
 
-def _of_window(
-    schedule: Schedule,
-    rank: int,
-    places: Mapping[Action, Sequence[int]],
-    component: str,
-    start: int,
-    reader: tuple[int, str] | None,
-) -> Iterator[tuple[int, list[Action]]]:
-    """Yield the actions of a window on the section's ranks, and those where its features are read, in order."""
-    section = schedule.sections[rank - schedule.num_pipeline_ranks]
-    micro_batches = range(start, min(start + section.size, schedule.num_micro_batches))
-    encode = Action(Kind.ENCODE, None, start, None, component)
-    if reader is None:
-        peer, uses = schedule.stage_ranks[0], [Action(Kind.F, 0, k) for k in micro_batches]
-        ends = _ends(micro_batches, places)
-    else:
-        peer, uses = reader[0], [encode._replace(component=reader[1])]
-        ends = [encode._replace(kind=Kind.ENCODE_B, component=reader[1])]
-    here = [*([] if section.ahead else [encode]), encode._replace(kind=Kind.SEND_F, peer=peer)]
-    backward = [encode._replace(kind=Kind.RECV_B, peer=peer), encode._replace(kind=Kind.ENCODE_B)]
-    there = [encode._replace(kind=Kind.RECV_F, peer=rank), min(uses, key=lambda action: [*places.get(action, ())])]
-    returned = encode._replace(kind=Kind.SEND_B, peer=rank)
-    if any(action in places for action in (*backward, returned)):
-        here += backward
-        there += [max(ends, key=lambda action: [*places.get(action, ())]), returned]
-    yield rank, here
-    yield peer, there
+def _first_and_last(places: _Places, micro_batches: range) -> tuple[Action, Action]:
+    """Return the first forward of the first stage, and the last action that has the gradients of its inputs."""
+    forwards = [Action(Kind.F, 0, k) for k in micro_batches]
+    ends = [end for k in micro_batches for end in (Action(Kind.B, 0, k), Action(Kind.I, 0, k)) if end in places]
+    return min(forwards, key=lambda action: [*places[action]]), max(ends, key=lambda action: [*places[action]])
 
 
-def _deadlock(schedule: Schedule, connected: Collection[Channel] | None) -> Iterator[Problem]:
-    """It ends under the rules of NCCL: a send waits for its receive, and two ranks connect at their first message."""
+def _deadlock(schedule: Schedule) -> Iterator[Problem]:
+    """It ends under the rule of NCCL: a send waits for its receive."""
     try:
-        simulate(schedule, lambda _: 0, slots=0, connected=connected)
+        simulate(schedule, lambda _: 0, slots=0)
     except DeadlockError as error:
         actions = [a for wait in error.waits for a in (wait.action, wait.needed_action) if a is not None]
         yield Problem(error.waits[0].rank, str(error), tuple(dict.fromkeys(actions)))
-
-
-def _live(schedule: Schedule, max_live: int) -> Iterator[Problem]:
-    """No rank keeps more activations than it may."""
-    for rank, row in enumerate(schedule.actions):
-        live = 0
-        for index, action in enumerate(row):
-            for part in action.passes:
-                live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(part.kind, 0)
-            if live > max_live:
-                yield Problem(
-                    rank,
-                    f"rank {rank}, action {index}, {action}: keeps activations of {live} micro-batches and stages; at "
-                    f"most {max_live} are allowed",
-                    (action,),
-                )
-                break

@@ -23,13 +23,11 @@ class CostOrder:
 
     Packs stay on the rank that drew them, unless the step becomes shorter by more than 1 % if they are dealt anew.
 
-    Attributes:
-        inside: encoders that each rank runs in its forwards, for the items of its packs.
-        coupled: whether data-parallel ranks wait for each other in each layer (FSDP, experts). Then their n-th
-            micro-batches should cost the same; otherwise only their sums.
+    ``coupled``: whether data-parallel ranks wait for each other in each layer (FSDP, experts). Then their n-th
+    micro-batches should cost the same; otherwise only their sums.
     """
 
-    inside: tuple[str, ...]
+    inside: tuple[str, ...]  # encoders that each rank runs in its forwards, for the items of its packs
     coupled: bool
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
@@ -47,11 +45,8 @@ class CostOrder:
 def dealt_packs(work: np.ndarray, load: np.ndarray, num_lanes: int, *, coupled: bool) -> list[np.ndarray]:
     """Return the packs that each lane runs, in order; each lane has equally many.
 
-    Args:
-        work: ``[packs]`` seconds in the foundation, lane by lane as they were drawn.
-        load: ``[packs]`` seconds in the encoders.
-        num_lanes: number of lanes.
-        coupled: see :class:`CostOrder`.
+    ``work`` and ``load`` ``[packs]`` are seconds in the foundation and in the encoders, lane by lane as packs were
+    drawn.
     """
     drawn = list(np.arange(len(work)).reshape(num_lanes, -1))
     nothing = [0.0] * len(work)
@@ -69,12 +64,7 @@ def dealt_packs(work: np.ndarray, load: np.ndarray, num_lanes: int, *, coupled: 
 def evened(cost: np.ndarray, lanes: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Swap packs between the most and the least expensive lane while that brings the two together.
 
-    Args:
-        cost: ``[packs]``.
-        lanes: the packs of each lane.
-
-    Returns:
-        The lanes with as many packs as before.
+    ``cost`` is ``[packs]``; ``lanes`` has the packs of each lane. Lanes keep their numbers of packs.
     """
     lanes = [packs.copy() for packs in lanes]
     sums = np.array([cost[packs].sum() for packs in lanes])

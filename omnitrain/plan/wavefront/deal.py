@@ -9,12 +9,9 @@ from collections.abc import Sequence
 def deal(work: Sequence[float], load: Sequence[float], num_lanes: int, *, coupled: bool = False) -> list[int]:
     """Return ``[samples]`` the lane of each sample; numbers of samples per lane differ by one at most.
 
-    Args:
-        work: ``[samples]`` seconds in the critical section.
-        load: ``[samples]`` seconds in the sections that feed it; 0: none.
-        num_lanes: number of lanes.
-        coupled: lanes run in rounds and wait for the longest sample of a round, so a round gets samples of like length.
-            Otherwise loads are balanced first, then work.
+    ``work`` and ``load`` ``[samples]`` are seconds in the critical section, and in the sections that feed it. Coupled
+    lanes run in rounds and wait for the longest sample of a round, so a round gets samples of like length. Otherwise
+    loads are balanced first, then work.
     """
     lane = [0] * len(work)
     sums = [(0.0, 0.0)] * num_lanes  # load, work

@@ -12,20 +12,16 @@ from functools import cached_property
 class Feeder:
     """One data-parallel rank (or group) of a section: it encodes the samples of some lanes, one after the other.
 
-    Attributes:
-        forward: ``[samples]`` seconds of the forward; 0: the sample has nothing that this section encodes.
-        backward: ``[samples]`` seconds of the backward; 0: the section is frozen, or the sample needs none.
-        lanes: the lanes that it feeds.
-        slots: samples of one lane whose features may wait or be on their way.
-        in_flight: trained samples whose activations it may keep. None: any number.
-        encode_twice: it keeps no activations; each backward repeats the forward, so ``in_flight`` does not matter.
+    ``forward``: ``[samples]`` seconds of the forward; 0: the sample has nothing that this section encodes.
+    ``backward``: ``[samples]`` seconds of the backward; 0: the section is frozen, or the sample needs none.
+    ``encode_twice``: it keeps no activations; each backward repeats the forward, so ``in_flight`` does not matter.
     """
 
     forward: Sequence[float]
     backward: Sequence[float]
-    lanes: tuple[int, ...]
-    slots: int = 2
-    in_flight: int | None = None
+    lanes: tuple[int, ...]  # the lanes that it feeds
+    slots: int = 2  # samples of one lane whose features may wait or be on their way
+    in_flight: int | None = None  # trained samples whose activations it may keep. None: any number
     encode_twice: bool = False
 
     @cached_property
@@ -98,6 +94,13 @@ class Wavefront:
     def fed(self) -> list[set[int]]:
         """For each feeder the samples that it encodes."""
         return [{s for s, needs in enumerate(self.needs) if g in needs} for g in range(len(self.feeders))]
+
+    @cached_property
+    def loads(self) -> tuple[list[float], list[float]]:
+        """``[samples]`` seconds of forwards, and of backwards: all feeders of a sample together."""
+        needs = [[self.feeders[g] for g in feeders] for feeders in self.needs]
+        forward = [sum([feeder.forward[s] for feeder in feeders]) for s, feeders in enumerate(needs)]
+        return forward, [sum([feeder.backwards[s] for feeder in feeders]) for s, feeders in enumerate(needs)]
 
     def lanes_of(self, order: Sequence[int]) -> list[list[int]]:
         """Return the samples of each lane, in the order of ``order``."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from random import Random
 
 from omnitrain.plan.wavefront.feeds import Wavefront
@@ -13,75 +12,46 @@ _NUM_CANDIDATES = 4
 _BALANCES = (0.05, 0.1, 0.3)
 
 
-@dataclass(frozen=True)
-class Loads:
-    """What feeders do for each sample, in seconds: all feeders together.
-
-    Attributes:
-        forward: ``[samples]``.
-        backward: ``[samples]``.
-    """
-
-    forward: Sequence[float]
-    backward: Sequence[float]
-
-    @classmethod
-    def of(cls, wave: Wavefront) -> Loads:
-        """Add up the feeders of each sample."""
-        needs = [[wave.feeders[g] for g in feeders] for feeders in wave.needs]
-        forward = [sum([feeder.forward[s] for feeder in feeders]) for s, feeders in enumerate(needs)]
-        return cls(forward, [sum([feeder.backwards[s] for feeder in feeders]) for s, feeders in enumerate(needs)])
-
-
-def is_limited(wave: Wavefront) -> bool:
-    """Whether a feeder may have to wait with a forward until it has run a backward."""
-    return any(feeder.keeps < sum(b > 0 for b in feeder.backwards) for feeder in wave.feeders)
-
-
-def fitted(wave: Wavefront, loads: Loads, random: Random) -> list[int]:
+def fitted(wave: Wavefront, random: Random) -> list[int]:
     """Choose the next sample again and again, for a feeder that keeps as few samples as the strictest one.
 
     From its forward to its backward, a sample occupies one of the few places. So no place should wait: of a few samples
     that are drawn, the chosen one comes back from its lane when the fewest others do. And places must have work until
     the end: lanes with more work left go before others that would be free a little earlier.
     """
-    spans = [sum(seconds) for seconds in zip(loads.forward, wave.work, loads.backward, strict=True)]
+    forward, backward = wave.loads
+    spans = [sum(seconds) for seconds in zip(forward, wave.work, backward, strict=True)]
     rest = [sorted(lane, key=lambda s: -spans[s]) for lane in wave.lanes_of(range(wave.num_samples))]
     left = [sum([spans[s] for s in lane]) for lane in rest]
     places = min(feeder.keeps for feeder in wave.feeders)
-    pause = sum(loads.forward) / max(1, sum(f > 0 for f in loads.forward))  # a forward follows each backward
+    pause = sum(forward) / max(1, sum(f > 0 for f in forward))  # a forward follows each backward
     balance, time, free = random.choice(_BALANCES), 0.0, [0.0] * wave.num_lanes
     order: list[int] = []
     kept: list[tuple[float, int]] = []  # end in the lane, sample
     while len(order) < wave.num_samples:
         if len(kept) == places:
             end, sample = heapq.heappop(kept)
-            time = max(time, end) + loads.backward[sample]
+            time = max(time, end) + backward[sample]
             continue
         lane = min([k for k in range(wave.num_lanes) if rest[k]], key=lambda k: max(free[k], time) - balance * left[k])
-        busy = [(end, end + loads.backward[s] + pause) for end, s in kept]
+        busy = [(end, end + backward[s] + pause) for end, s in kept]
         least, chosen, chosen_end = float("inf"), -1, 0.0
-        for sample in _drawn(rest[lane], random):
-            end = max(free[lane], time + loads.forward[sample]) + wave.work[sample]
-            waits = _overlap(end, end + loads.backward[sample] + pause, busy)
+        drawn: Iterable[int] = range(len(rest[lane]))
+        if len(rest[lane]) > _NUM_CANDIDATES:
+            drawn = sorted({int(random.random() * len(rest[lane])) for _ in range(_NUM_CANDIDATES)})
+        for sample in [rest[lane][place] for place in drawn]:
+            end = max(free[lane], time + forward[sample]) + wave.work[sample]
+            waits = _overlap(end, end + backward[sample] + pause, busy)
             if waits < least:
                 least, chosen, chosen_end = waits, sample, end
         rest[lane].remove(chosen)
         order.append(chosen)
-        time += loads.forward[chosen]
+        time += forward[chosen]
         left[lane] -= spans[chosen]
         free[lane] = chosen_end
-        if loads.backward[chosen] > 0:
+        if backward[chosen] > 0:
             heapq.heappush(kept, (chosen_end, chosen))
     return order
-
-
-def _drawn(samples: Sequence[int], random: Random) -> Sequence[int]:
-    """A few of the samples, in their order."""
-    number = len(samples)
-    if number <= _NUM_CANDIDATES:
-        return samples
-    return [samples[i] for i in sorted({int(random.random() * number) for _ in range(_NUM_CANDIDATES)})]
 
 
 def _overlap(start: float, end: float, others: Sequence[tuple[float, float]]) -> float:

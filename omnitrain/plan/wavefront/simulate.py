@@ -17,10 +17,7 @@ FeederAction = tuple[int, bool, float, float]  # sample, whether it is its backw
 class Timeline:
     """When everything happens in a step; seconds from its beginning.
 
-    Attributes:
-        start: ``[samples]`` when the lane of a sample begins it.
-        end: ``[samples]`` when the lane has run its backward.
-        feeders: for each feeder its actions, in order.
+    ``start`` and ``end`` ``[samples]``: of a sample in its lane; ``feeders``: for each feeder its actions, in order.
     """
 
     start: list[float]
@@ -39,17 +36,11 @@ def makespan(wave: Wavefront, order: Sequence[int]) -> float:
 
 
 def simulate(wave: Wavefront, order: Sequence[int]) -> Timeline:
-    """Run a step in one order of its samples.
+    """Run a step in one order of its samples, ``[samples]`` a permutation of them.
 
     Lanes and feeders follow the same order, each with its own samples. So no cycle of waits exists: the first sample in
-    the order that no lane has begun can always be encoded.
-
-    This is the inner loop of a search. After each action of a feeder it looks only at the feeders whose next action can
-    be another one now.
-
-    Args:
-        wave: the step.
-        order: ``[samples]`` a permutation of all samples.
+    the order that no lane has begun can always be encoded. This is the inner loop of a search: after each action of a
+    feeder it looks only at the feeders whose next action can be another one now.
     """
     lanes = _RunningLanes(wave, order)
     for lane in range(len(lanes.rounds)):
@@ -71,14 +62,7 @@ def simulate(wave: Wavefront, order: Sequence[int]) -> Timeline:
 
 
 class _RunningFeeder:
-    """A feeder during a step.
-
-    Attributes:
-        free: when its last action ends.
-        is_backward_next: whether its next action is a backward.
-        ready: seconds at which a backward became possible, and its sample; a heap.
-        actions: its actions so far.
-    """
+    """A feeder during a step; ``free``: when its last action ends; ``ready``: a heap of the possible backwards."""
 
     def __init__(self, feeder: Feeder, queue: list[int], lane: Sequence[int], start: list[float]) -> None:
         self.forward, self.backwards, self.keeps = feeder.forward, feeder.backwards, feeder.keeps
@@ -128,10 +112,8 @@ class _RunningFeeder:
 class _RunningLanes:
     """The lanes during a step, and the feeders; coupled lanes are one lane.
 
-    Attributes:
-        rounds: for each lane the samples that begin together, in order: one, or one of each coupled lane. The first of
-            them is the round's name.
-        changed: numbers of the feeders whose next action a lane may have changed.
+    ``rounds`` has for each lane the samples that begin together: one, or one of each coupled lane; the first one names
+    the round. ``changed`` has the feeders whose next action a lane may have changed.
     """
 
     def __init__(self, wave: Wavefront, order: Sequence[int]) -> None:

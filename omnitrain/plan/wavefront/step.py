@@ -21,14 +21,11 @@ LEAST_GAIN = 0.01  # of the step's time, for which packs move to other ranks
 
 
 class SectionLimits(NamedTuple):
-    """A section, as the order needs it.
+    """What the order needs of a section.
 
-    Attributes:
-        components: its encoders.
-        num_ranks: ranks that divide the items of a micro-batch.
-        slots: micro-batches whose features may wait.
-        in_flight: micro-batches whose activations it may keep; None: any number.
-        encode_twice: backwards repeat their forwards.
+    ``components`` are its encoders, whose items of a micro-batch ``num_ranks`` divide. The features of ``slots``
+    micro-batches may wait, and the activations of ``in_flight`` may be kept; None: any number. ``encode_twice``:
+    backwards repeat their forwards.
     """
 
     components: tuple[str, ...]
@@ -39,12 +36,7 @@ class SectionLimits(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The micro-batches that a data-parallel rank runs, in order.
-
-    Attributes:
-        lane: ``[M]`` index of the data-parallel rank that drew each of them.
-        micro_batch: ``[M]`` its index there.
-    """
+    """The micro-batches that a data-parallel rank runs, in order: ``[M]`` which rank drew each, and its index there."""
 
     lane: np.ndarray
     micro_batch: np.ndarray
@@ -56,22 +48,15 @@ class StepOrder:
 
     Data-parallel ranks run their n-th micro-batches together (a round). Micro-batches stay on the rank that drew them,
     unless the step becomes shorter by more than 1 % if they are dealt anew.
-
-    Attributes:
-        sections: the sections of the run.
-        coupled: whether data-parallel ranks wait for each other in each layer (FSDP, experts).
     """
 
-    sections: tuple[SectionLimits, ...]
-    coupled: bool
+    sections: tuple[SectionLimits, ...]  # the sections of the run
+    coupled: bool  # whether data-parallel ranks wait for each other in each layer (FSDP, experts)
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
         """Return the micro-batches of each data-parallel rank, in the order of ``topology.owners``.
 
-        Args:
-            topology: of the run.
-            tables: what all ranks drew; each data-parallel rank has equally many micro-batches.
-            rates: how long the work takes.
+        ``tables`` has what all ranks drew; each data-parallel rank has equally many micro-batches.
         """
         owners, number = topology.owners, len(tables.counts)
         work = rates.of_packs(tables.tokens, tables.squares)[:, owners].T.ravel()  # sample = lane * M + micro-batch
@@ -131,7 +116,7 @@ def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -
     owner, slot = owners[runner], place * num_media + medium
     order = stable_order(owner, slot)
     return StepTables(
-        num_micro_batches=tables.num_micro_batches,
+        num_drawn=tables.num_drawn,
         counts=counts,
         **sums,
         owner=owner[order],

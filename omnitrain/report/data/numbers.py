@@ -15,6 +15,7 @@ from omnitrain.data.sources.rows import RowSource
 from omnitrain.data.sources.stream import ENDLESS
 from omnitrain.recipe import Recipe
 
+LENGTHS = ("min", "mean", "median", "p95", "max")
 _BINS = 20
 
 
@@ -38,6 +39,11 @@ class DataSetStats:
     share: float
     epochs: float | None
 
+    @property
+    def num_rows(self) -> int | str:
+        """Its rows, or ``stream``."""
+        return "stream" if self.rows is None else self.rows
+
 
 @dataclass(frozen=True)
 class SourceStats:
@@ -47,7 +53,7 @@ class SourceStats:
         name: its name.
         samples: number of samples that were measured.
         rejected: number of rows that were rejected.
-        length: ``min``, ``mean``, ``median``, ``p95`` and ``max`` of the samples' tokens.
+        length: :data:`LENGTHS` of the samples' tokens.
         predicted: share of its tokens that the loss has.
         tokens: ``text``, ``image``, ``image predicted``, ... -> share of its tokens.
         items: modality -> images, sounds or videos of a sample, on average.
@@ -112,7 +118,7 @@ class Histogram:
     counts: Mapping[str, Sequence[int]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DataNumbers:
     """All numbers.
 
@@ -141,6 +147,11 @@ class DataNumbers:
     lengths: Histogram
     fills: Histogram
     unread: Sequence[str] = ()
+
+    @property
+    def kinds(self) -> list[str]:
+        """What tokens are: ``text``, ``image``, ``image predicted``, ..."""
+        return sorted({kind for source in self.sources for kind in source.tokens})
 
     @property
     def of_lowered(self) -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 from omnitrain.data.chat.parts import MediaPart
 from omnitrain.data.sources.rows import Row
 from omnitrain.report.data.medium import FramesOf, medium_of
-from omnitrain.report.data.pack_view import GapView, ItemView, PackView, RejectedView, SampleView, TokenView
+from omnitrain.report.data.pack_view import GapView, PackView, RejectedView, SampleView, TokenView
 
 _COLORS = ("blue", "dark_orange", "green", "magenta", "yellow", "cyan", "red")
 _BAR = 60  # characters of the bar of a full pack
@@ -25,12 +25,10 @@ def pack_lines(number: int, pack: PackView, frames: FramesOf) -> Iterator[Render
         pack: the pack.
         frames: chooses the frames of a video.
     """
-    predicted = ", ".join(f"{name} {count:,}" for name, count in pack.predicted.items() if count) or "none"
-    words = f"{len(pack.samples)} samples, {pack.num_tokens:,} of {pack.capacity:,} tokens ({pack.fill:.1%} full)"
-    yield Text.assemble((f"pack {number}", "bold"), f": {words}; predicted: {predicted}")
+    yield Text.assemble((f"pack {number}", "bold"), f": {pack.words}; predicted: {pack.predicted_words}")
     yield _bar(pack)
     for index, sample in enumerate(pack.samples):
-        yield from _sample(sample, _color(index), frames)
+        yield from _sample(sample, _COLORS[index % len(_COLORS)], frames)
 
 
 def rejected_lines(rows: Sequence[RejectedView]) -> Iterator[RenderableType]:
@@ -44,25 +42,20 @@ def rejected_lines(rows: Sequence[RejectedView]) -> Iterator[RenderableType]:
         yield Text(f"  {said[:_LETTERS]}{'...' * (len(said) > _LETTERS)}", style="dim")
 
 
-def _color(index: int) -> str:
-    return _COLORS[index % len(_COLORS)]
-
-
 def _bar(pack: PackView) -> Text:
     """The samples in their colours, and the room that is left."""
     text = Text()
     done = 0
     for index, sample in enumerate(pack.samples):
         end = round(_BAR * (sample.start + sample.num_tokens) / pack.capacity)
-        text.append("\u2588" * (end - done), style=_color(index))
+        text.append("\u2588" * (end - done), style=_COLORS[index % len(_COLORS)])
         done = end
     return text.append("\u2591" * (_BAR - done), style="dim")
 
 
 def _sample(sample: SampleView, color: str, frames: FramesOf) -> Iterator[RenderableType]:
-    positions = ", ".join(f"{first} to {last}" for first, last in sample.positions)
-    name = f"{sample.row.source}: {sample.row.id}"
-    yield Text.assemble((name, f"bold {color}"), f": {sample.num_tokens:,} tokens, positions {positions}")
+    facts = f": {sample.num_tokens:,} tokens, positions {sample.positions_words}"
+    yield Text.assemble((sample.name, f"bold {color}"), facts)
     text = Text("  ")
     is_open = False
     for piece in sample.pieces:
@@ -75,16 +68,12 @@ def _sample(sample: SampleView, color: str, frames: FramesOf) -> Iterator[Render
         elif isinstance(piece, GapView):
             text.append(f" ({piece.num_tokens:,} tokens are not shown) ", style="dim")
         else:
-            text.append(_item(piece, sample, frames), style=f"bold {color}" if piece.is_predicted else color)
+            medium = f": {_medium(sample.row, piece.part, frames)}" if piece.part is not None else ""
+            text.append(f"<{piece.words}{medium}>", style=f"bold {color}" if piece.is_predicted else color)
     yield text.append("]]" * is_open, style="dim")
     if sample.others:
         words = ", ".join(_medium(sample.row, part, frames) for part in sample.others)
         yield Text(f"  media that the foundation's own forward places: {words}", style=color)
-
-
-def _item(item: ItemView, sample: SampleView, frames: FramesOf) -> str:
-    words = f"{item.component} {'writes' if item.is_predicted else 'reads'} {item.num_tokens:,} tokens"
-    return f"<{words}: {_medium(sample.row, item.part, frames)}>" if item.part is not None else f"<{words}>"
 
 
 def _medium(row: Row, part: MediaPart, frames: FramesOf) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +19,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import Row
 
 _MOST_OF_SAMPLE, _MOST_TOKENS = 1000, 6000  # text tokens of a sample and of a pack that are shown
+_TEXT, _GAP = -1, -2
 _TOKENS_OF_CHARACTER = 4  # most tokens that are decoded together: a character has up to 4 bytes
 
 
@@ -64,6 +66,11 @@ class ItemView:
     features: Mapping[str, str]
     part: MediaPart | None
 
+    @property
+    def words(self) -> str:
+        """Which component does what with how many tokens."""
+        return f"{self.component} {'writes' if self.is_predicted else 'reads'} {self.num_tokens:,} tokens"
+
 
 @dataclass(frozen=True)
 class GapView:
@@ -96,6 +103,21 @@ class SampleView:
     positions: tuple[tuple[int, int], ...]
     pieces: tuple[Piece, ...]
     others: tuple[MediaPart, ...]
+
+    @property
+    def name(self) -> str:
+        """Source and id of its row."""
+        return f"{self.row.source}: {self.row.id}"
+
+    @property
+    def positions_words(self) -> str:
+        """First and last position of each axis."""
+        return ", ".join(f"{first} to {last}" for first, last in self.positions)
+
+    @property
+    def predicted_words(self) -> str:
+        """Names of losses with their tokens."""
+        return _counts(self.predicted)
 
 
 @dataclass(frozen=True)
@@ -131,6 +153,16 @@ class PackView:
         """Share of the capacity that has tokens."""
         return self.num_tokens / self.capacity
 
+    @property
+    def words(self) -> str:
+        """Its samples, and how full it is."""
+        return f"{len(self.samples)} samples, {self.num_tokens:,} of {self.capacity:,} tokens ({self.fill:.1%} full)"
+
+    @property
+    def predicted_words(self) -> str:
+        """Names of losses with their tokens."""
+        return _counts(self.predicted)
+
 
 @dataclass(frozen=True)
 class RejectedView:
@@ -162,7 +194,7 @@ def view_pack(pack: Pack, rows: Sequence[Row], processor: OmniProcessor, capacit
     room = _MOST_TOKENS
     samples = []
     for index, (row, (start, stop)) in enumerate(zip(rows, pairwise(pack.cu_seqlens.tolist()), strict=True)):
-        sample = _view_sample(Stretch(start, stop), row, items.get(index, []), tokens, processor, room)
+        sample = _view_sample(start, stop, row, items.get(index, []), tokens, processor, room)
         room -= sum(isinstance(piece, TokenView) for piece in sample.pieces)
         samples.append(sample)
     return PackView(
@@ -189,6 +221,10 @@ def view_rejected(rejected: Rejected, row: Row) -> RejectedView:
     return RejectedView(rejected, row, tuple(texts), parts)
 
 
+def _counts(predicted: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in predicted.items() if count) or "none"
+
+
 @dataclass(frozen=True)
 class _Item:
     """An item in a pack; ``positions``: index of each of its tokens."""
@@ -204,35 +240,26 @@ class _Tokens:
 
     def __init__(self, pack: Pack, tokenizer: PreTrainedTokenizerBase) -> None:
         self._ids = pack.input_ids[0].tolist()
-        self._labels = dict(zip(pack.text_rows.tolist(), pack.text_labels.tolist(), strict=True))  # by the token before
+        self.labels = dict(zip(pack.text_rows.tolist(), pack.text_labels.tolist(), strict=True))  # by the token before
         self._tokenizer = tokenizer
         self.position_ids = pack.position_ids.reshape(-1, pack.num_tokens).numpy()
-
-    def num_predicted(self, sample: Stretch) -> int:
-        return sum(index in self._labels for index in range(sample.start, sample.stop))
 
     def position(self, index: int) -> tuple[int, ...]:
         return tuple(self.position_ids[:, index].tolist())
 
-    def texts(self, run: Stretch, sample: Stretch) -> Iterator[TokenView]:
-        """Yield the text tokens of a run."""
-        first = run.start
-        while first < run.stop:
-            last = self._end_of_character(first, run.stop)
-            ids, is_predicted = self._ids[first:last], first > sample.start and first - 1 in self._labels
+    def texts(self, first: int, stop: int, start_of_sample: int) -> Iterator[TokenView]:
+        """Yield the tokens from ``first`` to ``stop``, those of one character together."""
+        while first < stop:
+            ends = range(first + 1, min(first + _TOKENS_OF_CHARACTER, stop) + 1)
+            last = next((end for end in ends if "\ufffd" not in self._decoded(self._ids[first:end])), first + 1)
+            ids, is_predicted = self._ids[first:last], first > start_of_sample and first - 1 in self.labels
             yield TokenView(self._text(ids, first), tuple(ids), first, self.position(first), is_predicted)
             first = last
 
-    def unread(self, sample: Stretch) -> Iterator[TokenView]:
+    def unread(self, stop: int) -> Iterator[TokenView]:
         """Yield the token that the last one of a sample predicts, if it does: the model does not get it."""
-        if (label := self._labels.get(sample.stop - 1)) is not None:
-            yield TokenView(self._decoded([label]), (label,), sample.stop, (), True, is_read=False)
-
-    def _end_of_character(self, first: int, stop: int) -> int:
-        for last in range(first + 1, min(first + _TOKENS_OF_CHARACTER, stop) + 1):
-            if "\ufffd" not in self._decoded(self._ids[first:last]):
-                return last
-        return first + 1
+        if (label := self.labels.get(stop - 1)) is not None:
+            yield TokenView(self._decoded([label]), (label,), stop, (), True, is_read=False)
 
     def _text(self, ids: list[int], first: int) -> str:
         """Decode tokens with the one before them, without which some tokenizers would leave out a space."""
@@ -245,93 +272,65 @@ class _Tokens:
 
 
 def _view_sample(
-    sample: Stretch, row: Row, items: Sequence[_Item], tokens: _Tokens, processor: OmniProcessor, room: int
+    start: int, stop: int, row: Row, items: Sequence[_Item], tokens: _Tokens, processor: OmniProcessor, room: int
 ) -> SampleView:
     """Return what a sample shows, with the texts of at most ``room`` tokens."""
     parts = parts_of_items([item.component for item in items], row, processor)
-    predicted = {"text": tokens.num_predicted(sample)}
+    predicted = Counter(text=sum(index in tokens.labels for index in range(start, stop)))
     for item in items:
-        if item.is_target:
-            predicted[item.component] = predicted.get(item.component, 0) + len(item.positions)
-    runs = _cut(_runs(sample, items), min(_MOST_OF_SAMPLE, max(0, room)))
-    pieces = [piece for run in runs for piece in _pieces(run, sample, tokens, items, parts)]
+        predicted[item.component] += len(item.positions) if item.is_target else 0
+    owners = _owners(start, stop, items, min(_MOST_OF_SAMPLE, max(0, room)))
+    edges = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
+    pieces = [
+        piece
+        for first, last in pairwise(edges)
+        for piece in _pieces(start + first, start + last, int(owners[first]), start, tokens, items, parts)
+    ]
+    axes = tokens.position_ids[:, start:stop]
     return SampleView(
         row=row,
-        start=sample.start,
-        num_tokens=sample.stop - sample.start,
+        start=start,
+        num_tokens=stop - start,
         predicted=predicted,
-        positions=tuple(
-            (int(axis.min()), int(axis.max())) for axis in tokens.position_ids[:, sample.start : sample.stop]
-        ),
-        pieces=(*pieces, *tokens.unread(sample)),
+        positions=tuple((int(axis.min()), int(axis.max())) for axis in axes),
+        pieces=(*pieces, *tokens.unread(stop)),
         others=tuple(part for part in media_parts(row.messages) if part not in parts),
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Tokens beside each other that are text (``item`` is None), of an item, or not shown."""
+def _owners(start: int, stop: int, items: Sequence[_Item], most: int) -> np.ndarray:
+    """Of each token of a sample, the index of its item, or :data:`_TEXT`; of more than ``most`` texts, a :data:`_GAP`.
 
-    tokens: Stretch
-    item: int | None = None
-    is_shown: bool = True
-
-
-def _runs(sample: Stretch, items: Sequence[_Item]) -> list[_Run]:
-    """Divide a sample into runs of text and of items."""
-    owner = np.full(sample.stop - sample.start, -1)
+    The gap has the middle of the sample, with its items.
+    """
+    owners = np.full(stop - start, _TEXT)
     for index, item in enumerate(items):
-        owner[item.positions - sample.start] = index
-    edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(owner)]
-    return [
-        _Run(Stretch(sample.start + left, sample.start + right), int(owner[left]) if owner[left] >= 0 else None)
-        for left, right in pairwise(edges)
-    ]
-
-
-def _cut(runs: Sequence[_Run], most: int) -> list[_Run]:
-    """Leave out the middle of a sample with more than ``most`` text tokens."""
-    total = sum(run.tokens.stop - run.tokens.start for run in runs if run.item is None)
-    if total <= most:
-        return list(runs)
-    last = most * 3 // 10
-    head = _head(runs, most - last)
-    tail = [_reversed(run) for run in reversed(_head([_reversed(run) for run in reversed(runs)], last))]
-    start = head[-1].tokens.stop if head else runs[0].tokens.start
-    stop = tail[0].tokens.start if tail else runs[-1].tokens.stop
-    return [*head, _Run(Stretch(start, stop), is_shown=False), *tail]
-
-
-def _head(runs: Sequence[_Run], most: int) -> list[_Run]:
-    """The runs up to the ``most``-th text token."""
-    kept: list[_Run] = []
-    for run in runs:
-        if most <= 0:
-            break
-        if run.item is None:
-            run = replace(run, tokens=Stretch(run.tokens.start, min(run.tokens.stop, run.tokens.start + most)))
-            most -= run.tokens.stop - run.tokens.start
-        kept.append(run)
-    return kept
-
-
-def _reversed(run: _Run) -> _Run:
-    """The run as seen from the other end."""
-    return replace(run, tokens=Stretch(-run.tokens.stop, -run.tokens.start))
+        owners[item.positions - start] = index
+    texts = np.flatnonzero(owners == _TEXT)
+    if len(texts) > most:
+        last = most * 3 // 10
+        owners[texts[most - last - 1] + 1 if most else 0 : texts[-last] if last else None] = _GAP
+    return owners
 
 
 def _pieces(
-    run: _Run, sample: Stretch, tokens: _Tokens, items: Sequence[_Item], parts: Sequence[MediaPart | None]
+    first: int,
+    stop: int,
+    owner: int,
+    start_of_sample: int,
+    tokens: _Tokens,
+    items: Sequence[_Item],
+    parts: Sequence[MediaPart | None],
 ) -> Iterator[Piece]:
-    if not run.is_shown:
-        yield GapView(run.tokens.stop - run.tokens.start)
-    elif run.item is None:
-        yield from tokens.texts(run.tokens, sample)
+    """Yield what is shown of tokens beside each other with one owner."""
+    if owner == _GAP:
+        yield GapView(stop - first)
+    elif owner == _TEXT:
+        yield from tokens.texts(first, stop, start_of_sample)
     else:
-        item, start = items[run.item], run.tokens.start
-        part = parts[run.item] if start == item.positions[0] else None
-        num_tokens, position = run.tokens.stop - start, tokens.position(start)
-        yield ItemView(item.component, item.is_target, start, num_tokens, position, item.features, part)
+        item, position = items[owner], tokens.position(first)
+        part = parts[owner] if first == item.positions[0] else None
+        yield ItemView(item.component, item.is_target, first, stop - first, position, item.features, part)
 
 
 def _items(pack: Pack) -> dict[int, list[_Item]]:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import ClassVar
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from markupsafe import Markup
+from rich.console import RenderableType
 from rich.text import Text
 
-from omnitrain.page.text import as_text
-from omnitrain.page.whole import own_prefix, part_of_notebook, whole_page
-from omnitrain.page.write import has_matplotlib, require_matplotlib, write_page
 from omnitrain.report.data.medium import FramesOf
+from omnitrain.report.data.pack_html import preview_html
 from omnitrain.report.data.pack_text import pack_lines, rejected_lines
 from omnitrain.report.data.pack_view import PackView, RejectedView
-
-_MEDIA_ROOM = 3_000_000  # bytes of a page for media
-_COLUMNS = 120  # of the text
+from omnitrain.report.data.shown import Shown
 
 
-@dataclass(frozen=True)
-class DataPreview:
+@dataclass(frozen=True, repr=False)
+class DataPreview(Shown):
     """The first packs of a recipe. A notebook shows it as HTML, a terminal as text.
 
     Attributes:
@@ -37,39 +34,15 @@ class DataPreview:
     rejected: tuple[RejectedView, ...]
     frames: FramesOf
     unread: tuple[str, ...] = ()
+    title: ClassVar[str] = "preview of the data"
 
-    def save(self, file: str | Path) -> Path:
-        """Write one page that needs nothing else, and return its path. An older page there is replaced.
-
-        Raises:
-            UserError: matplotlib is missing, or the file is something else.
-        """
-        return write_page(whole_page(self.name, "preview of the data", self._chapters("f")), Path(file))
-
-    def _repr_html_(self) -> str | None:
-        return part_of_notebook(self._chapters(own_prefix())) if has_matplotlib() else None  # a notebook shows the text
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def lines(self) -> Iterator[RenderableType]:
+        """Yield what a terminal shows."""
         for number, pack in enumerate(self.packs, 1):
             yield from pack_lines(number, pack, self.frames)
         yield from rejected_lines(self.rejected)
         yield from (Text(f"note: {line}") for line in self.unread)
 
-    def __str__(self) -> str:
-        return as_text(self, columns=_COLUMNS)
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _chapters(self, prefix: str) -> Sequence[str]:
-        require_matplotlib("a preview as a page")
-        from omnitrain.report.chapters.plots import Plots
-        from omnitrain.report.data.pack_html import PackPages
-        from omnitrain.report.data.stats_html import unread_chapter
-        from omnitrain.report.media import MediaBudget
-
-        budget = MediaBudget(_MEDIA_ROOM)
-        pages = PackPages(Plots([self.name], prefix), budget, self.frames)
-        rejected = pages.rejected(self.rejected)  # first, so that they have room
-        packs = [pages.pack(number, pack) for number, pack in enumerate(self.packs, 1)]
-        return [*packs, rejected, *unread_chapter(self.unread)]
+    def chapters(self) -> Markup:
+        """Return the chapters of a page."""
+        return preview_html(self.packs, self.rejected, self.frames, self.unread)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from markupsafe import Markup
+from rich.console import RenderableType
 
-from omnitrain.page.text import as_text
-from omnitrain.page.whole import own_prefix, part_of_notebook, whole_page
-from omnitrain.page.write import has_matplotlib, require_matplotlib, write_page
-from omnitrain.report.data.numbers import DataNumbers
+from omnitrain.report.data.numbers import LENGTHS, DataNumbers, Histogram
+from omnitrain.report.data.shown import Shown
 from omnitrain.report.data.stats_text import stats_lines
+from omnitrain.report.html import rendered, swatch
+from omnitrain.report.svg import Bar, draw_bars, draw_histogram
 
-_COLUMNS = 120  # of the text
+_LANES = 40  # sources that are drawn
 
 
-@dataclass(frozen=True)
-class DataStats(DataNumbers):
+@dataclass(frozen=True, repr=False)
+class DataStats(DataNumbers, Shown):
     """The numbers of a recipe's data. A notebook shows them as HTML, a terminal as text."""
+
+    title: ClassVar[str] = "statistics of the data"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers as JSON has them."""
@@ -32,29 +36,46 @@ class DataStats(DataNumbers):
         path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
         return path
 
-    def save(self, file: str | Path) -> Path:
-        """Write one page that needs nothing else, and return its path. An older page there is replaced.
+    def lines(self) -> Iterator[RenderableType]:
+        """Return what a terminal shows."""
+        return stats_lines(self)
 
-        Raises:
-            UserError: matplotlib is missing, or the file is something else.
-        """
-        return write_page(whole_page(self.name, "statistics of the data", self._chapters("f")), Path(file))
+    def chapters(self) -> Markup:
+        """Return the chapters of a page."""
+        return rendered(
+            "stats.html",
+            stats=self,
+            unread=self.unread,
+            data_sets=[
+                (one.name, one.num_rows, one.measured, one.rejected, one.share, one.epochs) for one in self.data_sets
+            ],
+            lengths=LENGTHS,
+            of_lengths=[[one.name, one.samples, *map(one.length.get, LENGTHS)] for one in self.sources],
+            kinds=self.kinds,
+            of_kinds=[
+                [
+                    *(one.name, one.predicted, *map(one.tokens.get, self.kinds)),
+                    ", ".join(f"{modality} {count:.3g}" for modality, count in one.items.items()),
+                ]
+                for one in self.sources
+            ],
+            rejected=[(one.source, one.rows, one.reason, f"{one.example}: {one.words}") for one in self.rejected],
+            shares=self._shares,
+            draw_histogram=draw_histogram,
+            sums=_sums,
+        )
 
-    def _repr_html_(self) -> str | None:
-        return part_of_notebook(self._chapters(own_prefix())) if has_matplotlib() else None  # a notebook shows the text
+    def _shares(self, title: str) -> Markup:
+        """Of each source, bars of what its tokens are."""
+        bars, lanes = [], self.sources[:_LANES]
+        for lane, source in enumerate(lanes):
+            start = 0.0
+            for index, kind in enumerate(self.kinds):
+                share = 100 * source.tokens.get(kind, 0)
+                bars.append(Bar(lane, start, share, index))
+                start += share
+        return draw_bars(bars, [source.name for source in lanes], title, "% of its tokens", 100)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from stats_lines(self)
 
-    def __str__(self) -> str:
-        return as_text(self, columns=_COLUMNS)
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _chapters(self, prefix: str) -> list[str]:
-        require_matplotlib("a page about data")
-        from omnitrain.report.chapters.plots import Plots
-        from omnitrain.report.data.stats_html import chapters
-
-        return chapters(self, Plots([self.name], prefix))
+def _sums(histogram: Histogram) -> list[tuple[Markup, int]]:
+    return [(swatch(index, name), sum(counts)) for index, (name, counts) in enumerate(histogram.counts.items())]

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from omnitrain.report.data.numbers import DataNumbers, Histogram
+from omnitrain.report.data.numbers import LENGTHS, DataNumbers, Histogram
 
 _BAR = 50  # characters of the longest bar of a histogram
 
@@ -43,19 +43,17 @@ def _data_sets(stats: DataNumbers) -> Table:
 
 
 def _lengths(stats: DataNumbers) -> Table:
-    names = ("min", "mean", "median", "p95", "max")
-    table = Table("tokens of samples", "samples", "rejected", *names)
+    table = Table("tokens of samples", "samples", "rejected", *LENGTHS)
     for one in stats.sources:
-        lengths = [f"{one.length[name]:,.0f}" for name in names]
+        lengths = [f"{one.length[name]:,.0f}" for name in LENGTHS]
         table.add_row(one.name, f"{one.samples:,}", f"{one.rejected:,}", *lengths)
     return table
 
 
 def _shares(stats: DataNumbers) -> Table:
-    kinds = sorted({kind for source in stats.sources for kind in source.tokens})
-    table = Table("share of tokens", *kinds, "in the loss")
+    table = Table("share of tokens", *stats.kinds, "in the loss")
     for one in stats.sources:
-        shares = [f"{one.tokens[kind]:.0%}" if kind in one.tokens else "" for kind in kinds]
+        shares = [f"{one.tokens[kind]:.0%}" if kind in one.tokens else "" for kind in stats.kinds]
         table.add_row(one.name, *shares, f"{one.predicted:.0%}")
     return table
 

@@ -30,12 +30,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Answered:
-    """A held-out row and the model's answer.
-
-    Attributes:
-        row: the whole row, with its reference answer and extra columns.
-        answer: the generated answer.
-    """
+    """A held-out row, with its reference answer and extra columns, and the model's answer."""
 
     row: Row
     answer: Answer
@@ -76,15 +71,7 @@ class Evaluator:
         recipe: Recipe,
         peers: Peers = SINGLE_PROCESS,
     ) -> None:
-        """Take the settings; nothing is read yet.
-
-        Args:
-            model: the model, sharded or not.
-            processor: processor of the model.
-            heldout: the held-out data sets.
-            recipe: recipe with an ``evaluation`` node and held-out data.
-            peers: ranks that share the model, which all call every method.
-        """
+        """Take the settings; nothing is read yet. All ``peers``, which share the model, call every method."""
         assert recipe.evaluation is not None
         self._model, self._processor, self._heldout, self._recipe = model, processor, heldout, recipe
         self._settings, self._peers = recipe.evaluation, peers
@@ -92,9 +79,8 @@ class Evaluator:
     def losses(self, notify: Progress = lambda _: None) -> dict[str, Any]:
         """Return the weighted total and :meth:`LossMeter.read`, and leave the model in training mode.
 
-        Args:
-            notify: called with the progress before every pack and batch, on all ranks. It may raise, on all ranks
-                together, to end the evaluation.
+        ``notify`` is called with the progress before every pack and batch, on all ranks. It may raise, on all ranks
+        together, to end the evaluation.
 
         Raises:
             UserError: raised on all ranks if the model cannot use a row.
@@ -107,11 +93,7 @@ class Evaluator:
             self._model.train()
 
     def evaluate(self, notify: Progress = lambda _: None, losses: dict[str, Any] | None = None) -> Evaluation:
-        """Compute losses, answers and scores, and leave the model in evaluation mode.
-
-        Args:
-            notify: see :meth:`losses`.
-            losses: losses of the current model, if they are already known.
+        """Compute losses, if they are not known, answers and scores, and leave the model in evaluation mode.
 
         Raises:
             UserError: raised on all ranks if the scorer does not exist, or the model cannot use a row.
@@ -198,11 +180,7 @@ def heldout_places(heldout: Sequence[RowSource], limit: int | None) -> list[_Pla
 
 
 class _Share:
-    """The held-out rows of one rank, by their index among all rows.
-
-    Attributes:
-        rejected: index -> unreadable row found so far.
-    """
+    """The held-out rows of one rank, by their index among all rows; ``rejected``: those found unreadable so far."""
 
     def __init__(self, places: Sequence[_Place], processor: OmniProcessor, peers: Peers) -> None:
         self._processor, self._places = processor, places
@@ -282,11 +260,7 @@ def reference_text(row: Row) -> str:
 
 
 def load_scorer(name: str | None) -> Scorer:
-    """Load the function ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``; None: :func:`exact_match`.
-
-    Raises:
-        UserError: the file, module or function does not exist or cannot be loaded.
-    """
+    """Load ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``, else raise a UserError. None: :func:`exact_match`."""
     if name is None:
         return exact_match
     return load_function(name, "evaluation.scorer")

@@ -15,7 +15,7 @@ from PIL import Image
 from omnitrain.data.chat.parts import content_parts
 from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.train.evaluate.evaluate import Answered, reference_text
-from omnitrain.train.metrics.shown_sample import ShownSample
+from omnitrain.train.metrics.trackers import ShownSample
 
 _SUFFIXES = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"GIF8", ".gif"), (b"fLaC", ".flac"), (b"OggS", ".ogg"))
 _LIST = "samples.json"
@@ -28,12 +28,6 @@ def save_samples(
     """Write the first answers of each source: ``samples.md`` with prompts and texts, and files of images and sounds.
 
     ``samples.json`` has the same for programs. Samples of an earlier step move to the folder ``step-N``.
-
-    Args:
-        answers: the answers, in any order.
-        folder: folder of the files; created if missing.
-        per_source: maximum number of answers of each source.
-        step: optimizer steps done.
 
     Returns:
         The path of the markdown file, and the samples in it.
@@ -52,7 +46,7 @@ def save_samples(
             prompt, reference = _write_messages(row, folder, stem)
             answer = write_parts(answered.answer.parts, folder, stem)
             name = f"{row.source} {counts[row.source]}"
-            samples.append(ShownSample(name, prompt, answer, reference))
+            samples.append(ShownSample(name, {"prompt": prompt, "answer": answer, "reference": reference}))
             asked, said, expected = (" ".join(map(_markdown, parts)) for parts in (prompt, answer, reference))
             lines += [f"## {name}", "", f"Asked (`{row.id}`): {asked}", "", f"Answered: {said}", ""]
             lines += [f"Reference: {expected}", ""] if expected else []
@@ -66,16 +60,7 @@ def save_samples(
 
 
 def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str | Path]:
-    """Write generated media as ``STEM_N.png`` and ``STEM_N.wav``.
-
-    Args:
-        parts: texts, ``PIL.Image`` and ``Waveform``.
-        folder: folder of the files.
-        stem: start of the file names.
-
-    Returns:
-        One entry per part: the text, or the path of the written file.
-    """
+    """Write generated ``PIL.Image`` and ``Waveform`` as ``STEM_N.png`` and ``STEM_N.wav``; return texts and paths."""
     shown: list[str | Path] = []
     for position, part in enumerate(parts):
         if isinstance(part, str):

@@ -9,7 +9,7 @@ from omnitrain.train.evaluate.evaluate import Evaluation
 from omnitrain.train.evaluate.media_files import save_samples
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import show_scores
-from omnitrain.train.metrics.shown_sample import ShownSample
+from omnitrain.train.metrics.trackers import ShownSample
 from omnitrain.train.run_state.run_folder import RunFolder
 
 
@@ -23,13 +23,8 @@ def write_results(
 ) -> list[ShownSample]:
     """Write and print the results, and return the answers that were written. Only the first rank calls this.
 
-    Args:
-        run: folder of the run.
-        step: optimizer steps done.
-        result: result of the evaluation.
-        scores: scores of the answers, and other numbers to report with them.
-        skipped: skipped rows of the whole run.
-        per_source: maximum number of answers to write for each source.
+    ``scores`` has other numbers to report, too; ``skipped`` are those of the whole run; at most ``per_source`` answers
+    of each source are written.
     """
     written = run.write_scores({"step": step} | scores | {"losses": result.losses})
     page, samples = save_samples(result.answers, run.path / "samples", per_source, step)

@@ -19,12 +19,7 @@ def num_cores() -> int:
 
 
 def crowding(device: str, num_ranks: int) -> str | None:
-    """Return the warning for ranks that would share cores; None: each has its own, or they train on CUDA.
-
-    Args:
-        device: `train.device` of the recipe.
-        num_ranks: ranks to start on this machine.
-    """
+    """Return the warning for ranks of this machine that would share cores; None: none would, or they train on CUDA."""
     cores = num_cores()
     if num_ranks <= cores or device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         return None

@@ -15,10 +15,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
-from types import FrameType
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,11 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR, TrainingError, UserError
 from omnitrain.torch_private import output_streams
-from omnitrain.train.interrupt import TOGETHER_SECONDS, heard
+from omnitrain.train.interrupt import TOGETHER_SECONDS, handled
 from omnitrain.train.launch.crowding import num_cores
 from omnitrain.train.launch.environment import FIRST_TO_FAIL, LAUNCHER
 
 _HOST = "127.0.0.1"
-_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # signals that torch's launcher handles
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
@@ -42,11 +41,7 @@ _HURRY_SECONDS = 10.0  # time for the ranks to end after the second signal
 
 
 class RanksLostError(TrainingError):
-    """Ranks were killed from outside of the run, by the system's out-of-memory killer for example, or crashed.
-
-    Attributes:
-        ranks: these ranks.
-    """
+    """Ranks were killed from outside of the run, by the system's out-of-memory killer for example, or crashed."""
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -83,9 +78,14 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
     others = range(1, nproc)
-    with tempfile.TemporaryDirectory(prefix="omnitrain-run-") as folder, _Signals() as signals:
+    signals: list[int] = []  # that have arrived
+    with (
+        tempfile.TemporaryDirectory(prefix="omnitrain-run-") as folder,
+        handled(_SIGNALS, lambda number, _: signals.append(number)),
+    ):
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        with _without_handlers():
+        # Torch's handlers of signals would raise anywhere in the start.
+        with mock.patch.dict(os.environ, {"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}):
             context = start_processes(
                 "rank",
                 sys.executable,
@@ -107,19 +107,6 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
                     if stream is not None:  # torch leaves those of ended processes open
                         stream.close()
     return ranks.exit_code()
-
-
-@contextlib.contextmanager
-def _without_handlers() -> Iterator[None]:
-    """Keep torch from handling signals while it starts the ranks, because its handlers raise anywhere in the start."""
-    before = os.environ.get(_HANDLED)
-    os.environ[_HANDLED] = ""
-    try:
-        yield
-    finally:
-        del os.environ[_HANDLED]
-        if before is not None:
-            os.environ[_HANDLED] = before
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
@@ -153,38 +140,9 @@ def _devices(places: Sequence[int] | None) -> dict[str, str]:
     return {_VISIBLE: ",".join(names[place] for place in places)}
 
 
-class _Signals:
-    """Within this context signals are collected for :meth:`take`."""
-
-    def __init__(self) -> None:
-        self._before = {number: signal.getsignal(number) for number in heard(_SIGNALS)}
-        self._caught: list[int] = []
-
-    def take(self) -> list[int]:
-        caught, self._caught = self._caught, []
-        return caught
-
-    def __enter__(self) -> _Signals:
-        for number in self._before:
-            signal.signal(number, self._keep)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _keep(self, number: int, frame: FrameType | None) -> None:
-        self._caught.append(number)
-
-
 @dataclass
 class _Ranks:
-    """The processes and their exit codes.
-
-    Attributes:
-        codes: rank -> exit code, in the order in which the ranks ended.
-        killed: ranks that did not end in time.
-    """
+    """The processes, their exit codes in the order of their ends, and the ranks that did not end in time."""
 
     processes: Mapping[int, Popen]
     stop_seconds: float
@@ -195,11 +153,11 @@ class _Ranks:
     _interrupted_at: float | None = None
     _deadline: float = math.inf
 
-    def wait(self, signals: _Signals) -> None:
+    def wait(self, signals: list[int]) -> None:
         """Wait until all have ended, or until the deadline of an interrupted or failed run."""
         while len(self.codes) < len(self.processes) and time.monotonic() < self._deadline:
-            for number in signals.take():
-                self._forward(number)
+            while signals:
+                self._forward(signals.pop(0))
             self._note_ends()
             time.sleep(_POLL_SECONDS)
         self.killed = [rank for rank in self.processes if rank not in self.codes]

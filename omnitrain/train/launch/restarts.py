@@ -17,10 +17,10 @@ def launch_with_restarts(
     say: Callable[[str], None],
     stop_seconds: float,
 ) -> int:
-    """Call :func:`launch`, and again on fewer ranks whenever ranks were killed.
+    """Call :func:`launch`, and again on fewer ranks whenever ranks were killed; return its last exit code.
 
     Places on this machine (on CUDA: devices) in which a rank was killed are not used again. Of the others, so many are
-    used as the run can divide itself over.
+    used as the run can divide itself over; 143: it works on none of the ranks that are left.
 
     Args:
         arguments: called before each start; returns the arguments of the python interpreter.
@@ -29,12 +29,6 @@ def launch_with_restarts(
         fits: whether the run works on a number of ranks.
         say: called with a line for the user.
         stop_seconds: see :func:`launch`.
-
-    Returns:
-        The exit code of the last start, or 143 if the run does not work on the ranks that are left.
-
-    Raises:
-        UserError, TrainingError: see :func:`launch`; of the last start.
     """
     left = used = list(range(nproc))
     places: list[int] | None = None  # all of them

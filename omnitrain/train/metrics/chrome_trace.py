@@ -11,33 +11,23 @@ from omnitrain.ops.timing import Recorded, Span, What
 # Tracks: actions of the schedule; compute and waiting of layers, within them; and one for each chunk's exchanges, which
 # overlap others.
 _ACTIONS, _COMPUTE, _FIRST_LINK = range(3)
-
-
 _TITLES = {_ACTIONS: "actions", _COMPUTE: "compute"}
 
 
 def write_chrome_trace(recorded: Recorded, file: Path, rank: int, section: str | None = None) -> None:
-    """Write one rank's spans. Files of several ranks can be loaded together; each rank is a process of the trace.
+    """Write the spans of a step on one rank, in microseconds since 1970; the file's folder is created.
 
-    Args:
-        recorded: spans of a step.
-        file: path of the file; its folder is created.
-        rank: rank of the spans.
-        section: section of the rank. None: there are no sections.
+    Files of several ranks can be loaded together; each rank, with the section that it is in, is a process of the trace.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"traceEvents": trace_events(recorded, rank, section), "displayTimeUnit": "ms"}) + "\n")
-
-
-def trace_events(recorded: Recorded, rank: int, section: str | None = None) -> list[dict[str, Any]]:
-    """Return track names and spans in Chrome's Trace Event Format, with times in microseconds since 1970."""
     of_section = "" if section is None else f" ({section})"
     names = [_named("process_name", rank, _COMPUTE, f"rank {rank}{of_section}")]
     names += [
         _named("thread_name", rank, track, _TITLES.get(track) or f"link, chunk {track - _FIRST_LINK}")
         for track in sorted({_track(span.what) for span in recorded.spans})
     ]
-    return [*names, *(_event(span, recorded.began, rank) for span in recorded.spans)]
+    events = [*names, *(_event(span, recorded.began, rank) for span in recorded.spans)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
 def _track(what: What) -> int:

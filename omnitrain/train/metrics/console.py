@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from omnitrain.page.text import width_of_text
+from omnitrain.terminal import width_of_text
 from omnitrain.train.launch.environment import global_rank
 
 _COLUMNS = 120  # without a terminal, and without COLUMNS

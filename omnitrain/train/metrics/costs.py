@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any
 
 from rich.table import Table
+from torch.autograd.profiler_util import FunctionEvent
 
 LABEL = "omnitrain: "  # prefix of records that say which part of the model runs
 STEP = f"{LABEL}step"
@@ -25,19 +26,12 @@ _COMMUNICATION = {
     "all-reduce": ("all_reduce", "allreduce", "AllReduce"),
     "other exchanges": ("c10d::", "gloo:", "nccl:", "FSDP::"),
 }
+IDLE = "the device waits for the host"
+PYTHON = "Python between operations"
+OPTIMIZER = "optimizer"
+LAYERS, EXPERTS, HEAD = "layers", "experts", "loss head"
+_AS_THEY_ARE = (OPTIMIZER, HEAD, WAIT_FOR_DATA.removeprefix(LABEL), ATTENTION.removeprefix(LABEL))
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "addmm_", "baddbmm_", "einsum")
-
-
-class Event(Protocol):
-    """A record of torch's profiler (``torch.autograd.profiler_util.FunctionEvent``)."""
-
-    name: str
-    sequence_nr: int
-    thread: int
-    time_range: Any
-    cpu_parent: Any
-    self_cpu_time_total: float
-    self_device_time_total: float
 
 
 @dataclass
@@ -82,7 +76,7 @@ class Costs:
         return sum(row.seconds.get(AGAIN, 0.0) for row in self.rows) / self.seconds
 
 
-def costs_of(events: Iterable[Event]) -> Costs:
+def costs_of(events: Iterable[FunctionEvent]) -> Costs:
     """Sum up what a profile has, in words.
 
     On a GPU the times of its kernels count, and communication may overlap with the others. On a CPU the times of the
@@ -91,83 +85,47 @@ def costs_of(events: Iterable[Event]) -> Costs:
     Args:
         events: of a profile in which each step is in a record :data:`STEP`, and parts in records with :data:`LABEL`.
     """
-    events = list(events)
+    events = sorted(events, key=lambda event: event.time_range.start)  # what calls comes before what it calls
     steps = [event for event in events if event.name == STEP]
     assert steps, "a profile without steps"
     seconds = sum(event.time_range.elapsed_us() for event in steps) / 1e6
     is_of_device = any(event.self_device_time_total for event in events)
-    labels = _Labels(events)
     rows: dict[str, Cost] = {}
-    for event in events:
+    for event, part, phase in _placed(events):
         spent = event.self_device_time_total if is_of_device else event.self_cpu_time_total
-        if spent <= 0 or (not is_of_device and event.thread != steps[0].thread):
-            continue
-        part, phase = labels.of(event)
-        name = _in_words(event.name, part)
-        rows.setdefault(name, Cost(name)).seconds[phase] += spent / 1e6
+        if spent > 0 and (is_of_device or event.thread == steps[0].thread):
+            name = _in_words(event.name, part)
+            rows.setdefault(name, Cost(name)).seconds[phase] += spent / 1e6
     if is_of_device:
         busy = sum(row.total for row in rows.values())
         rows[IDLE] = Cost(IDLE, {FORWARD: max(0.0, seconds - busy)})
     return Costs(sorted(rows.values(), key=lambda row: -row.total), seconds, is_of_device)
 
 
-IDLE = "the device waits for the host"
-PYTHON = "Python between operations"
+def _placed(events: Iterable[FunctionEvent]) -> Iterator[tuple[FunctionEvent, str, str]]:
+    """Yield each record with its part of the model (the innermost label around it) and its pass.
 
-
-class _Labels:
-    """Tells the part of the model and the pass to which a record belongs.
-
-    The node of a backward has the number of the record in the forward whose gradient it computes.
+    The node of a backward has the number of the record in the forward whose gradient it computes, and its part. Only a
+    forward has labels and numbers: inside of a node, they tell that it computes again what it needs.
     """
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self._of_number: dict[int, str] = {}
-        for event in sorted(events, key=lambda event: event.time_range.start):
-            if event.sequence_nr >= 0 and not _in_backward(event):
-                self._of_number[event.sequence_nr] = self._above(event)[0]
-
-    def of(self, event: Event) -> tuple[str, str]:
-        part, node, numbers = self._above(event)
+    places: dict[int, tuple[str, int | None, bool]] = {}  # record -> its label, its node, whether it is computed again
+    parts: dict[int, str] = {}  # number of a record in a forward -> its part
+    for event in events:
+        part, node, is_again = places.get(id(event.cpu_parent), ("", None, False))
+        if event.name.startswith(_BACKWARD):
+            part, node, is_again = "", event.sequence_nr, False
+        elif event.name.startswith(LABEL) and event.name != STEP:
+            part = event.name.removeprefix(LABEL)
+        elif event.name.startswith("Optimizer."):
+            part = part or OPTIMIZER
+        is_numbered = event.sequence_nr >= 0 and "Backward" not in event.name  # a node's own record has another number
+        is_again = is_again or bool(part) or (is_numbered and event.sequence_nr != node)
+        places[id(event)] = part, node, is_again
         if node is None:
-            return part, FORWARD
-        # Only a forward numbers its operations: this one computes again what its node needs.
-        is_again = bool(part) or any(number != node for number in numbers)
-        return part or self._of_number.get(node, ""), AGAIN if is_again else BACKWARD
-
-    def _above(self, event: Event) -> tuple[str, int | None, set[int]]:
-        """Say where a record is.
-
-        Returns:
-            The innermost label around it, or nothing; the number of the node of a backward that it is in, in which case
-            labels around the node do not count; and the numbers of records between.
-        """
-        part, numbers, at = "", set[int](), cast(Any, event)
-        while at is not None:
-            if at.name.startswith(_BACKWARD):
-                return part, at.sequence_nr, numbers
-            if not part and at.name.startswith(LABEL) and at.name != STEP:
-                part = at.name.removeprefix(LABEL)
-            if not part and at.name.startswith("Optimizer."):
-                part = OPTIMIZER
-            if at.sequence_nr >= 0 and "Backward" not in at.name:  # a node's own record may have another number
-                numbers.add(at.sequence_nr)
-            at = at.cpu_parent
-        return part, None, numbers
-
-
-def _in_backward(event: Event) -> bool:
-    at: Any = event
-    while at is not None:
-        if at.name.startswith(_BACKWARD):
-            return True
-        at = at.cpu_parent
-    return False
-
-
-OPTIMIZER = "optimizer"
-LAYERS, EXPERTS, HEAD = "layers", "experts", "loss head"
-_AS_THEY_ARE = (OPTIMIZER, HEAD, WAIT_FOR_DATA.removeprefix(LABEL), ATTENTION.removeprefix(LABEL))
+            parts[event.sequence_nr] = part
+            yield event, part, FORWARD
+        else:
+            yield event, part or parts.get(node, ""), AGAIN if is_again else BACKWARD
 
 
 def _in_words(name: str, part: str) -> str:

@@ -18,23 +18,13 @@ _LISTED_RANKS = 16  # with more, a line of metrics has no list of them
 
 
 def cost_metrics(costs: np.ndarray) -> dict[str, Any]:
-    """Return least, mean and largest cost of a rank, and ``by_rank`` if there are few ranks.
-
-    Args:
-        costs: ``[ranks]`` int64: the cost of the items that each rank encodes in a step.
-    """
+    """Return least, mean and largest of the costs of ranks, ``[ranks]`` int64; and ``by_rank`` if there are few."""
     found: dict[str, Any] = {"min": int(costs.min()), "mean": float(costs.mean()), "max": int(costs.max())}
     return found | ({"by_rank": costs.tolist()} if len(costs) <= _LISTED_RANKS else {})
 
 
 def encoder_metrics(model: OmniModel, plan: StepPlan, times: Mapping[str, EncoderTimes]) -> dict[str, Any]:
-    """Return ``encoders``: encoder -> how its work is divided among ranks; nothing on one rank, or without media.
-
-    Args:
-        model: parallelized, or on one process.
-        plan: the plan of the step.
-        times: encoder -> its times in the step.
-    """
+    """Return ``encoders``: encoder -> how its work is divided among ranks; nothing on one rank, or without media."""
     layout = layout_of(model)
     if layout is None or plan.topology.world_size == 1:
         return {}

@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.models.omni.flops import ModelFlops, PackFlops
 from omnitrain.models.omni.freeze import freeze
-from omnitrain.ops.experts import experts_in
 from omnitrain.ops.experts.routers import find_router
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.flops import Recomputed
 from omnitrain.parallel.fsdp.units import find_units
 from omnitrain.parallel.layout import ModelLayout
@@ -51,12 +50,11 @@ def _recomputed(model: torch.nn.Module, plan: ComponentPlan, blocks: tuple[str, 
     return Recomputed([name for name, module in model.named_modules() if module in modules])
 
 
+_IDLE = -1  # index of a sample from which nothing is learned
+
+
 class StepFlops:
     """Counts the FLOPs of this rank's part of each step: of samples that it lists, and media that it encodes.
-
-    Args:
-        counter: of the run's model.
-        layout: how the model is laid out; None: one process.
 
     Attributes:
         left_out: media or `foundation` -> why its FLOPs cannot be counted.
@@ -73,8 +71,8 @@ class StepFlops:
         for pack, calls in zip(batch.packs if lists else (), batch.media_calls, strict=False):
             if pack.info.indices != (_IDLE,):
                 self._add(found, FOUNDATION, partial(self._counter.of_pack, pack))
-                for name, group in _media(pack):
-                    if name not in calls:
+                for name, media in (*pack.inputs.items(), *pack.targets.items()):
+                    for group in media.groups if name not in calls else ():
                         self._add(found, name, partial(self._counter.of_media, name, group))
         for calls in batch.media_calls:
             for name, groups in calls.items():
@@ -97,20 +95,8 @@ class StepFlops:
             self.left_out[name] = f"{type(error).__name__}: {error}"
 
 
-_IDLE = -1  # index of a sample from which nothing is learned
-
-
-def _media(pack: Pack) -> list[tuple[str, MediaGroup]]:
-    return [(name, group) for name, batch in (*pack.inputs.items(), *pack.targets.items()) for group in batch.groups]
-
-
 class RunFlops:
-    """Adds up the FLOPs of steps between two lines of metrics.
-
-    Args:
-        steps: counts those of a step. None: nothing is counted.
-        peak: of this rank's device.
-    """
+    """Adds up the FLOPs of steps between two lines of metrics; without ``steps``, nothing is counted."""
 
     def __init__(self, steps: StepFlops | None, peak: Peak | None) -> None:
         self._steps, self.peak = steps, peak
@@ -124,11 +110,9 @@ class RunFlops:
             self._number += 1
 
     def read(self, peers: Peers, seconds: float) -> dict[str, Any]:
-        """Return the FLOPs since the last reading and their share of the peak, and reset. Every rank calls this.
+        """Return the FLOPs since the last reading, ``seconds`` ago, and their share of the peak, and reset.
 
-        Args:
-            peers: all ranks.
-            seconds: time since the last reading.
+        Every rank calls this.
         """
         if self._steps is None or self.peak is None or not self._number:
             return {}
@@ -154,15 +138,8 @@ def flop_metrics(
     """Return the metrics of FLOPs: ``mfu = FLOPs of the model / (seconds * sum of the ranks' peaks)``.
 
     ``mfu`` counts the pairs that attention's masks keep, ``mfu_full`` all, and ``hfu`` those that are kept, with what
-    backwards compute again.
-
-    Args:
-        found: of all ranks.
-        steps: number of steps.
-        tokens: of these steps, of all ranks.
-        seconds: time of these steps.
-        peaks: of each rank.
-        left_out: what is not counted. Without the foundation, there are no figures.
+    backwards compute again. ``found`` and ``tokens`` are of all ranks and ``steps``. Without the foundation, there are
+    no figures.
     """
     if FOUNDATION in left_out:
         return {"flops": {"left_out": dict(left_out)}}
@@ -186,18 +163,11 @@ def flop_metrics(
 
 
 def run_flops(
-    counter: ModelFlops | None,
-    layout: ModelLayout | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    counter: ModelFlops | None, layout: ModelLayout | None, device: torch.device, dtype: torch.dtype
 ) -> RunFlops:
-    """Return what counts a run's FLOPs; it may measure the device.
+    """Return what counts a run's FLOPs; it may measure products of ``dtype``, in which the foundation computes.
 
-    Args:
-        counter: of the run's model, before it was laid out; None: nothing is counted.
-        layout: how the model is laid out; None: one process.
-        device: device of this rank.
-        dtype: in which the foundation computes.
+    ``counter`` has the model as it was before it was laid out; without one, nothing is counted.
     """
     if counter is None:
         return RunFlops(None, None)

@@ -12,11 +12,7 @@ _FAILED_REQUEST = re.compile(r"'(?P<why>.*)' thrown while requesting \w+ (?P<url
 
 
 def tell_of_hub_retries(say: Callable[[str], None]) -> None:
-    """Replace the client's log of every retry by one sentence for each file.
-
-    Args:
-        say: prints a sentence.
-    """
+    """Replace the client's log of every retry by one sentence for each file, which ``say`` prints."""
     logger = hub_logging.get_logger()
     for handler in list(logger.handlers):
         if isinstance(handler, _Retries):

@@ -30,12 +30,7 @@ _COPIES = (1, 2)  # copies of each sample in a pack; two points give a slope
 
 @dataclass(frozen=True)
 class KeptMemory:
-    """Bytes that a micro-batch keeps for its backward.
-
-    Attributes:
-        constant: bytes of any pack.
-        per_unit: unit (such as ``tokens``) -> bytes per unit in a pack.
-    """
+    """Bytes that a micro-batch keeps for its backward: of any pack, and for each unit (such as ``tokens``) of it."""
 
     constant: float
     per_unit: Mapping[str, float]
@@ -45,12 +40,7 @@ class KeptMemory:
         return self.constant + sum(count * self.per_unit[unit] for unit, count in _units(pack).items())
 
     def of_full_packs(self, samples: Sequence[Sample], pack_tokens: int) -> dict[str, float]:
-        """Return source -> bytes that a pack full of samples like its sample keeps; the maximum if it has several.
-
-        Args:
-            samples: one sample of each kind.
-            pack_tokens: length of a pack in tokens.
-        """
+        """Return source -> bytes that a pack full of samples like its sample keeps; the maximum if it has several."""
         largest: dict[str, float] = {}
         for sample in samples:
             grows = self.of(Pack.from_samples([sample])) - self.constant
@@ -64,11 +54,7 @@ def kept_by_source(
 ) -> dict[str, float]:
     """Return source -> bytes that a pack full of its samples keeps, measured on the first row of each source.
 
-    Args:
-        model: see :func:`measure_kept_memory`.
-        processor: processor of the model.
-        sources: data sets.
-        pack_tokens: length of a pack in tokens; samples longer than half of it are skipped.
+    Samples longer than half of ``pack_tokens`` are skipped. For ``model`` see :func:`measure_kept_memory`.
     """
     firsts = [first for _, first in first_samples(sources, processor) if isinstance(first, Sample)]
     samples = [first for first in firsts if 2 * len(first) <= pack_tokens and not first.is_alone]
@@ -76,11 +62,10 @@ def kept_by_source(
 
 
 def measure_kept_memory(model: OmniModel, samples: Sequence[Sample]) -> KeptMemory:
-    """Run the forward of small packs and count what autograd saves.
+    """Run the forward of small packs and count what autograd saves. The model's weights and gradients do not change.
 
     Args:
-        model: the model on its device, in training mode, in one process and not compiled. Its weights and gradients do
-            not change.
+        model: on its device, in training mode, in one process and not compiled.
         samples: at least one with each kind of media that packs will have. Packs of two copies are made.
     """
     _kept(model, Pack.from_samples(samples[:1]))  # warm-up: tensors that a first forward caches do not count

@@ -20,9 +20,9 @@ from omnitrain.errors import TrainingError
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.ops.device import to_device
 from omnitrain.peers import SINGLE_PROCESS, Peers
+from omnitrain.report.curves import numbers_in
 from omnitrain.train.metrics.early_stopping import read_lines
-from omnitrain.train.metrics.shown_sample import ShownSample
-from omnitrain.train.metrics.trackers import Tracker, numbers_in, tell
+from omnitrain.train.metrics.trackers import ShownSample, Tracker, tell
 
 # Head -> source -> sum of its losses, tokens. The values of a metric are those of METRIC/HEAD. `data:` -> source ->
 # samples, their tokens; `data:COMPONENT` -> source -> media items that the component reads or writes, their tokens.
@@ -62,10 +62,7 @@ class PackLosses:
 
 
 class MeanLoss:
-    """The mean of the total loss of steps, weighted by their predicted tokens.
-
-    With one head of weight 1 it is the mean loss of that head over the same steps.
-    """
+    """The mean of the total loss of steps, weighted by their predicted tokens."""
 
     def __init__(self, mean: float = 0.0, tokens: int = 0) -> None:
         """Continue from the ``mean`` of earlier steps with ``tokens`` predicted tokens."""
@@ -94,10 +91,8 @@ class LossMeter:
     def add_samples(self, packs: Sequence[Pack], media: Mapping[str, Sequence[str]]) -> None:
         """Count the samples of packs and their media, by source. Of ranks that hold the same packs, one calls this.
 
-        Args:
-            packs: of a step.
-            media: the model's ``media_of_data``. What packs have under other names, for teachers and projectors, is not
-                counted.
+        ``media`` is the model's ``media_of_data``. What packs have under other names, for teachers and projectors, is
+        not counted.
         """
         names = {name for of_component in media.values() for name in of_component}
         for pack in packs:
@@ -142,8 +137,7 @@ class LossMeter:
     def read(self, peers: Peers = SINGLE_PROCESS) -> dict[str, Any]:
         """Return mean loss and tokens, per head and per source and head, means of metrics, and samples; and reset.
 
-        Args:
-            peers: ranks whose sums and counts are added. All of them must call this; all get the same result.
+        All peers must call this, and get the same result.
         """
         everywhere = peers.gather(self._own())
         self._totals, self._data = {}, {}
@@ -233,8 +227,7 @@ def memory_metrics(device: torch.device, peers: Peers) -> dict[str, float]:
 class MetricsFile:
     """``metrics.jsonl``: one JSON object per line, appended and flushed. Trackers get the same numbers.
 
-    Attributes:
-        earlier: the lines of earlier starts of the run.
+    ``earlier`` has the lines of earlier starts of the run.
     """
 
     def __init__(self, path: Path, resume_step: int = 0, trackers: Sequence[Tracker] = ()) -> None:

@@ -25,12 +25,7 @@ _TRIALS = 5
 
 @dataclass(frozen=True)
 class Peak:
-    """The most FLOPs per second of a device.
-
-    Attributes:
-        flops: per second.
-        source: where the figure is from.
-    """
+    """The most FLOPs per second of a device, and where the figure is from."""
 
     flops: float
     source: str
@@ -38,24 +33,19 @@ class Peak:
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
     """Return the peak of ``device`` in products of ``dtype``; unless a data sheet has it, multiply matrices to see."""
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        sheet = of_data_sheet(torch.cuda.get_device_name(device))
-        if sheet is not None:
-            return sheet
-    return _measured(device, dtype)
-
-
-def of_data_sheet(name: str) -> Peak | None:
-    """Return the bf16 peak of the device that torch calls ``name``; None: it is not known."""
-    return next((Peak(flops, sheet) for part, flops, sheet in _BY_NAME if part in name), None)
-
-
-def _measured(device: torch.device, dtype: torch.dtype) -> Peak:
+    has_sheet = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if has_sheet and (sheet := of_data_sheet(torch.cuda.get_device_name(device))) is not None:
+        return sheet
     side = _SIDE[device.type]
     left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
     seconds = min(_seconds(left, right) for _ in range(_TRIALS))
     words = str(dtype).removeprefix("torch.")
     return Peak(2 * side**3 / seconds, f"measured: the fastest of {_TRIALS} products of {side} x {side} in {words}")
+
+
+def of_data_sheet(name: str) -> Peak | None:
+    """Return the bf16 peak of the device that torch calls ``name``; None: it is not known."""
+    return next((Peak(flops, sheet) for part, flops, sheet in _BY_NAME if part in name), None)
 
 
 def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-import io
+import math
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -16,12 +16,15 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from omnitrain.page.small_curve import SmallCurve
+from omnitrain.report.curves import Curve, Points, thinned
+from omnitrain.report.svg import draw_curves
+from omnitrain.terminal import as_text
 
 _BAR_COLUMNS = 60  # a narrower terminal gets lines
 _LINE_SECONDS = 30.0
 _NOTEBOOK_SECONDS = 0.2  # between two updates of a notebook's bar
 _NOTEBOOK_COLUMNS = 80  # of the bar as text, for viewers without HTML
+_MOST_POINTS = 400  # of a notebook's curve
 _GAP = "  "
 
 
@@ -87,19 +90,11 @@ class _TerminalBar:
     """A bar that a thread draws from the state."""
 
     def __init__(self, state: _State, console: Console) -> None:
-        self._live = Live(state, console=console, refresh_per_second=4)
+        live = Live(state, console=console, refresh_per_second=4)
+        self.start, self.stop = live.start, live.stop
 
-    def start(self) -> None:
-        self._live.start()
-
-    def on_step(self, loss: float) -> None:
+    def show(self, loss: float, is_line: bool) -> None:
         pass
-
-    def on_values(self, loss: float) -> None:
-        pass
-
-    def stop(self) -> None:
-        self._live.stop()
 
 
 class _NotebookBar:
@@ -107,7 +102,7 @@ class _NotebookBar:
 
     def __init__(self, state: _State, console: Console) -> None:
         self.state = state
-        self._curve = SmallCurve("loss of each step")
+        self._losses: Points = []
 
     def start(self) -> None:
         from IPython.display import display
@@ -115,32 +110,27 @@ class _NotebookBar:
         self._handle = display(self._drawn(), raw=True, display_id=True)
         self._drawn_at = time.monotonic()
 
-    def on_step(self, loss: float) -> None:
-        self._curve.add(self.state.step, loss)
-        if time.monotonic() - self._drawn_at >= _NOTEBOOK_SECONDS:
-            self._draw()
+    def show(self, loss: float, is_line: bool) -> None:
+        self._losses.append((self.state.step, loss if math.isfinite(loss) else None))
+        if len(self._losses) >= 2 * _MOST_POINTS:
+            self._losses = thinned(self._losses, _MOST_POINTS)
+        if is_line or time.monotonic() - self._drawn_at >= _NOTEBOOK_SECONDS:
+            self.stop()
 
-    def on_values(self, loss: float) -> None:
-        self._curve.add(self.state.step, loss)
-        self._draw()
-
-    def _draw(self) -> None:
+    def stop(self) -> None:
         self._handle.update(self._drawn(), raw=True)
         self._drawn_at = time.monotonic()
 
-    def stop(self) -> None:
-        self._draw()
-
     def _drawn(self) -> dict[str, str]:
-        state, plain = self.state, io.StringIO()
-        text = Console(file=plain, width=_NOTEBOOK_COLUMNS, force_jupyter=False, color_system=None)
-        text.print(state)
-        times = f"{state.count}{_GAP}{state.elapsed}{_GAP}{state.left}"
+        state, plain = self.state, as_text(self.state, columns=_NOTEBOOK_COLUMNS)
         bar = f'<progress value="{state.step}" max="{state.steps}" style="width: 40%"></progress>'
-        lines = [f"{bar} {times}", html.escape(_GAP.join(state.values))]
-        drawn = f'<div style="font-family: monospace; white-space: pre-wrap">{"<br>".join(lines)}</div>'
-        drawn += self._curve.svg(state.steps)
-        return {"text/plain": plain.getvalue().rstrip("\n"), "text/html": drawn}
+        times = f"{state.count}{_GAP}{state.elapsed}{_GAP}{state.left}"
+        lines = f"{bar} {times}<br>{html.escape(_GAP.join(state.values))}"
+        drawn = f'<div style="font-family: monospace; white-space: pre-wrap">{lines}</div>'
+        curve = Curve(0, "loss", self._losses)
+        if len(curve.values) > 1:
+            drawn += str(draw_curves([curve], "loss of each step", end=state.steps))
+        return {"text/plain": plain.rstrip("\n"), "text/html": drawn}
 
 
 class _Lines:
@@ -152,20 +142,15 @@ class _Lines:
     def start(self) -> None:
         self._printed_at = time.monotonic()
 
-    def on_step(self, loss: float) -> None:
-        if time.monotonic() - self._printed_at >= _LINE_SECONDS:
-            self._print([f"loss {loss:.3f}"])
-
-    def on_values(self, loss: float) -> None:
-        self._print(self.state.values)
+    def show(self, loss: float, is_line: bool) -> None:
+        if is_line or time.monotonic() - self._printed_at >= _LINE_SECONDS:
+            self._printed_at = time.monotonic()
+            values = self.state.values if is_line else (f"loss {loss:.3f}",)
+            line = _GAP.join([self.state.count, self.state.left, *values])
+            self.console.print(line, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
         pass
-
-    def _print(self, values: Sequence[str]) -> None:
-        self._printed_at = time.monotonic()
-        line = _GAP.join([self.state.count, self.state.left, *values])
-        self.console.print(line, markup=False, soft_wrap=True)
 
 
 class StepProgress:
@@ -196,11 +181,8 @@ class StepProgress:
             values: values of its line of metrics, such as ``loss 1.234``, if it has one.
         """
         self._state.advance(step)
-        if values:
-            self._state.values = tuple(values)
-            self._view.on_values(loss)
-        else:
-            self._view.on_step(loss)
+        self._state.values = tuple(values) or self._state.values
+        self._view.show(loss, is_line=bool(values))
 
 
 def values_shown(line: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,9 @@ import torch
 
 from omnitrain.models.omni.encode import FEATURES
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import LayerSpans, experts_in, set_experts
+from omnitrain.ops.experts.install import set_experts
+from omnitrain.ops.experts.timing import LayerSpans
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.timing import Mark, Recorded, Span, SpanRecorder, What
 from omnitrain.parallel.layout import layout_of
 from omnitrain.peers import Peers
@@ -23,12 +25,9 @@ from omnitrain.train.metrics.chrome_trace import write_chrome_trace
 
 @dataclass(frozen=True)
 class Exposed:
-    """Communication time in one step that no compute overlapped, as the mean over all ranks.
+    """Seconds of communication in one step that no compute overlapped, as the mean over all ranks.
 
-    Attributes:
-        seconds: time of all layers in seconds.
-        share: share of the step's time.
-        layers: name of a layer's experts -> seconds.
+    Of all layers, as a ``share`` of the step, and by the name of a layer's experts.
     """
 
     seconds: float
@@ -38,12 +37,12 @@ class Exposed:
 
 @dataclass(frozen=True)
 class EncoderTimes:
-    """What a step waited for an encoder, and how long the ranks of its section worked.
+    """What a step waited for an encoder, and how long the ranks of its section worked: means over ranks.
 
     Attributes:
-        waited: seconds for which a rank waited for features, as the mean over the ranks that need any.
-        busy: seconds in which a rank encoded, or ran the backward, by actions of its schedule, as the mean over these
-            ranks; waits for other ranks of its section are part of it. 0 if no schedule has such actions.
+        waited: seconds for which a rank waited for features, of the ranks that need any.
+        busy: seconds of a rank in the actions of its schedule that encode or run the backward, waits for other ranks of
+            its section among them. 0 if no schedule has such actions.
         busy_share: the same as a share of the step.
     """
 
@@ -71,12 +70,13 @@ class StepSpans:
 
     Attributes:
         recorder: is on during these steps.
+        last: the last recorded step.
         data_waited: seconds for which this rank waited for the packs of the next step to record.
     """
 
     def __init__(self, model: OmniModel, device: torch.device, recipe: Recipe, folder: Path) -> None:
         self._recipe, self._folder = recipe, folder
-        self.recorder, self._last = SpanRecorder(device), Recorded(0.0, 0.0, ())
+        self.recorder, self.last = SpanRecorder(device), Recorded(0.0, 0.0, ())
         self.data_waited = 0.0
         self._optimizer_began: Mark = None
         model.encode_recorder = self.recorder
@@ -90,13 +90,7 @@ class StepSpans:
 
     @contextmanager
     def step(self, number: int, rank: int, *, is_measured: bool = False) -> Iterator[None]:
-        """Record optimizer step ``number`` (from 1) on ``rank``, if its metrics or trace are written.
-
-        Args:
-            number: number of the step.
-            rank: this rank.
-            is_measured: record it in any case.
-        """
+        """Record step ``number`` (from 1) on ``rank``, if its metrics or trace are written, or it ``is_measured``."""
         is_traced = number in self._recipe.train.trace.steps
         if not (is_traced or is_measured or (self._is_in_metrics and self._recipe.writes_metrics(number))):
             yield
@@ -106,25 +100,20 @@ class StepSpans:
         yield
         if self._optimizer_began is not None:
             self.recorder.add(What("compute", "optimizer"), self._optimizer_began, self.recorder.mark())
-        self._last = self.recorder.end()
+        self.last = self.recorder.end()
         if is_traced:
             file = self._folder / f"step-{number:08d}-rank-{rank}.json"
             waited = Span(What("wait", "data"), -self.data_waited, 0.0)  # before the recording
-            write_chrome_trace(replace(self._last, spans=(waited, *self._last.spans)), file, rank, self._section)
+            write_chrome_trace(replace(self.last, spans=(waited, *self.last.spans)), file, rank, self._section)
 
     def optimizer_begins(self) -> None:
         """Mark where the gradient norm and the update begin, which last to the end of the step."""
         if self.recorder.is_on:
             self._optimizer_began = self.recorder.mark()
 
-    @property
-    def last(self) -> Recorded:
-        """The last recorded step."""
-        return self._last
-
     def of_encoders(self, peers: Peers) -> dict[str, EncoderTimes]:
         """Return component -> the times of an encoder in the last recorded step. Every rank calls this."""
-        of_ranks = peers.gather((_waits_and_work(self._last), self._last.seconds))
+        of_ranks = peers.gather((_waits_and_work(self.last), self.last.seconds))
         found: defaultdict[str, list[tuple[float | None, float | None, float]]] = defaultdict(list)
         for of_rank, step in of_ranks:
             for name, (waited, busy) in of_rank.items():
@@ -134,10 +123,10 @@ class StepSpans:
     def exposed(self, peers: Peers) -> Exposed:
         """Return the exposed communication of the last recorded step. Every rank calls this."""
         waits: defaultdict[str, float] = defaultdict(float)
-        for span in self._last.spans:
+        for span in self.last.spans:
             if span.what.kind == "wait" and span.what.layer is not None and span.what.name != FEATURES:
                 waits[span.what.layer] += span.seconds
-        of_ranks = peers.gather((dict(waits), self._last.seconds))
+        of_ranks = peers.gather((dict(waits), self.last.seconds))
         names = {name for of_rank, _ in of_ranks for name in of_rank}
         layers = {n: sum(of_rank.get(n, 0.0) for of_rank, _ in of_ranks) / peers.size for n in sorted(names)}
         seconds = sum(layers.values())

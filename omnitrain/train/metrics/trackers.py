@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,6 @@ from omnitrain.errors import UserError
 from omnitrain.packages import install_command
 from omnitrain.recipe import Recipe
 from omnitrain.train.metrics.console import console
-from omnitrain.train.metrics.shown_sample import Part, ShownSample
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 _EXTRAS = {"tensorboard": "track"}  # of the others, the extra has the tracker's name
@@ -24,12 +24,24 @@ _SOUNDS = (".wav", ".flac", ".ogg", ".mp3", ".riff", ".bin")
 _ID = "tracked_as"  # file with the run's id, so that a resumed run continues its curves
 
 
-class Tracker(Protocol):
-    """Logs metrics to a program.
+Part = str | Path  # a text, or the file of an image, a sound or a video
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """An answer to a held-out row, as a run shows it in files and trackers.
 
     Attributes:
-        name: name in ``train.track.to``.
+        name: the source, and the number of the row in it.
+        roles: ``prompt``, ``answer`` and ``reference`` (empty if the row has none) -> its parts.
     """
+
+    name: str
+    roles: Mapping[str, Sequence[Part]]
+
+
+class Tracker(Protocol):
+    """Logs metrics to a program, which ``name`` names in ``train.track.to``."""
 
     name: str
 
@@ -47,22 +59,15 @@ class Tracker(Protocol):
 
 
 def require_trackers(recipe: Recipe) -> None:
-    """Check that the packages of ``train.track.to`` are installed.
-
-    Raises:
-        UserError: a package is missing.
-    """
+    """Raise UserError if a package of ``train.track.to`` is not installed."""
     for name in recipe.train.track.to:
         _module(name)
 
 
 def open_trackers(recipe: Recipe, folder: Path, resume_step: int) -> list[Tracker]:
-    """Open the trackers of ``train.track``.
+    """Open the trackers of ``train.track``, for a run in an existing folder with ``resume_step`` steps done.
 
-    Args:
-        recipe: recipe of the run, which trackers show with the curves.
-        folder: existing folder of the run.
-        resume_step: steps done. Values that an earlier start logged after them are replaced if the tracker can do so.
+    Values that an earlier start logged after these steps are replaced if the tracker can do so.
 
     Raises:
         UserError: a package is missing, or a tracker cannot start.
@@ -71,13 +76,7 @@ def open_trackers(recipe: Recipe, folder: Path, resume_step: int) -> list[Tracke
 
 
 def tell(trackers: list[Tracker], what: Callable[[Tracker], None], given: str = "metrics") -> None:
-    """Call ``what`` for each tracker. A tracker that fails is removed from the list, and the run continues.
-
-    Args:
-        trackers: the trackers.
-        what: gives something to a tracker.
-        given: what it is, for the message.
-    """
+    """Give each tracker something. A tracker that fails is removed from the list, and the run continues."""
     for tracker in list(trackers):
         try:
             what(tracker)
@@ -88,15 +87,6 @@ def tell(trackers: list[Tracker], what: Callable[[Tracker], None], given: str = 
                 f"{'metrics.jsonl' if given == 'metrics' else 'samples/'} has all of them",
                 markup=False,
             )
-
-
-def numbers_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a line of metrics with their names, joined by slashes."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from numbers_in(value, f"{prefix}{key}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield f"{prefix}{key}", value
 
 
 def _begun(name: str, recipe: Recipe, folder: Path, resume_step: int) -> Tracker:
@@ -127,7 +117,7 @@ class _TensorBoard:
 
     def show(self, step: int, samples: Sequence[ShownSample]) -> None:
         for sample in samples:
-            for role, parts in sample.by_role().items():
+            for role, parts in sample.roles.items():
                 if text := _text(parts):
                     self._writer.add_text(f"samples/{sample.name}/{role}", text, step)
         for name, _, file in _media(samples, "image"):
@@ -159,7 +149,7 @@ class _Session:
 
     def show(self, step: int, samples: Sequence[ShownSample]) -> None:
         program = self._program
-        texts = [[sample.name, *map(_text, sample.by_role().values())] for sample in samples]
+        texts = [[sample.name, *map(_text, sample.roles.values())] for sample in samples]
         columns = ["sample", "prompt", "answer", "reference"]
         logged = {"samples/texts": program.Table(columns=columns, data=texts)}  # `samples` is a number of the metrics
         for name, role, file in _media(samples, "image"):
@@ -182,7 +172,7 @@ def _text(parts: Sequence[Part]) -> str:
 def _media(samples: Sequence[ShownSample], kind: str) -> Iterator[tuple[str, str, Path]]:
     """Yield name, role and file of each image, or of each sound. Videos are images: their first frame is shown."""
     for sample in samples:
-        for role, parts in sample.by_role().items():
+        for role, parts in sample.roles.items():
             files = [part for part in parts if isinstance(part, Path)]
             for number, file in enumerate(file for file in files if (file.suffix in _SOUNDS) == (kind == "audio")):
                 yield f"samples/{sample.name}/{role} {number}", role, file

@@ -14,37 +14,19 @@ from omnitrain.train.metrics.progress import Activity
 _LEAST_SECONDS = 1.0  # a shorter load is not worth a line
 
 
-class _Reading:
-    """What this rank has read so far; the first tensor starts the clock."""
-
-    def __init__(self) -> None:
-        self._first: tuple[float, int] | None = None
-        self._last = 0.0
-
-    def on_read(self) -> None:
-        self._last = time.monotonic()
-        if self._first is None:
-            self._first = self._last, FILES.num_bytes
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self._first is None else self._last - self._first[0]
-
-    @property
-    def line(self) -> str:
-        megabytes = 0.0 if self._first is None else (FILES.num_bytes - self._first[1]) / 1e6
-        rate = megabytes / max(self.seconds, 1e-3)
-        return f"weights: {megabytes:,.0f} MB read by rank 0 in {self.seconds:,.0f} s ({rate:,.0f} MB/s)"
-
-
 @contextmanager
 def weights_shown(console: Console) -> Iterator[None]:
     """Show how much of its weights this rank reads, and how fast; in the end in one line, if it took long."""
-    reading = _Reading()
+    reads: list[tuple[float, int]] = []  # times and bytes of the first one, which starts the clock, and of the last one
+    line = ""
 
     def on_read() -> None:
-        reading.on_read()
-        activity.update(reading.line)
+        nonlocal line
+        reads[1:] = [(time.monotonic(), FILES.num_bytes)]
+        seconds, read = (last - first for first, last in zip(reads[0], reads[-1], strict=True))
+        rate = read / 1e6 / max(seconds, 1e-3)
+        line = f"weights: {read / 1e6:,.0f} MB read by rank 0 in {seconds:,.0f} s ({rate:,.0f} MB/s)"
+        activity.update(line)
 
     with Activity(console, "weights") as activity:
         FILES.on_read = on_read
@@ -52,5 +34,5 @@ def weights_shown(console: Console) -> Iterator[None]:
             yield
         finally:
             FILES.on_read = None
-    if reading.seconds >= _LEAST_SECONDS:
-        console.print(reading.line, markup=False, soft_wrap=True)
+    if reads and reads[-1][0] - reads[0][0] >= _LEAST_SECONDS:
+        console.print(line, markup=False, soft_wrap=True)

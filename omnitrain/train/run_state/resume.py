@@ -13,66 +13,27 @@ from omnitrain.recipe import Recipe
 # Keys (with all keys below them) that change neither the order of the data nor the math of an update; train.steps only
 # moves the end of the run.
 _MAY_CHANGE = (
-    "output_dir",
-    "plugins",
-    "evaluation",
-    "data.heldout",
-    "data.workers",
-    "data.cached_samples",
-    "model.ops",
-    "parallel",
-    "train.compile",
-    "train.steps",
-    "train.device",
-    "train.precision",
-    "train.cpu_threads",
-    "train.log_every",
-    "train.save_every",
-    "train.async_save",
-    "train.keep_last",
-    "train.keep_every",
-    "train.keep_best",
-    "train.metrics",
-    "train.callbacks",
-    "train.early_stopping",
-    "train.stop_seconds",
-    "train.stall_seconds",
-    "train.trace",
-    "train.track",
-    "train.report",
+    *("output_dir", "plugins", "evaluation", "parallel", "model.ops"),
+    *("data.heldout", "data.workers", "data.cached_samples"),
+    *("train.compile", "train.device", "train.precision", "train.cpu_threads", "train.steps"),
+    *("train.log_every", "train.metrics", "train.callbacks", "train.trace", "train.track", "train.report"),
+    *("train.save_every", "train.async_save", "train.keep_last", "train.keep_every", "train.keep_best"),
+    *("train.early_stopping", "train.stop_seconds", "train.stall_seconds"),
 )
 _LORA_KEYS = re.compile(r"parallel\.(default|components\.[^.]+)\.lora\b")
 
 
 def require_same_run(begun: Recipe, now: Recipe, folder: Path) -> None:
-    """Raise if a run cannot be resumed with a changed recipe.
-
-    Args:
-        begun: the recipe that the run was started with.
-        now: the recipe to resume with.
-        folder: folder of the run.
-
-    Raises:
-        UserError: keys changed that must not; the message lists them with both values.
-    """
+    """Raise a UserError with all keys that must not change and differ from the recipe with which the run was begun."""
     old, new = (dict(_leaves(recipe.model_dump())) for recipe in (begun, now))
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and not _may_change(key))
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and _must_stay(key))
     if keys:
         changes = [f"  {key}: was {_shown(old, key)}, is {_shown(new, key)}" for key in keys]
         raise UserError("\n".join([f"{folder} was started with another recipe:", *changes, _way_out(folder)]))
 
 
 def require_same_rows(had: Sequence[int], have: Sequence[int], folder: Path) -> None:
-    """Raise if the number of rows of a training data set changed, because the order of rows would change.
-
-    Args:
-        had: rows of each training data set when the checkpoint was saved.
-        have: rows of each now.
-        folder: folder of the run.
-
-    Raises:
-        UserError: numbers of rows changed; the message lists the data sets.
-    """
+    """Raise a UserError if the number of rows of a training data set changed, because their order would change."""
     pairs = enumerate(zip(had, have, strict=True))
     changes = [f"  data.train.{source}: had {old} rows, has {new}" for source, (old, new) in pairs if old != new]
     if changes:
@@ -87,8 +48,8 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(entry, f"{path}.{key}" if path else str(key))
 
 
-def _may_change(key: str) -> bool:
-    return not _LORA_KEYS.match(key) and any(key == free or key.startswith(f"{free}.") for free in _MAY_CHANGE)
+def _must_stay(key: str) -> bool:
+    return bool(_LORA_KEYS.match(key)) or not f"{key}.".startswith(tuple(f"{free}." for free in _MAY_CHANGE))
 
 
 def _shown(values: dict[str, Any], key: str) -> str:

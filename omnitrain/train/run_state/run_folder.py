@@ -22,7 +22,7 @@ from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.early_stopping import StopWatcher, read_lines
 from omnitrain.train.run_state.resume import require_same_run
-from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock, require_free
+from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock
 
 _UNFINISHED_RECIPE = "recipe.yaml.tmp"  # what save_recipe leaves if it is killed
 
@@ -30,39 +30,20 @@ Resume = bool | Literal["auto"]
 
 
 class RunFolder:
-    """The folder that a run writes to. Nothing is written before :meth:`open`.
-
-    Attributes:
-        path: the folder.
-        store: its checkpoints.
-    """
+    """The folder that a run writes to, and the ``store`` of its checkpoints. Nothing is written before :meth:`open`."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """Check ``recipe.output_dir``.
-
-        Raises:
-            UserError: the folder cannot be created, or has other files than those of a run.
-        """
+        """Check ``recipe.output_dir``: a UserError if it cannot be created, or has other files than those of a run."""
         self.recipe, self.path = recipe, Path(recipe.output_dir)
         kept = Retention(recipe.train.keep_last, recipe.train.keep_every, recipe.train.keep_best)
         self.store = CheckpointStore(self.path / "checkpoints", kept)
         self._lock = FolderLock()
         _require_writable(self.path)
 
-    def require_free(self) -> None:
-        """Check that no other run writes there. :meth:`open` checks again, perhaps minutes later.
-
-        Raises:
-            UserError: another run writes there.
-        """
-        require_free(self.path)
-
     def checkpoint_to_resume(self, peers: Peers, resume: Resume) -> Path | None:
-        """Return the checkpoint that the run continues from. None: it starts.
+        """Return the checkpoint that the run continues from. None: it starts. All ``peers`` call this.
 
-        Args:
-            peers: the ranks of the run, which all call this.
-            resume: True: from the newest checkpoint; "auto": from the newest intact one, if there is one; False: start.
+        ``resume``: True: from the newest checkpoint; "auto": from the newest intact one, if there is one; False: start.
 
         Raises:
             UserError: no checkpoint exists, it is damaged (with "auto": all are), or the run was started with another
@@ -91,11 +72,7 @@ class RunFolder:
     def finished(self) -> str | None:
         """Return that the run in this folder has nothing left to do, or None.
 
-        It has all steps of the recipe, or stopped early, and has a checkpoint that is intact, and the evaluation that
-        the recipe asks for.
-
-        Raises:
-            UserError: the run was started with another recipe.
+        It has all steps of the recipe, or stopped early, an intact checkpoint, and the evaluation of the recipe.
         """
         self._require_same_run()
         steps, (done, evaluated) = self.recipe.train.steps, (self._steps_saved(), self._steps_evaluated())
@@ -139,9 +116,7 @@ class RunFolder:
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
         """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
 
-        Args:
-            resumed: whether the run in the folder goes on, from a checkpoint or from its start.
-            checkpoint_bytes: size of a checkpoint.
+        ``resumed``: the run in the folder goes on, from a checkpoint or from its start.
 
         Raises:
             UserError: another run writes or has meanwhile written there, the folder cannot be written, or has no space
@@ -183,10 +158,7 @@ class RunFolder:
         console.print(f"{self.path} had an earlier run; it is now in {self.path.with_name(aside.name)}")
 
     def has_room(self, step: int) -> bool:
-        """Return whether the disk has space for the checkpoint of ``step`` and the last one, and print if it has not.
-
-        Only the first rank, which has opened the folder, calls this.
-        """
+        """Return whether the disk has space for the checkpoint of ``step`` and the last one; print if it has not."""
         if self.store.has_room(step, self._checkpoint_bytes):
             return True
         console.print(
@@ -200,11 +172,7 @@ class RunFolder:
         self._lock.release()
 
     def require_shared(self, peers: Peers) -> None:
-        """Check that all ranks have the same folder. All of them call this once the folder is open.
-
-        Raises:
-            UserError: some ranks have another folder.
-        """
+        """Raise a UserError if some ranks have another folder. All of them call this once the folder is open."""
         mark = self.path / f".seen-by-{peers.of_first(uuid.uuid4().hex)}"
         all_or_raise(peers, lambda: mark.touch() if peers.rank == 0 else None)
         try:
@@ -219,19 +187,11 @@ class RunFolder:
         save_recipe(recipe, self.path / "recipe.yaml")
 
     def list_rejected(self, rejected: Iterable[Rejected]) -> Path:
-        """Write ``rejected.jsonl``: the skipped rows, with reasons.
-
-        Raises:
-            TrainingError: the disk is full or not writable.
-        """
+        """Write ``rejected.jsonl``: the skipped rows, with reasons. A full disk is a TrainingError."""
         return self._written("rejected.jsonl", "".join(json.dumps(asdict(row)) + "\n" for row in rejected))
 
     def write_scores(self, scores: dict[str, Any]) -> Path:
-        """Write ``eval.json``, and a line of ``evaluations.jsonl``, which has all evaluations of the run by steps done.
-
-        Raises:
-            TrainingError: the disk is full or not writable.
-        """
+        """Write ``eval.json``, and a line of ``evaluations.jsonl``, which has all evaluations by steps done."""
         history = self.path / "evaluations.jsonl"
         # A kill may have cut the last line.
         whole = history.read_text().rpartition("\n")[0] if history.is_file() else ""

@@ -23,11 +23,7 @@ class FolderLock:
         self._stream: TextIO | None = None
 
     def take(self, folder: Path) -> None:
-        """Lock ``folder``, which must exist, and release a folder locked before.
-
-        Raises:
-            UserError: another process holds the lock.
-        """
+        """Lock ``folder``, which must exist; raise a UserError if another process holds it. Release an earlier one."""
         stream = (folder / LOCK_FILE).open("a+")
         try:
             _lock(stream, fcntl.LOCK_EX, folder)
@@ -48,11 +44,7 @@ class FolderLock:
 
 
 def require_free(folder: Path) -> None:
-    """Check that no other process holds ``folder``, which may not exist. Nothing is written.
-
-    Raises:
-        UserError: another process holds the lock.
-    """
+    """Raise a UserError if another process holds ``folder``, which may not exist. Nothing is written."""
     if (folder / LOCK_FILE).is_file():
         with (folder / LOCK_FILE).open() as stream:
             _lock(stream, fcntl.LOCK_SH, folder)

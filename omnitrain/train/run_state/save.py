@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from omnitrain.checkpoint.model_files import ADAPTERS
+from omnitrain.checkpoint.model_files import ADAPTERS, ModelFiles
 from omnitrain.checkpoint.optimizer import optimizer_state
 from omnitrain.checkpoint.pieces import PieceOwners
 from omnitrain.checkpoint.shared_memory import require_sendable
@@ -21,7 +22,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import files_of, model_pieces, small_files
-from omnitrain.peers import Peers, all_or_raise, parameters_at_rest, raise_on_all
+from omnitrain.peers import all_or_raise, parameters_at_rest, raise_on_all
 from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.report.run_record import ENVIRONMENT_FILE, LAYOUT_FILE
 from omnitrain.train.metrics.console import console
@@ -60,31 +61,23 @@ class Saver:
     ) -> None:
         self._run, self._ranks, self._in_background = run, ranks, in_background
         self._model, self._processor, self._optimizer = model, processor, optimizer
-        self._snapshots: _Snapshots | None = None
+        self.is_rehearsed = False  # nor has it saved
         self._writer: CheckpointWriter | None = None
         self._started = 0  # writers so far
         self._begun: int | None = None  # step of the checkpoint that the process is writing
 
     def rehearse(self, state: TrainingState) -> None:
-        """Do all that a save does except to copy and to write, so that it fails at the start of a run if it would.
-
-        Args:
-            state: see :meth:`save`.
-
-        Raises:
-            UserError: the optimizer has a state that cannot be stored.
-        """
+        """Do all that a save does except to copy and to write, so that it fails at the start of a run if it would."""
         snapshot = self._snapshot(state, None)
-        reason = ""
-        if self._in_background:
-            try:
+        is_sendable = True
+        try:
+            if self._in_background:
                 require_sendable(snapshot)
-            except pickle.PicklingError as error:
-                reason = str(error)
-        if self._ranks.peers.any(bool(reason)):
+        except pickle.PicklingError as error:
+            is_sendable = False
+            console.print(f"training waits for each checkpoint: no other process can write it: {error}")
+        if self._ranks.peers.any(not is_sendable):
             self._in_background = False
-            if reason:
-                console.print(f"training waits for each checkpoint: no other process can write it: {reason}")
 
     def save(self, state: TrainingState, line: Mapping[str, Any] | None, *, waits: bool) -> None:
         """Write the checkpoint of ``state.step``, atomically, after the one that was begun.
@@ -112,17 +105,36 @@ class Saver:
         self._writer.begin(self._run.store, snapshot)
         self._begun = snapshot.step
 
-    @property
-    def is_rehearsed(self) -> bool:
-        """Whether :meth:`rehearse`, or a save, has been called."""
-        return self._snapshots is not None
+    @cached_property
+    def _unchanging(self) -> tuple[ModelFiles, PieceOwners, dict[str, bytes]]:
+        """What does not change while the run trains: files of the model and the processor, and who writes what."""
+        files = files_of(self._model, self._ranks.peers)
+        owners = PieceOwners(self._model.state_dict(keep_vars=True), self._ranks.peers)
+        small = self._on_first(self._processor.save_pretrained)
+        if token_matrices(self._model):  # peft's AutoPeftModel makes rows for all tokens of a tokenizer beside adapters
+            save_tokenizer = self._processor.tokenizer.save_pretrained
+            small |= self._on_first(lambda folder: save_tokenizer(folder / ADAPTERS / FOUNDATION))
+        return files, owners, small
 
     def _snapshot(self, state: TrainingState, line: Mapping[str, Any] | None) -> Snapshot:
-        if self._snapshots is None:
-            self._snapshots = _Snapshots(
-                self._run.path, self._model, self._processor, self._optimizer, self._ranks.peers
-            )
-        return self._snapshots.take(state, line)
+        """Return a snapshot, whose tensors are those that train, without copies; see :meth:`save`."""
+        files, owners, small = self._unchanging
+
+        def write(folder: Path) -> None:
+            write_state(folder, state, trainable(self._model))
+            if line is not None:
+                write_metrics(folder, line)
+            for file in (self._run.path / name for name in _OF_RUN if (self._run.path / name).is_file()):
+                (folder / "run").mkdir(exist_ok=True)
+                (folder / "run" / file.name).write_bytes(file.read_bytes())
+
+        optimizer = optimizer_state(parameters_at_rest(self._model), self._optimizer, owners)
+        weights = model_pieces(self._model, owners)
+        self.is_rehearsed = True
+        return Snapshot(state.step, files, weights, optimizer, {**small, **self._on_first(write)})
+
+    def _on_first(self, write: Callable[[Path], Any]) -> dict[str, bytes]:
+        return all_or_raise(self._ranks.peers, lambda: small_files(write) if self._ranks.is_first else {})
 
     @property
     def is_writing(self) -> bool:
@@ -135,11 +147,7 @@ class Saver:
         return self._writer is not None and not self._writer.is_writing and self._writer.error is not None
 
     def finish(self) -> Path | None:
-        """Wait until the checkpoint that was begun is written, and return its folder. None: none was begun.
-
-        Raises:
-            TrainingError: it cannot be written.
-        """
+        """Wait until the checkpoint that was begun is written, and return its folder. None: none was begun."""
         if self._begun is None:
             return None
         assert self._writer is not None, "it has begun"
@@ -182,57 +190,6 @@ class Saver:
             else:
                 console.print("it was not written; the checkpoint before it is intact")
         self.close()
-
-
-class _Snapshots:
-    """Takes snapshots of a run. What does not change while it trains is computed once.
-
-    Args:
-        run: folder of the run.
-        model: the model, sharded or not.
-        processor: processor of the model.
-        optimizer: optimizer of its trained parameters.
-        peers: the ranks of the run, which all make one and call its method.
-    """
-
-    def __init__(
-        self, run: Path, model: OmniModel, processor: OmniProcessor, optimizer: torch.optim.Optimizer, peers: Peers
-    ) -> None:
-        self._run = run
-        self._model, self._optimizer, self._peers = model, optimizer, peers
-        self._files = files_of(model, peers)
-        self._owners = PieceOwners(model.state_dict(keep_vars=True), peers)
-        self._processor = self._on_first(processor.save_pretrained)
-        if token_matrices(model):  # peft's AutoPeftModel makes rows for all tokens of a tokenizer beside the adapters
-            save_tokenizer = processor.tokenizer.save_pretrained
-            self._processor |= self._on_first(lambda folder: save_tokenizer(folder / ADAPTERS / FOUNDATION))
-
-    def take(self, state: TrainingState, line: Mapping[str, Any] | None) -> Snapshot:
-        """Return a snapshot, whose tensors are those that train, without copies.
-
-        Args:
-            state: state of the run. Only the first rank, which writes it, needs its data.
-            line: the line of ``metrics.jsonl`` of that step. None: there is none.
-
-        Raises:
-            UserError: the optimizer has a state that cannot be stored.
-        """
-
-        def write(folder: Path) -> None:
-            write_state(folder, state, trainable(self._model))
-            if line is not None:
-                write_metrics(folder, line)
-
-            for file in (self._run / name for name in _OF_RUN if (self._run / name).is_file()):
-                (folder / "run").mkdir(exist_ok=True)
-                (folder / "run" / file.name).write_bytes(file.read_bytes())
-
-        optimizer = optimizer_state(parameters_at_rest(self._model), self._optimizer, self._owners)
-        weights = model_pieces(self._model, self._owners)
-        return Snapshot(state.step, self._files, weights, optimizer, {**self._processor, **self._on_first(write)})
-
-    def _on_first(self, write: Any) -> dict[str, bytes]:
-        return all_or_raise(self._peers, lambda: small_files(write) if self._peers.rank == 0 else {})
 
 
 def checkpoint_bytes(model: torch.nn.Module) -> int:

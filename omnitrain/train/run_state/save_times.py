@@ -17,10 +17,6 @@ class SaveTimes:
     ``auto`` saves after ten minutes. Where a checkpoint takes longer than 30 seconds, it saves after 20 times as long,
     or after a tenth of the run's steps, if that is sooner. So a crash costs at most ten minutes or a tenth of the run.
     With ``train.keep_best`` it waits for a step that measures the metric, but not twice as long as without.
-
-    Args:
-        recipe: the recipe of the run.
-        step: steps done.
     """
 
     def __init__(self, recipe: Recipe, step: int) -> None:

@@ -17,13 +17,10 @@ OPTIMIZER = "optimizer"  # folder of the optimizer's state
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank writes of a checkpoint.
+    """What a rank writes of a checkpoint: files of the model, pieces of its tensors, part of the optimizer's state.
 
     Attributes:
         step: optimizer steps done.
-        files: the files of the model.
-        weights: pieces of its tensors.
-        optimizer: part of the optimizer's state.
         small: path in the folder -> content, of all other files. Empty on all ranks but the first.
     """
 
@@ -40,11 +37,7 @@ class Snapshot:
 
 
 def write_snapshot(store: CheckpointStore, snapshot: Snapshot, peers: Peers) -> Path:
-    """Write a checkpoint atomically, of tensors on the CPU, and return its folder. All ``peers`` call this.
-
-    Raises:
-        TrainingError: the disk is full or not writable. Earlier checkpoints stay intact.
-    """
+    """Write a checkpoint atomically, of tensors on the CPU, and return its folder. All ``peers`` call this."""
 
     def write(folder: Path) -> None:
         write_model(snapshot.files, snapshot.weights, folder, peers, previous=store.saved)

@@ -23,9 +23,7 @@ class TrainingState:
     """The state of a run, from which it resumes.
 
     Attributes:
-        step: optimizer steps done.
         seconds: training time so far, over all starts.
-        steps_without_targets: steps without tokens to predict.
         data: state of the data, over all ranks.
         rows: rows of each training data set.
         expert_shares: layer with experts -> the experts' shares of the last step's tokens.
@@ -34,9 +32,7 @@ class TrainingState:
         section_seconds: component -> seconds of its work (:class:`Measured`). None: it was not measured.
         measured_costs_unused_until: the last step that is planned without these two.
         losses: head -> source -> sum of its losses and tokens, since the last line of metrics.
-        mean_loss: mean total loss of the same steps.
-        loss_tokens: predicted tokens of the same steps, all heads together.
-        samples: samples of all steps so far.
+        mean_loss: mean total loss of the same steps, over ``loss_tokens`` predicted tokens of all heads.
     """
 
     step: int = 0
@@ -61,12 +57,7 @@ def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) ->
 
 
 def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-    """Read the state that :func:`write_state` wrote, and load the optimizer's state, under any layout.
-
-    Args:
-        folder: folder of the checkpoint, with the optimizer's state in ``optimizer``.
-        model: the model to train; all its ranks call this.
-        optimizer: optimizer of the model.
+    """Read what :func:`write_state` wrote, and load the optimizer's state, under any layout. All ranks call it.
 
     Raises:
         UserError: the trained parameters are not those of the checkpoint.

@@ -31,11 +31,8 @@ class CheckpointWriter:
     """A process that writes checkpoints, one at a time. The writers of all ranks work together.
 
     It is a new Python process and not a fork of this one, whose threads and devices a fork would break. It imports
-    neither the main script nor a notebook, and ends with this process, however that ends.
-
-    Args:
-        rendezvous: where the writers of all ranks connect.
-        number: how many this rank has started before; the same on all ranks.
+    neither the main script nor a notebook, and ends with this process, however that ends. ``number``, the same on all
+    ranks, counts the writers that this rank has started before.
 
     Attributes:
         error: why the last checkpoint was not written. None: it was.
@@ -102,14 +99,7 @@ class CheckpointWriter:
 
 
 def main(connection: Connection, descriptor: int, parent: int, number: int) -> None:
-    """Write what arrives, in the process of its own.
-
-    Args:
-        connection: to the process that trains.
-        descriptor: of the shared memory.
-        parent: id of the process that trains.
-        number: see :class:`CheckpointWriter`.
-    """
+    """Entry of the writer process: write each snapshot that arrives on ``connection`` from the process ``parent``."""
     end_with_parent()  # another run may continue in its folder
     if os.getppid() != parent:  # it ended before the call above
         return

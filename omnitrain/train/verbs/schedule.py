@@ -18,10 +18,12 @@ from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.parallel.state import ParallelState, states_of_components
 from omnitrain.plan.placement import Topology
-from omnitrain.plan.schedule import Action, Kind, Schedule, Timeline, as_json, gantt, grid, simulate, validate
-from omnitrain.plan.schedule.draw import row_names
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
+from omnitrain.plan.schedule.draw import as_json, gantt, grid, row_names
 from omnitrain.plan.schedule.generators import accumulate
-from omnitrain.plan.schedule.sections import SectionWindows, with_sections
+from omnitrain.plan.schedule.sections import with_sections
+from omnitrain.plan.schedule.simulate import Timeline, simulate
+from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, PipelineSchedule, PlanError, Section
 from omnitrain.train.build_from_recipe import build_without_tokenizer

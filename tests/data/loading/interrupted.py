@@ -279,9 +279,9 @@ def by_tokens(node: Node, other: Node) -> Node:
 def staged(node: Node, other: Node) -> Node:
     """The second stage begins when the run stops, and the third later."""
     stages = [
-        {"from_step": 3, "weights": {"first": 3}},
-        {"from_step": 7, "weights": {"first": 0, "other": 1}},
-        {"from_step": 12, "weights": {"first": 2}},
+        {"from_step": 2, "weights": {"first": 3}},
+        {"from_step": 4, "weights": {"first": 0, "other": 1}},
+        {"from_step": 7, "weights": {"first": 2}},
     ]
     return weighted(node, other) | {"stages": stages}
 
@@ -293,7 +293,7 @@ def split(node: Node, other: Node) -> Node:
 
 def in_epochs(node: Node, other: Node) -> Node:
     """The first source ends after two and a half epochs of its first rows."""
-    return {"train": [node | {"limit": 16, "epochs": 2.5}, other]}
+    return {"train": [node | {"limit": 8, "epochs": 2.5}, other]}
 
 
 MIXTURES: dict[str, Callable[[Node, Node], Node]] = {
@@ -302,7 +302,6 @@ MIXTURES: dict[str, Callable[[Node, Node], Node]] = {
     "stages": staged,
     "epochs": in_epochs,
     "split": split,
-    "first order": weighted,  # of a run that began with it
 }
 RANKS, WORKERS, SLOTS = ("1", "2", "3", "4"), ("0", "1", "3"), ("2", "3")
 
@@ -315,8 +314,8 @@ def data_of(node: Node, mixture: str, folder: Path) -> Node:
 
 
 def is_possible(case: Case) -> bool:
-    """Whether the source has conversations to split, and whether the first order had it: it had no streams."""
-    return case.kind in LONG if case.mixture == "split" else (case.kind, case.mixture) != ("stream", "first order")
+    """Whether the source has conversations to split."""
+    return case.kind in LONG or case.mixture != "split"
 
 
 def possible() -> list[Case]:

@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 
 import pytest
 
-from omnitrain.data.loading.loader import StepLoader
+from omnitrain.data.loading.loader import LoaderOptions, StepLoader
 from omnitrain.data.loading.slots import LoaderState, merge_states
 from omnitrain.recipe import Data
 from tests.data.loading.test_slots import IDLE, Ready, text
@@ -27,7 +27,8 @@ def loader(
     node = {"train": [{"path": name} for name in lengths], "pack_tokens": pack_tokens, "packing_buffer": BUFFER}
     rows = [[text(f"{name} {i}", length) for i, length in enumerate(of_rows)] for name, of_rows in lengths.items()]
     data = Data.model_validate(node | {"workers": 0})
-    return StepLoader(rows, Ready(), data, seed=3, slots=slots, rank=rank, ranks=ranks, state=state, idle=IDLE)
+    options = LoaderOptions(seed=3, slots=slots, rank=rank, ranks=ranks, state=state, idle=IDLE)
+    return StepLoader(rows, Ready(), data, options)
 
 
 def ids_of(packs: tuple) -> list[str]:
@@ -86,12 +87,6 @@ def test_a_run_stopped_among_epochs_goes_on_with_the_same_samples_on_other_ranks
     begun = steps_of(first, 5)
     state = LoaderState.from_saved(asdict(merge_states([each.state() for each in first])))
     assert begun + steps_of([loader(FIFTY, 3, rank, after, state) for rank in range(after)], 7) == uncut
-
-
-def test_a_run_that_began_before_goes_on_as_it_began() -> None:
-    old = loader(FIFTY, state=LoaderState(order_version=2))
-    first = ids_of(next(iter(old)))
-    assert max(Counter(first).values()) == 2 and old.state().order_version == 2
 
 
 def test_an_order_knows_the_epoch_of_each_draw() -> None:

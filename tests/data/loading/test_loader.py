@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from omnitrain.data.loading import packer
 from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.loading.slot_rows import SlotRows
 from omnitrain.data.packing.budget import PackBudget
@@ -215,10 +216,13 @@ def test_a_data_set_of_nothing_but_damage_ends_with_an_error(
         next(iter(build_dataloader(data(tmp_path, bad), processor)))
 
 
-def test_hopeless_data_are_given_up_long_before_they_end(processor: OmniProcessor, tmp_path: Path) -> None:
-    lots = [tiny_row("text", i) for i in range(1500)]
+def test_hopeless_data_are_given_up_long_before_they_end(
+    processor: OmniProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packer, "_MAX_FAILURES", 100)  # in place of 1000
+    lots = [tiny_row("text", i) for i in range(150)]
     loader = build_dataloader(data(tmp_path, lots, pack_tokens=1), processor)
-    with pytest.raises(DataError, match=r"all of 1000 rows were rejected; the last, .* a pack holds at most 1"):
+    with pytest.raises(DataError, match=r"all of 100 rows were rejected; the last, .* a pack holds at most 1"):
         next(iter(loader))
 
 

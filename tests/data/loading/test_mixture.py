@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from omnitrain.data.loading.loader import StepLoader, order_names
-from omnitrain.data.loading.order import SampleOrder
-from omnitrain.data.loading.order_v1 import FirstOrder
+from omnitrain.data.loading.loader import LoaderOptions, StepLoader, order_names
 from omnitrain.data.loading.slots import LoaderState, merge_states
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
-from omnitrain.errors import DataError
+from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Data
 from omnitrain.recipe.problems import problem_lines
 
@@ -52,7 +50,8 @@ def loader(
     rows = [[text(f"{name} {i}", ROWS[name][1]) for i in range(ROWS[name][0])] for name in names]
     defaults = {"pack_tokens": 100, "packing_buffer": 6, "workers": 0}
     node = Data.model_validate({"train": sources, **defaults, **data})
-    return StepLoader(rows, Ready(), node, seed=3, state=state, slots=SLOTS, rank=rank, ranks=ranks, idle=IDLE)
+    options = LoaderOptions(seed=3, state=state, slots=SLOTS, rank=rank, ranks=ranks, idle=IDLE)
+    return StepLoader(rows, Ready(), node, options)
 
 
 def pieces(packs: Sequence[Pack]) -> list[tuple[str, ...]]:
@@ -98,19 +97,14 @@ def test_a_run_resumes_in_any_stage_and_loses_no_piece_of_a_row(stop: int, ranks
     assert max(counts.values()) == 3
 
 
-def test_a_run_of_the_first_order_resumes_with_it_and_a_new_run_has_the_new_one() -> None:
-    names = ["web", "code"]
-    old = loader(names, state=LoaderState(order_version=1))
-    assert isinstance(old.order, FirstOrder) and isinstance(loader(names).order, SampleOrder)
-    uncut = run(12, [loader(names, state=LoaderState(order_version=1))])
-    begun = run(7, [old])
-    saved = asdict(old.state())
-    del saved["order_version"], saved["tokens_per_draw"]  # as those checkpoints are
-    for state in saved["slots"].values():
-        del state["held_pieces"], state["num_packs"], state["begun"]
-    resumed = loader(names, state=LoaderState.from_saved(saved))
-    assert begun + run(5, [resumed]) == uncut != run(12, [loader(names)])
-    assert resumed.state().order_version == 1
+@pytest.mark.parametrize("version", [{}, {"order_version": 2}])
+def test_a_run_that_began_with_an_earlier_order_is_refused(version: dict[str, int]) -> None:
+    saved = asdict(loader(["web", "code"]).state())
+    del saved["order_version"]  # as the first checkpoints are
+    with pytest.raises(
+        UserError, match=f"version {version.get('order_version', 1)} of the order of data.*only version 3"
+    ):
+        LoaderState.from_saved(saved | version)
 
 
 def test_weights_of_tokens_are_shares_of_tokens() -> None:

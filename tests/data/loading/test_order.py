@@ -3,54 +3,44 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby, islice
 
 import numpy as np
 import pytest
 
-from omnitrain.data.loading.order import Order, SampleOrder, SourceShare
-from omnitrain.data.loading.order_v1 import FirstOrder
+from omnitrain.data.loading.order import SampleOrder, SourceShare
 from omnitrain.data.loading.shuffle import shuffled, shuffled_in_blocks
 
-Make = Callable[..., Order]
 
-
-def new(lengths: Sequence[int], weights: Sequence[float], seed: int, slots: int = 1) -> SampleOrder:
+def order_of(lengths: Sequence[int], weights: Sequence[float], seed: int, slots: int = 1) -> SampleOrder:
     shares = zip(lengths, weights, strict=True)
     return SampleOrder([SourceShare(str(i), n, (weight,)) for i, (n, weight) in enumerate(shares)], seed, slots)
 
 
-both = pytest.mark.parametrize("make", [new, FirstOrder])
-
-
-@both
-def test_each_source_is_drawn_by_its_weight_exactly(make: Make) -> None:
-    draws = list(islice(make([10, 10, 10], [1.0, 2.0, 5.0], seed=0).draws(), 800))
+def test_each_source_is_drawn_by_its_weight_exactly() -> None:
+    draws = list(islice(order_of([10, 10, 10], [1.0, 2.0, 5.0], seed=0).draws(), 800))
     assert Counter(source for _, source, _ in draws) == {0: 100, 1: 200, 2: 500}
     for end in range(1, 800):
         share = sum(source == 2 for _, source, _ in draws[:end])
         assert abs(share - end * 5 / 8) <= 1
 
 
-@both
-def test_an_epoch_shows_every_row_once_and_the_next_in_another_order(make: Make) -> None:
-    rows = [row for _, _, row in islice(make([50], [1.0], seed=3).draws(), 100)]
+def test_an_epoch_shows_every_row_once_and_the_next_in_another_order() -> None:
+    rows = [row for _, _, row in islice(order_of([50], [1.0], seed=3).draws(), 100)]
     assert sorted(rows[:50]) == sorted(rows[50:]) == list(range(50))
     assert rows[:50] != rows[50:]
 
 
-@both
-def test_the_order_is_a_function_of_the_seed(make: Make) -> None:
-    first, again, other = (list(islice(make([20, 30], [1, 3], seed).draws(), 200)) for seed in (1, 1, 2))
+def test_the_order_is_a_function_of_the_seed() -> None:
+    first, again, other = (list(islice(order_of([20, 30], [1, 3], seed).draws(), 200)) for seed in (1, 1, 2))
     assert first == again and first != other
 
 
-@both
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0, 1.0], [0.1, 0.2, 0.7], [1.0] * 20 + [100.0], [1e-6, 1.0]])
-def test_the_order_can_be_entered_anywhere(make: Make, weights: list[float], slots: int) -> None:
-    order = make([70 + source for source in range(len(weights))], weights, 2, slots)
+def test_the_order_can_be_entered_anywhere(weights: list[float], slots: int) -> None:
+    order = order_of([70 + source for source in range(len(weights))], weights, 2, slots)
     for slot in range(slots):
         whole = list(islice(order.draws(slot), 600))
         assert [index for index, _, _ in whole] == list(range(slot, 600 * slots, slots))
@@ -60,30 +50,22 @@ def test_the_order_can_be_entered_anywhere(make: Make, weights: list[float], slo
         assert list(islice(order.draws(slot + 300 * slots), 300)) == whole[300:]
 
 
-@both
-def test_small_sources_do_not_come_in_a_row(make: Make) -> None:
-    drawn = [source for _, source, _ in islice(make([9] * 21, [1.0] * 20 + [100.0], seed=0).draws(), 1200)]
+def test_small_sources_do_not_come_in_a_row() -> None:
+    drawn = [source for _, source, _ in islice(order_of([9] * 21, [1.0] * 20 + [100.0], seed=0).draws(), 1200)]
     runs = [len(list(run)) for is_small, run in groupby(drawn, lambda source: source < 20) if is_small]
     assert max(runs) == 1
 
 
-@both
-def test_resuming_after_a_million_steps_takes_a_moment(make: Make) -> None:
-    order = make([1000, 300, 50_000], [1.0, 0.3, 2.2], seed=0)
+def test_resuming_after_a_million_steps_takes_a_moment() -> None:
+    order = order_of([1000, 300, 50_000], [1.0, 0.3, 2.2], seed=0)
     started = time.perf_counter()
     held = [order.draw(index) for index in range(10**8 - 64, 10**8)]
     assert [index for index, _, _ in [*held, *islice(order.draws(10**8), 1)]] == list(range(10**8 - 64, 10**8 + 1))
     assert time.perf_counter() - started < 0.5
 
 
-def test_the_first_order_is_the_one_that_old_runs_began_with() -> None:
-    """These draws are from the version of the code that had no other order."""
-    drawn = [draw[1:] for draw in islice(FirstOrder([5, 9], [1.0, 2.0], seed=7, slots=2).draws(), 8)]
-    assert drawn == [(0, 2), (1, 0), (1, 3), (0, 4), (0, 1), (1, 8), (1, 5), (0, 2)]
-
-
 def test_slots_draw_no_row_twice_in_an_epoch() -> None:
-    order = new([40, 24], [5.0, 3.0], seed=1, slots=4)
+    order = order_of([40, 24], [5.0, 3.0], seed=1, slots=4)
     drawn = Counter(draw[1:] for slot in range(4) for draw in islice(order.draws(slot), 16))
     assert set(drawn.values()) == {1} and len(drawn) == 64
 
@@ -100,10 +82,10 @@ def test_a_shuffle_is_a_permutation(length: int) -> None:
 
 @pytest.mark.parametrize("length", [3, 4, 5])
 def test_all_permutations_of_few_rows_are_about_equally_likely(length: int) -> None:
-    tries = 100 * math.factorial(length)
+    tries = 30 * math.factorial(length)
     found = Counter(tuple(shuffled(np.arange(length), length, str(key)).tolist()) for key in range(tries))
     assert len(found) == math.factorial(length)
-    chi_squared = sum((count - 100) ** 2 / 100 for count in found.values())
+    chi_squared = sum((count - 30) ** 2 / 30 for count in found.values())
     degrees = math.factorial(length) - 1
     assert chi_squared < degrees + 5 * math.sqrt(2 * degrees)
 
@@ -171,14 +153,14 @@ def test_a_stage_goes_on_with_the_rows_that_the_one_before_left() -> None:
 
 
 def draws_per_second() -> float:
-    order = new([10**9], [1.0], seed=0, slots=8)
+    order = order_of([10**9], [1.0], seed=0, slots=8)
     started = time.process_time()
-    assert sum(1 for _ in islice(order.draws(3), 200_000)) == 200_000
-    return 200_000 / (time.process_time() - started)
+    assert sum(1 for _ in islice(order.draws(3), 50_000)) == 50_000
+    return 50_000 / (time.process_time() - started)
 
 
 def test_a_billion_rows_are_drawn_fast_and_in_no_memory() -> None:
-    assert max(draws_per_second() for _ in range(3)) > 200_000
+    assert any(draws_per_second() > 200_000 for _ in range(3))
     code = "; ".join(
         (
             "import resource",

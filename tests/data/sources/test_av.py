@@ -48,14 +48,14 @@ class Counting:
             yield frame
 
 
-def test_half_an_hour_costs_no_more_than_half_a_minute_for_as_many_frames() -> None:
+def test_ten_minutes_cost_no_more_than_half_a_minute_for_as_many_frames() -> None:
     counts = {}
-    for seconds in (30, 1800):
+    for seconds in (30, 600):
         with av.open(io.BytesIO(film(seconds))) as container:
             counting = Counting(container)
             assert len(film_clip(counting, evenly(12), 0, math.inf).frames) == 12
             counts[seconds] = counting.num_decoded
-    assert counts[30] <= 30 * FRAMES_PER_SECOND and counts[1800] <= 1.5 * counts[30]
+    assert counts[30] <= 30 * FRAMES_PER_SECOND and counts[600] <= 1.5 * counts[30]
 
 
 @pytest.mark.parametrize("kind", ["mp4", "matroska", "avi"])

@@ -21,7 +21,7 @@ from datasets import Dataset
 
 from omnitrain.data.loading.loader import build_dataloader
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.sources import documents, json_lines, line_index, parquet_rows
+from omnitrain.data.sources import documents, json_lines, parquet_rows
 from omnitrain.data.sources.files import FileReader
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import DataError
@@ -297,32 +297,13 @@ def test_a_large_file_is_indexed_and_its_bad_lines_cost_a_row_each(
         opened(tmp_path / "none.jsonl")
 
 
-def test_many_short_lines_are_told_from_blank_ones_in_few_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(line_index, "_BLOCK", 1000)
-    reads: list[int] = []
-    read = FileReader.read
-    monkeypatch.setattr(FileReader, "read", lambda self, *args: reads.append(1) or read(self, *args))
-    lines = ["  " if i % 3 == 0 else "" if i % 7 == 0 else str(i) * (1 + i % 40) for i in range(2000)]
+def test_short_and_long_lines_are_told_from_blank_ones(tmp_path: Path) -> None:
+    lines = ["  " if i % 3 == 0 else "" if i % 7 == 0 else str(i) * (1 + i % 400) for i in range(2000)]
     content = "\n".join(lines).encode()
     (tmp_path / "rows.jsonl").write_bytes(content)
-    starts, stops = line_index.row_spans(str(tmp_path / "rows.jsonl"), FileReader())
+    starts, stops = json_lines.row_spans(str(tmp_path / "rows.jsonl"), FileReader())
     found = [content[start:stop].strip().decode() for start, stop in zip(starts, stops, strict=True)]
-    assert found == [line for line in lines if line.strip()]
-    assert len(reads) <= len(content) / (1000 - 64) + 1
-
-
-@pytest.mark.parametrize("longest", [3, 40, 400])
-def test_lines_are_found_wherever_they_end_in_a_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longest: int
-) -> None:
-    monkeypatch.setattr(line_index, "_BLOCK", 64)
-    monkeypatch.setattr(line_index, "_PART", 1000)
-    lines = [b"x" * length + b"\n" for length in np.random.default_rng(0).integers(1, longest, 500)]
-    (tmp_path / "rows.jsonl").write_bytes(b"".join(lines))
-    starts, stops = line_index.row_spans(str(tmp_path / "rows.jsonl"), FileReader())
-    assert (stops - starts).tolist() == list(map(len, lines)) and stops[-1] == sum(map(len, lines))
+    assert found == [line for line in lines if line.strip()] and stops[-1] == len(content)
 
 
 @pytest.mark.parametrize("name", ["mkdir", "flock"])
@@ -340,13 +321,13 @@ def test_a_cache_folder_that_cannot_be_used_costs_no_more_than_the_index(
 
 def test_an_index_is_built_once_and_again_if_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builds: list[str] = []
-    build = line_index._borders_of_lines
+    build = json_lines._borders_of_lines
 
     def counted(file: str, reader: FileReader) -> Any:
         builds.append(file)
         return build(file, reader)
 
-    monkeypatch.setattr(line_index, "_borders_of_lines", counted)
+    monkeypatch.setattr(json_lines, "_borders_of_lines", counted)
     write_jsonl(tmp_path / "rows.jsonl")
     for _ in range(3):
         assert len(opened(tmp_path / "rows.jsonl", columns=MAPPED)) == 12

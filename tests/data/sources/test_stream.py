@@ -8,7 +8,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.loading.slots import LoaderState, SlotState
+from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources import stream
 from omnitrain.data.sources.files import ReadError
 from omnitrain.data.sources.row_formats import schema_of
@@ -87,9 +88,14 @@ def test_a_slot_that_is_far_behind_reads_with_a_cursor_of_its_own(
     assert started == [0, 0, 64, 100]  # to open it, the first cursor, that of the second slot, and the second pass
 
 
+@cache
+def processor() -> OmniProcessor:
+    return tiny_processor(tiny_model())
+
+
 def loader(state: LoaderState | None = None, **node: Any) -> StepLoader:
     data = {"train": [NODE | node], "chat": CHAT, "pack_tokens": 60, "packing_buffer": 6, "workers": 0}
-    return build_dataloader(Data.model_validate(data), tiny_processor(tiny_model()), slots=2, state=state)
+    return build_dataloader(Data.model_validate(data), processor(), slots=2, state=state)
 
 
 def run(loader: StepLoader, steps: int) -> Iterator[list[tuple[int, str]]]:
@@ -100,17 +106,17 @@ def run(loader: StepLoader, steps: int) -> Iterator[list[tuple[int, str]]]:
 
 @pytest.mark.parametrize("limit", [None, 40])
 def test_a_run_resumes_in_any_pass_and_says_what_it_skips(hub: None, limit: int | None) -> None:
-    uncut = list(run(loader(limit=limit), 60))
+    uncut = list(run(loader(limit=limit), 30))
     rows = [int(name.removeprefix("NAME[").removesuffix("]")) for step in uncut for _, name in step]
     assert max(rows) == (39 if limit else max(index for step in uncut for index, _ in step))
-    for stop in (5, 30):
+    for stop in (5, 20):
         first = loader(limit=limit)
         begun = list(run(first, stop))
         state = LoaderState.from_saved(asdict(first.state()))
         trained = {index for step in begun for index, _ in step}
         needed = next(i for i in itertools.count() if i not in trained)
         assert state.skipped == ((needed,) if limit is None or needed < limit else (0,)) and needed > 0
-        assert begun + list(run(loader(state, limit=limit), 60 - stop)) == uncut
+        assert begun + list(run(loader(state, limit=limit), 30 - stop)) == uncut
 
 
 def test_the_deadline_of_a_row_does_not_count_how_long_the_stream_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +198,9 @@ def test_a_training_run_goes_on_where_its_checkpoint_says(hub: None, tmp_path: P
         overrides = [f"data.train=[{node}]", f"train.steps={stop}", "train.optimizer.schedule=constant"]
         overrides.append(f"output_dir={tmp_path / name}")
         trainer = Trainer(Recipe.load(path, overrides), resume="auto")
-        skipped.append(trainer.data_state.skipped)
+        skipped.append(trainer.measures.data.skipped)
         trainer.fit()
-        skipped.append(trainer.data_state.skipped)
+        skipped.append(trainer.measures.data.skipped)
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         losses.append({line["step"]: line["loss"] for line in lines})
     assert losses[2] == losses[0] and len(losses[0]) == 6

@@ -21,7 +21,7 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import save_whole
-from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.recipe.lora import Lora
 from tests.parallel import factories

@@ -21,7 +21,8 @@ from omnitrain.models.contract.tiny_model import tiny_config
 from omnitrain.models.discovery import MediaFeatures, discover, init_peaked_
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.load import foundation_class
-from omnitrain.ops.attention import PackedSequence, entry
+from omnitrain.ops.attention import entry
+from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.ops.attention.spec import plain_spec
 from omnitrain.ops.recompute import recompute_contexts
 from tests.families import FAMILIES

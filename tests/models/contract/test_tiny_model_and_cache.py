@@ -111,7 +111,7 @@ def test_a_contract_is_written_once_and_read_back(tmp_path: Path, monkeypatch: p
     model = Qwen3ForCausalLM(config)
     contract = contract_of(model)
     path = contract_path(Qwen3ForCausalLM, config)
-    assert kept(path, Contract.from_json) == contract and contract.findings
+    assert kept(path, Contract) == contract and contract.findings
     keep(path, Contract(head="plain"))
     assert contract_of(model) == Contract(head="plain")
     path.write_text("{")
@@ -161,7 +161,7 @@ def test_a_cache_that_is_damaged_or_no_folder_costs_a_check_and_no_more(tmp_path
     path.parent.write_text("")
     keep(path, Contract())
     (tmp_path / "list.json").write_text("[]")
-    assert kept(path, Contract.from_json) is kept(tmp_path / "list.json", Contract.from_json) is None
+    assert kept(path, Contract) is kept(tmp_path / "list.json", Contract) is None
 
 
 def test_what_other_code_of_omnitrain_found_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delaying
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.patch_forward import wrapped_forward
 from omnitrain.parallel.memory.offload import around_calls
 from omnitrain.parallel.memory.recompute import recompute_blocks

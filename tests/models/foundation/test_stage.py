@@ -146,7 +146,7 @@ def test_a_cut_at_which_the_model_is_not_exact_is_refused_with_the_measurement()
 def test_a_stage_contract_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     foundation, contract = pair("qwen3_moe").ours.foundation, pair("qwen3_moe").ours.runner.contract
     found = stage_contract_of(foundation, contract)
-    monkeypatch.setattr("omnitrain.models.contract.stages.check_stages", None)
+    monkeypatch.setattr("omnitrain.models.contract.stages.check_stages", lambda *_: pytest.fail("measured again"))
     assert stage_contract_of(foundation, contract) == found
     assert contract_path(type(foundation), foundation.config).with_suffix(".stages.json").exists()
 

@@ -6,8 +6,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.ops.attention import ATTENTION_NAME, use_omnitrain_attention
-from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.ops.attention.install import ATTENTION_NAME, use_omnitrain_attention
+from omnitrain.ops.experts.install import use_omnitrain_experts
 from tests.parallel import factories
 
 

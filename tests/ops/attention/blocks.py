@@ -40,20 +40,12 @@ def by_blocks(states: list[Tensor], grad: Tensor, mask: MaskSpec) -> list[Tensor
     state = RunningSoftmax(query, value.size(-1))
     blocks = blocks_of(mask, query.device)
     for rows, columns, block in blocks:
-        state.add(rows, *attend_block(query[:, rows], key[:, columns], value[:, columns], block, scoring))
+        state.add(rows, *attend_block((query[:, rows], key[:, columns], value[:, columns]), block, scoring))
     out = state.out.to(value.dtype)
     grads = [torch.zeros_like(x, dtype=state.lse.dtype) for x in states]
     for rows, columns, block in blocks:
-        parts = attend_block_backward(
-            grad[:, rows],
-            query[:, rows],
-            key[:, columns],
-            value[:, columns],
-            out[:, rows],
-            state.lse[:, rows],
-            block,
-            scoring,
-        )
+        of_block = query[:, rows], key[:, columns], value[:, columns]
+        parts = attend_block_backward(grad[:, rows], of_block, out[:, rows], state.lse[:, rows], block, scoring)
         for total, place, part in zip(grads, (rows, columns, columns), parts, strict=True):
             total[:, place] += part
     return [out, *grads]

@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import attention_report
 from omnitrain.ops.attention.backends import BACKENDS
 from omnitrain.ops.attention.backends.flash import FLASH
 from omnitrain.ops.attention.backends.flex import FLEX
 from omnitrain.ops.attention.backends.reference import REFERENCE
 from omnitrain.ops.attention.backends.sdpa import SDPA, takes_grouped_heads
 from omnitrain.ops.attention.backends.varlen import VARLEN
-from omnitrain.ops.attention.choose import choose
+from omnitrain.ops.attention.choose import attention_report, choose
 from omnitrain.ops.attention.spec import DROPOUT, FULL, GENERAL, SINKS, SOFTCAP, WINDOW, Backend, Call, MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows
 

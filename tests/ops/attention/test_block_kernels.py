@@ -193,8 +193,8 @@ def test_on_cuda_the_kernel_takes_half_precision_and_masks_by_distance(monkeypat
 def test_arguments_and_shapes_of_the_cuda_kernel_are_those_of_torch() -> None:
     shapes = ((4, 24, 20), (2, 16, 20), (2, 16, 12), (4, 24, 12))
     query, key, value, grad = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
-    out, lse = KERNELS["cuda"].attend(query, key, value, (-1, 0), 0.3)
+    out, lse = KERNELS["cuda"].attend((query, key, value), (-1, 0), 0.3)
     assert (out.shape, out.dtype) == (grad.shape, torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((4, 24), torch.float32)
-    grads = KERNELS["cuda"].attend_backward(grad, query, key, value, out, lse, (5, 2), 0.3)
+    grads = KERNELS["cuda"].attend_backward(grad, (query, key, value), out, lse, (5, 2), 0.3)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (query, key, value)]

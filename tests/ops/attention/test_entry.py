@@ -11,8 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, attention_report, packed, packed_sequence, spec
+from omnitrain.ops.attention import spec
+from omnitrain.ops.attention.choose import attention_report
 from omnitrain.ops.attention.hf_arguments import HONOURED, IRRELEVANT
+from omnitrain.ops.attention.install import ATTENTION_NAME
+from omnitrain.ops.attention.packed_context import packed, packed_sequence
+from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.recompute import recompute_contexts
 
 OFFSETS = (0, 4, 8, 13)

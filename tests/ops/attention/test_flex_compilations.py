@@ -11,7 +11,7 @@ import torch
 
 from omnitrain.ops.attention.backends import flex
 from omnitrain.ops.attention.spec import Call, MaskSpec
-from omnitrain.ops.experts import RoutingTape
+from omnitrain.ops.experts.routing_tape import RoutingTape
 
 OF_TORCH = 8  # compilations of one piece of code that torch keeps
 

@@ -23,9 +23,10 @@ from transformers.masking_utils import (
 )
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, packed, packed_sequence
 from omnitrain.ops.attention.backends.segments import CAUSAL_SLACK, batches_of
-from omnitrain.ops.attention.spec import segment_starts
+from omnitrain.ops.attention.install import ATTENTION_NAME
+from omnitrain.ops.attention.packed_context import packed, packed_sequence
+from omnitrain.ops.attention.spec import MaskSpec, segment_starts
 from tests.waits import DEVICE, Device
 
 OFFSETS = (0, 4, 9, 10, 18)

@@ -33,7 +33,9 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import attention_report, packed, use_omnitrain_attention
+from omnitrain.ops.attention.choose import attention_report
+from omnitrain.ops.attention.install import use_omnitrain_attention
+from omnitrain.ops.attention.packed_context import packed
 
 LENGTHS = (7, 10, 13, 1)
 OFFSETS = (0, *itertools.accumulate(LENGTHS))

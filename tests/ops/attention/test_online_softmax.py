@@ -15,8 +15,8 @@ def errors_of(kind: str, states: list[Tensor], grad: Tensor) -> list[float]:
     run = (0, LENGTH)
     scoring = Scoring(MaskSpec(run, causal=True), WIDTH**-0.5, None)
     block = Block(run, run, kind)
-    out, lse = attend_block(*states, block, scoring)
-    found = attend_block_backward(grad, *states, out.to(grad.dtype), lse, block, scoring)
+    out, lse = attend_block(tuple(states), block, scoring)
+    found = attend_block_backward(grad, tuple(states), out.to(grad.dtype), lse, block, scoring)
     exact = [state.double().requires_grad_() for state in states]
     query, key, value = exact
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)

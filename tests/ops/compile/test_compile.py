@@ -9,7 +9,8 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import packed, use_omnitrain_attention
+from omnitrain.ops.attention.install import use_omnitrain_attention
+from omnitrain.ops.attention.packed_context import packed
 from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks
 from omnitrain.ops.fused.install import fuse_ops
 

@@ -20,8 +20,9 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from omnitrain.errors import UserError
-from omnitrain.ops.experts import choose, set_experts, use_omnitrain_experts
+from omnitrain.ops.experts import choose
 from omnitrain.ops.experts import grouped_mm as grouped
+from omnitrain.ops.experts.install import set_experts, use_omnitrain_experts
 
 HIDDEN, INNER = 16, 24
 CLASSES = {

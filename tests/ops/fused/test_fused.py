@@ -256,7 +256,7 @@ def test_another_rotary_runs_in_every_layer_of_one_model_and_in_no_other(model_t
         calls.append([x.shape for x in args])
         return rotary(*args)
 
-    monkeypatch.setitem(fuse._OPERATIONS, "rotary", fuse._Operation((Backend("mine", counted),), rotary_forward))
+    monkeypatch.setitem(fuse._OPERATIONS, "rotary", ((Backend("mine", counted),), rotary_forward))
     plain = tiny(model_type)
     fused, keys, ids = copy.deepcopy(plain), list(plain.state_dict()), torch.randint(0, 60, (1, 20))
     assert fuse_ops(fused, {"rotary": "mine"})["rotary"].classes.total() == layers

@@ -10,7 +10,8 @@ import torch
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.ops.experts import experts_in, set_experts
+from omnitrain.ops.experts.install import set_experts
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.expert.deepep import DeepEpDispatcher, deepep_problem, open_deepep
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.spawn.pool import RankPool

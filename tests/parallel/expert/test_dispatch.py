@@ -44,26 +44,17 @@ def check(ranks: RankPool, factory: str, layout: str, plans: list[dict[str, Any]
 
 
 def test_overlap_changes_no_bit(ranks: RankPool) -> None:
-    plans = [{"expert_chunks": 3}, {"expert_chunks": 8, "delay_wgrad": True}]
-    check(ranks, "moe_of_32_experts", "dp4.ep2", plans)
+    check(ranks, "moe_of_32_experts", "dp4.ep2", [{"expert_chunks": 3}])
 
 
 def test_overlap_with_shared_experts_and_recompute_changes_no_bit(ranks: RankPool) -> None:
-    plans = [
-        {"expert_chunks": 4, "delay_wgrad": True},
-        {"expert_chunks": 4, "delay_wgrad": True, "recompute": "full", "activation_offload": True},
-    ]
-    check(ranks, "moe_with_shared_experts", "dp2.sp2.ep4", plans)
+    plan = {"expert_chunks": 4, "delay_wgrad": True, "recompute": "full", "activation_offload": True}
+    check(ranks, "moe_with_shared_experts", "dp2.sp2.ep4", [plan])
 
 
 def test_parts_that_are_computed_again_and_tensors_in_host_memory_change_no_bit(ranks: RankPool) -> None:
-    overlap = {"expert_chunks": 4, "delay_wgrad": True}
-    plans = [
-        {**overlap, "recompute": "parts"},
-        {**overlap, "offloaded_tensors": ["dispatched_rows", "mlp_input"]},
-        {**overlap, "recompute": "parts", "offloaded_tensors": ["dispatched_rows", "mlp_input"]},
-    ]
-    check(ranks, "moe_with_shared_experts", "dp4.ep4", plans)
+    plan = {"expert_chunks": 4, "recompute": "parts", "offloaded_tensors": ["dispatched_rows", "mlp_input"]}
+    check(ranks, "moe_with_shared_experts", "dp4.ep4", [{**plan, "delay_wgrad": True}])
 
 
 @pytest.mark.slow

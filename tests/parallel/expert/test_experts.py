@@ -16,7 +16,8 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.models.discovery import discover
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.ops.experts import bytes_sent, experts_in
+from omnitrain.ops.experts.entry import bytes_sent
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.verify import verify
 from tests.parallel import factories
@@ -52,11 +53,11 @@ def samples_of(model: Any) -> list[Sample]:
 
 
 def test_experts_on_all_ranks_train_as_in_one_process(ranks: RankPool) -> None:
-    check(ranks, "qwen3_moe_with_six_experts", text_samples(), ["dp4.ep2.accum2.recompute", "hsdp2x2.ep2"])
+    check(ranks, "qwen3_moe_with_six_experts", text_samples(), ["hsdp2x2.ep2.accum2.recompute"])
 
 
 def test_biases_and_layouts_of_gpt_oss_train_as_in_one_process(ranks: RankPool) -> None:
-    check(ranks, "gpt_oss", text_samples(), ["dp4.ep4.recompute"])
+    check(ranks, "gpt_oss", text_samples(4), ["dp2.ep2.recompute"])
 
 
 def test_experts_that_a_rank_without_images_leaves_out_are_no_hang(ranks: RankPool) -> None:
@@ -67,7 +68,7 @@ def test_experts_that_a_rank_without_images_leaves_out_are_no_hang(ranks: RankPo
 
 
 def test_ranks_and_experts_without_tokens_beside_ones_with_nearly_all(ranks: RankPool) -> None:
-    check(ranks, "lopsided_moe", text_samples(), ["dp4.ep4", "dp2.ep2.recompute"])
+    check(ranks, "lopsided_moe", text_samples(), ["dp4.ep4.recompute"])
 
 
 @pytest.mark.slow
@@ -192,7 +193,7 @@ def test_weights_and_optimizer_state_do_not_know_the_layout(ranks: RankPool, tmp
     assert len(plain) == len(weights)
     for name, parameter in plain.items():
         assert torch.equal(parameter, weights[f"foundation.{name}"]), name
-    spread, alone = (ranks.run(updated, ep, tmp_path / str(ep), four, timeout_s=60)[0] for ep in (2, 1))
+    spread, alone = (ranks.run(updated, ep, tmp_path / str(ep), four, timeout_s=60, world=2)[0] for ep in (2, 1))
     for name, weight in spread.items():
         torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
     moments, others = stored(tmp_path / "2" / "optimizer"), stored(tmp_path / "1" / "optimizer")

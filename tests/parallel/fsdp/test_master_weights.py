@@ -11,7 +11,7 @@ from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Optimizer
 from tests.parallel.laid_out import full, laid_out, pack, total
 
-LEARNING_RATE, STEPS = 1e-5, 5
+LEARNING_RATE, STEPS = 1e-5, 2
 
 
 def moved_on_rank() -> dict[str, Any]:

@@ -16,7 +16,8 @@ import omnitrain as ot
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.ops.experts import experts_in, settings_of
+from omnitrain.ops.experts.entry import settings_of
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.fsdp.load import first_ranks
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
@@ -27,9 +28,9 @@ from tests.peaks import peak_bytes
 
 PRECISION = ot.Precision(param="bfloat16")
 LAYOUTS = [
-    ("any_to_any", ot.ComponentPlan(dp_replicate=2, mode="hsdp", parameter_offload=True, precision=PRECISION)),
-    ("moe_with_shared_experts", ot.ComponentPlan(tp=2, ep=2, expert_chunks=2)),
-    ("qwen3_moe_with_adapters", ot.ComponentPlan(ep=2)),
+    ("any_to_any", ot.ComponentPlan(dp_replicate=2, mode="hsdp", parameter_offload=True, precision=PRECISION), 4),
+    ("moe_with_shared_experts", ot.ComponentPlan(tp=2, ep=2, expert_chunks=2), 4),
+    ("qwen3_moe_with_adapters", ot.ComponentPlan(ep=2), 2),
 ]
 
 
@@ -72,11 +73,11 @@ def found_on_rank(name: str, default: ot.ComponentPlan) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("name", "default"), LAYOUTS)
+@pytest.mark.parametrize(("name", "default", "world"), LAYOUTS)
 def test_a_model_that_rank_0_alone_has_is_the_same_on_all_ranks(
-    ranks: RankPool, name: str, default: ot.ComponentPlan
+    ranks: RankPool, name: str, default: ot.ComponentPlan, world: int
 ) -> None:
-    for found in ranks.run(found_on_rank, name, default, timeout_s=120, world=4):
+    for found in ranks.run(found_on_rank, name, default, timeout_s=120, world=world):
         assert found.pop("number") > 20
         assert found == {"names": True, "values": [], "kinds": [], "overlapped": True, "trained": []}
 

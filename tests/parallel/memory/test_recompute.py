@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from omnitrain.ops.experts import experts_in, use_omnitrain_experts
+from omnitrain.ops.experts.install import use_omnitrain_experts
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.memory.recompute import recompute_blocks, recompute_modules
 from omnitrain.parallel.memory.selective_recompute import attention_modules
 from tests.parallel import factories

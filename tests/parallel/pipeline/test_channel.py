@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from omnitrain.parallel.pipeline.channel import StageChannel, connect_pairs, directions
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.plan.schedule import Kind, lower
+from omnitrain.plan.schedule.actions import Kind
 from omnitrain.plan.schedule.generators import generate
+from omnitrain.plan.schedule.lower import lower
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,9 @@ import pytest
 from omnitrain.errors import ScheduleError
 from omnitrain.parallel.pipeline import apply
 from omnitrain.parallel.pipeline.apply import complete_schedule
-from omnitrain.plan.schedule import Kind, Schedule, lower
+from omnitrain.plan.schedule.actions import Kind, Schedule
 from omnitrain.plan.schedule.generators import KINDS
+from omnitrain.plan.schedule.lower import lower
 from omnitrain.recipe.parallel import PipelineSchedule
 
 

@@ -15,7 +15,8 @@ from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import adapters_of
 from omnitrain.models.components.contract import SkippedModule
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.ops.experts import backend_of, experts_in, use_omnitrain_experts
+from omnitrain.ops.experts.install import backend_of, use_omnitrain_experts
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, spread_by_transformers
 from omnitrain.parallel.resolve import CallFlags, plans, resolve_plans
 from omnitrain.parallel.state import ParallelState

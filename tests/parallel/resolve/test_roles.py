@@ -21,7 +21,7 @@ def value_of(refusal: Refusal, field: str) -> object:
 def row(refusal: Refusal) -> str:
     fields = ", ".join(f"`{field}`" for field in refusal.fields)
     values = f" {' or '.join(f'`{value}`' for value in refusal.values)}" * bool(refusal.values)
-    return f"| {refusal.whose} | {fields}{values} | {refusal.reason} |"
+    return f"| {refusal.role} | {fields}{values} | {refusal.reason} |"
 
 
 def test_the_page_shows_the_table() -> None:
@@ -29,19 +29,19 @@ def test_the_page_shows_the_table() -> None:
     assert "\n".join(map(row, REFUSALS)) in text
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.whose}-{refusal.fields[0]}")
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.role}-{refusal.fields[0]}")
 def test_each_field_is_refused_once_with_its_reason(refusal: Refusal) -> None:
     for field in refusal.fields:
         plan = ComponentPlan(**{field: value_of(refusal, field)})
-        ((found, text),) = refused(refusal.roles, plan)
+        ((found, text),) = refused([refusal.role], plan)
         assert (found, text.endswith(f"but {refusal.reason}")) == (field, True)
 
 
 def test_values_without_effect_are_not_refused() -> None:
     plan = ComponentPlan(pp=1, cp=1, ulysses=1, tp=1, compile=False)
-    assert not [*refused(["not the foundation", "teacher", "section"], plan)]
+    assert not [*refused(["all but the foundation", "a teacher", "a component of a section"], plan)]
 
 
 def test_a_cost_of_zero_is_a_value() -> None:
-    ((field, text),) = refused(["projector", "main"], ComponentPlan(quadratic_cost=0.0))
+    ((field, text),) = refused(["a projector in `main`"], ComponentPlan(quadratic_cost=0.0))
     assert field == "quadratic_cost" and text.startswith("found 0.0, but a projector in `main`")

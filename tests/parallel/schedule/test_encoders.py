@@ -13,7 +13,7 @@ import torch
 import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.ops.experts import experts_in
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.graph import StepGraph
 from omnitrain.parallel.spawn.pool import RankPool

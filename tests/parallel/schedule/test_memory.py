@@ -21,7 +21,7 @@ from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
-from omnitrain.plan.schedule import Action, Kind
+from omnitrain.plan.schedule.actions import Action, Kind
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from tests.families import FAMILIES
 from tests.models.staged import with_layers

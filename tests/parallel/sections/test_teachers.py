@@ -21,7 +21,7 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts import Recording
+from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.parallel.resolve.plans import resolve_without_ranks
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.tiny_model import needed_memory, num_parameters, tiny_model_of

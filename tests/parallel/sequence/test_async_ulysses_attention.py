@@ -13,7 +13,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.ops.attention import MaskSpec, use_omnitrain_attention
+from omnitrain.ops.attention.install import use_omnitrain_attention
+from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, use_async_ulysses, why_not_async
 from omnitrain.parallel.sequence.async_ulysses.check import AttentionLayouts, attention_layouts, kind_of
 from omnitrain.parallel.sequence.ulysses import UlyssesShard

@@ -67,18 +67,11 @@ def test_every_way_to_share_a_sequence_trains_a_family_as_one_process_does(ranks
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("any_to_any", "dp2.sp2.accum2.recompute"),
-        ("gemma3", "sp2.recompute"),
-        ("qwen3_5", "sp2"),
-        ("qwen3_vl", "cp2"),
-        ("llava_onevision", "sp2"),
-    ],
-    ids=[
-        "heads that predict",
-        "blocks of image tokens",
-        "linear attention",
-        "deepstack on a ring",
-        "images as a list and videos as a tensor",
+        pytest.param("any_to_any", "sp2.accum2.recompute", id="heads that predict"),
+        pytest.param("gemma3", "sp2.recompute", id="blocks of image tokens", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", "sp2", id="linear attention", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", "cp2", id="deepstack on a ring"),
+        pytest.param("llava_onevision", "sp2", id="images as a list, videos as a tensor", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_share_a_sequence_train_as_one_process_does(ranks: RankPool, name: str, layout: str) -> None:
@@ -128,9 +121,9 @@ def text(length: int, index: int = 0) -> Sample:
 @pytest.mark.parametrize(
     ("world", "degrees", "lengths"),
     [
-        pytest.param(2, {"ulysses_size": 2}, (*range(1, 34), 64, 97), id="sp2"),
-        pytest.param(2, {"ulysses_size": 2}, range(34, 97), id="sp2, longer", marks=pytest.mark.slow),
-        pytest.param(4, {"cp_size": 2, "ulysses_size": 2}, (*range(1, 12), 31, 97), id="sp2.cp2"),
+        pytest.param(2, {"ulysses_size": 2}, (*range(1, 18), 33, 64, 97), id="sp2"),
+        pytest.param(2, {"ulysses_size": 2}, range(18, 97), id="sp2, longer", marks=pytest.mark.slow),
+        pytest.param(4, {"cp_size": 2, "ulysses_size": 2}, (*range(1, 9), 31, 97), id="sp2.cp2"),
     ],
 )
 def test_rows_of_every_length_are_shared_exactly(
@@ -152,8 +145,10 @@ def test_a_cut_may_go_through_an_image_anywhere(ranks: RankPool, name: str) -> N
     for lengths in around:
         cut = (size + sum(lengths) + 1) // 2 - sum(length for length in lengths if length < size)
         packs[cut] = [*(like(sample, length, index=100 + length) for length in lengths), sample]
-    assert set(sample.spans[0].positions.tolist()) <= packs.keys()
-    results = ranks.run(errors_of_packs, name, list(packs.values()), {"ulysses_size": 2}, timeout_s=120, world=2)
+    inside = sample.spans[0].positions.tolist()
+    assert set(inside) <= packs.keys()
+    near = [packs[cut] for cut in range(inside[0] - 1, inside[-1] + 3) if cut in packs]
+    results = ranks.run(errors_of_packs, name, near, {"ulysses_size": 2}, timeout_s=120, world=2)
     assert all(error < 1e-5 for pair in results[0] for error in pair)
 
 

@@ -2,17 +2,10 @@ import pytest
 from torch.distributed.pipelining.schedules import _Action
 
 from omnitrain.errors import ScheduleError
-from omnitrain.plan.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    accumulate,
-    gpipe,
-    interleaved,
-    lower,
-    one_f_one_b,
-    zbv,
-)
+from omnitrain.plan.schedule.actions import Action, Kind
+from omnitrain.plan.schedule.generators import accumulate, gpipe, interleaved, one_f_one_b, zbv
+from omnitrain.plan.schedule.lower import lower
+from tests.plan.schedule.as_text import read, text_of
 
 SCHEDULES = {
     "accumulate": accumulate(3),
@@ -27,7 +20,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_csv_round_trip_keeps_every_action(name: str) -> None:
     for schedule in (SCHEDULES[name], lower(SCHEDULES[name]), lower(SCHEDULES[name], max_gathered=1)):
-        assert Schedule.from_csv(schedule.to_csv()) == schedule
+        assert read(text_of(schedule)) == schedule
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -58,11 +51,11 @@ def test_a_text_that_is_no_action_is_refused_by_name(text: str) -> None:
 
 def test_a_csv_without_a_stage_is_refused_by_name() -> None:
     with pytest.raises(ScheduleError, match="forward of stage 1"):
-        Schedule.from_csv("0F0,0B0\n2F0,2B0\n")
+        read("0F0,0B0\n2F0,2B0\n")
 
 
 def test_activations_live_from_a_forward_to_its_b_or_w() -> None:
-    assert Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0F2,0W1,0B2").peak_live() == (2,)
+    assert read("0F0,0F1,0I0,0I1,0W0,0F2,0W1,0B2").peak_live() == (2,)
     assert gpipe(2, 5).peak_live() == (5, 5)
     assert one_f_one_b(4, 8).peak_live() == (4, 3, 2, 1)
     assert accumulate(4).peak_live() == (1,)

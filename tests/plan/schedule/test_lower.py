@@ -1,7 +1,11 @@
 import pytest
 
 from omnitrain.errors import ScheduleError
-from omnitrain.plan.schedule import Kind, Schedule, accumulate, interleaved, lower, one_f_one_b, problems_in, zbv
+from omnitrain.plan.schedule.actions import Kind, Schedule
+from omnitrain.plan.schedule.generators import accumulate, interleaved, one_f_one_b, zbv
+from omnitrain.plan.schedule.lower import lower
+from omnitrain.plan.schedule.validate import problems_in
+from tests.plan.schedule.as_text import read, text_of
 
 
 def texts(schedule: Schedule, rank: int, *kinds: Kind) -> list[str]:
@@ -9,14 +13,14 @@ def texts(schedule: Schedule, rank: int, *kinds: Kind) -> list[str]:
 
 
 def test_a_lowered_schedule_has_all_that_a_rank_does() -> None:
-    assert lower(one_f_one_b(2, 2), receives_ahead=1).to_csv() == (
+    assert text_of(lower(one_f_one_b(2, 2), receives_ahead=1)) == (
         "0UNSHARD,0F0,0SEND_F0>1,0RECV_B0<1,0F1,0SEND_F1>1,0RECV_B1<1,0B0,0B1,0REDUCE_GRAD,0RESHARD\n"
         "1RECV_F0<0,1RECV_F1<0,1UNSHARD,1F0,1B0,1SEND_B0>0,1F1,1B1,1SEND_B1>0,1REDUCE_GRAD,1RESHARD\n"
     )
 
 
 def test_one_stage_without_held_weights_is_plain_accumulation() -> None:
-    assert lower(accumulate(2), hold_weights=False).to_csv() == "0F0,0B0,0F1,0B1\n"
+    assert text_of(lower(accumulate(2), hold_weights=False)) == "0F0,0B0,0F1,0B1\n"
 
 
 def test_between_stages_of_one_rank_nothing_is_sent() -> None:
@@ -52,6 +56,6 @@ def test_weights_are_gathered_once_or_for_as_many_stages_as_allowed() -> None:
 
 def test_forwards_and_backwards_that_cannot_run_are_refused_before_anything_is_added() -> None:
     with pytest.raises(ScheduleError, match="rank 1: 1B0 is missing"):
-        lower(Schedule.from_csv("0F0,0B0\n1F0\n"))
+        lower(read("0F0,0B0\n1F0\n"))
     with pytest.raises(ScheduleError, match="max_gathered=0 must be 1 or more"):
         lower(one_f_one_b(2, 2), max_gathered=0)

@@ -8,20 +8,13 @@ from dataclasses import replace
 import pytest
 
 from omnitrain.errors import ScheduleError
-from omnitrain.plan.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    gpipe,
-    interleaved,
-    lower,
-    one_f_one_b,
-    problems_in,
-    simulate,
-    zbv,
-)
-from omnitrain.plan.schedule.generators import accumulate
-from omnitrain.plan.schedule.sections import SectionWindows, with_sections
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
+from omnitrain.plan.schedule.generators import accumulate, gpipe, interleaved, one_f_one_b, zbv
+from omnitrain.plan.schedule.lower import lower
+from omnitrain.plan.schedule.sections import with_sections
+from omnitrain.plan.schedule.simulate import simulate
+from omnitrain.plan.schedule.validate import problems_in
+from tests.plan.schedule.as_text import idle_inside, text_of
 
 TIMES = {Kind.F: 1, Kind.I: 1, Kind.W: 1}
 
@@ -66,7 +59,7 @@ def test_a_section_that_keeps_up_costs_only_its_first_forward_and_its_last_backw
 def test_a_section_that_is_too_slow_sets_the_pace(seconds: float) -> None:
     """All its forwards and backwards, and at the end the one micro-batch of ``main`` that they wait for."""
     timeline = simulate(planned(accumulate(8), vision(8), seconds=seconds), timed(seconds))
-    assert timeline.idle_inside(1) <= 3
+    assert idle_inside(timeline, 1) <= 3
     assert timeline.makespan <= 8 * 3 * seconds + 3
 
 
@@ -223,7 +216,7 @@ def test_random_sections_beside_random_schedules_never_stop(seed: int) -> None:
         if (schedule := random_schedule(rng)) is None:
             continue
         found += 1
-        assert problems_in(schedule) == (), schedule.to_csv()
+        assert problems_in(schedule) == (), text_of(schedule)
         for slots in (0, 1, None):
             assert simulate(schedule, timed(rng.random()), slots=slots).makespan > 0
 
@@ -280,7 +273,7 @@ def test_an_action_of_a_section_that_is_missing_or_there_twice_is_named(seed: in
             rows[row].insert(index, action)
             rows[row].insert(rng.randint(0, len(rows[row])), action)
         problems = problems_in(schedule.with_actions(rows))
-        assert problems, (str(action), schedule.to_csv())
+        assert problems, (str(action), text_of(schedule))
         assert all(f"rank {problem.rank}" in problem.message for problem in problems)
 
 

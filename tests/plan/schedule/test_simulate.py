@@ -3,21 +3,12 @@ import json
 import pytest
 
 from omnitrain.errors import ScheduleError
-from omnitrain.plan.schedule import (
-    Action,
-    DeadlockError,
-    Kind,
-    Link,
-    Schedule,
-    as_json,
-    gantt,
-    grid,
-    interleaved,
-    lower,
-    one_f_one_b,
-    simulate,
-    zbv,
-)
+from omnitrain.plan.schedule.actions import Action, Kind
+from omnitrain.plan.schedule.draw import as_json, gantt, grid
+from omnitrain.plan.schedule.generators import interleaved, one_f_one_b, zbv
+from omnitrain.plan.schedule.lower import lower
+from omnitrain.plan.schedule.simulate import DeadlockError, Link, simulate
+from tests.plan.schedule.as_text import read
 
 TIMES = {Kind.F: 2, Kind.B: 4}
 
@@ -28,12 +19,10 @@ def test_messages_cost_their_latency_and_their_bytes_once_on_each_hop() -> None:
     timeline = simulate(schedule, TIMES, link)
     assert timeline.makespan == 3 * (2 + 4) + 2 * (2 + 1) + 2 * (3 + 1)
     assert [timeline.exposed(rank) for rank in range(3)] == [4, 3 + 4 + 4, 3 + 4]  # a last send is exposed at the end
-    path = [str(event.action) for event in timeline.critical_path()]
-    assert path == ["0F0", "0SEND_F0>1", "1F0", "1SEND_F0>2", "2F0", "2B0", "2SEND_B0>1", "1B0", "1SEND_B0>0", "0B0"]
 
 
 def test_messages_of_a_rank_share_its_communication_stream() -> None:
-    schedule = Schedule.from_csv("0F0,0SEND_F0>1,0F1,0SEND_F1>1\n1RECV_F0<0,1RECV_F1<0,1F0,1F1\n")
+    schedule = read("0F0,0SEND_F0>1,0F1,0SEND_F1>1\n1RECV_F0<0,1RECV_F1<0,1F0,1F1\n")
     timeline = simulate(schedule, {Kind.F: 1}, Link(bandwidth=1, message_bytes=lambda _: 5))
     sends = [(event.start, event.end) for event in timeline.events[0] if event.action.kind is Kind.SEND_F]
     assert sends == [(1, 6), (6, 11)]
@@ -50,24 +39,24 @@ def test_gathers_and_reductions_run_beside_computation_and_what_is_left_is_expos
 
 
 def test_a_send_that_waits_for_its_receive_holds_its_rank() -> None:
-    schedule = Schedule.from_csv("0F0,0SEND_F0>1,0F1,0SEND_F1>1\n1RECV_F0<0,1F0,1RECV_F1<0,1F1\n")
+    schedule = read("0F0,0SEND_F0>1,0F1,0SEND_F1>1\n1RECV_F0<0,1F0,1RECV_F1<0,1F1\n")
     assert simulate(schedule, {Kind.F: 3}).makespan == 9
     assert [event.start for event in simulate(schedule, {Kind.F: 3}, slots=0).events[0]] == [0, 3, 3, 6]
-    late = Schedule.from_csv("0F0,0SEND_F0>1,0F1,0SEND_F1>1\n1F9,1RECV_F0<0,1F0,1RECV_F1<0,1F1\n")
+    late = read("0F0,0SEND_F0>1,0F1,0SEND_F1>1\n1F9,1RECV_F0<0,1F0,1RECV_F1<0,1F1\n")
     with pytest.raises(DeadlockError, match="rank 1 waits at action 0, 1F9, for 1RECV_F9, which no rank does"):
         simulate(late, {Kind.F: 3}, slots=0)
 
 
 def test_a_buffer_of_one_message_lets_a_sender_run_one_ahead() -> None:
-    schedule = Schedule.from_csv("0F0,0SEND_F0>1,0F1,0SEND_F1>1,0B1,0B0\n1F9,1RECV_F0<0,1F0,1RECV_F1<0,1F1\n")
+    schedule = read("0F0,0SEND_F0>1,0F1,0SEND_F1>1,0B1,0B0\n1F9,1RECV_F0<0,1F0,1RECV_F1<0,1F1\n")
     with pytest.raises(DeadlockError) as stopped:
         simulate(schedule, TIMES, slots=1)
     assert [wait.rank for wait in stopped.value.waits] == [1]
     two = "0F0,0SEND_F0>1,0F1,0SEND_F1>1,0RECV_B0<1,0B0,0RECV_B1<1,0B1\n"
     two += "1RECV_F0<0,1F0,1B0,1SEND_B0>0,1RECV_F1<0,1F1,1B1,1SEND_B1>0\n"
     with pytest.raises(DeadlockError, match="0SEND_F1>1, for 1RECV_F1<0"):
-        simulate(Schedule.from_csv(two), TIMES, slots=0)
-    assert simulate(Schedule.from_csv(two), TIMES, slots=1).makespan == simulate(one_f_one_b(2, 2), TIMES).makespan
+        simulate(read(two), TIMES, slots=0)
+    assert simulate(read(two), TIMES, slots=1).makespan == simulate(one_f_one_b(2, 2), TIMES).makespan
 
 
 def test_durations_are_a_function_or_a_mapping_by_kind_and_stage() -> None:

@@ -4,7 +4,8 @@ import random
 import pytest
 
 from omnitrain.errors import ScheduleError
-from omnitrain.plan.schedule import Placement, split_by_cost, split_by_numbers, stage_ranks
+from omnitrain.plan.schedule.generators import stage_ranks
+from omnitrain.plan.schedule.split import split_by_cost, split_by_numbers
 
 
 def loads(split: tuple[tuple[int, int], ...], costs: list[float], ranks: tuple[int, ...], first: float, last: float):
@@ -37,7 +38,7 @@ def test_the_busiest_rank_of_single_stages_is_the_least_possible(seed: int) -> N
 
 
 def test_a_rank_with_the_embedding_and_the_head_gets_fewer_blocks() -> None:
-    ranks = stage_ranks(4, 2, Placement.V)
+    ranks = stage_ranks(4, 2, is_v=True)
     split = split_by_cost([1.0] * 30, ranks, first=1.0, last=3.0)
     assert sorted(loads(split, [1.0] * 30, ranks, 1.0, 3.0)) == [8.0, 8.0, 9.0, 9.0]
 

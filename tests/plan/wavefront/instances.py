@@ -2,7 +2,7 @@
 
 from random import Random
 
-from omnitrain.plan.wavefront import Feeder, Wavefront
+from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
 
 
 def random_wave(random: Random, samples: int, lanes: int, *, feeders: int = 1, coupled: bool = False) -> Wavefront:

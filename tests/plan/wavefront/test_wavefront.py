@@ -4,17 +4,13 @@ from random import Random
 
 import pytest
 
-from omnitrain.plan.wavefront import (
-    Feeder,
-    Wavefront,
-    best_order,
-    deal,
-    lower_bound,
-    makespan,
-    require_valid,
-    simulate,
-)
+from omnitrain.plan.wavefront.bounds import lower_bound
+from omnitrain.plan.wavefront.deal import deal
+from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
+from omnitrain.plan.wavefront.search import best_order
+from omnitrain.plan.wavefront.simulate import makespan, simulate
 from tests.plan.wavefront.instances import random_wave
+from tests.plan.wavefront.validate import require_valid
 
 
 def test_the_best_of_few_orders_is_found_that_of_many_within_5_percent_and_no_bound_is_above_it():

@@ -12,6 +12,7 @@ from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.recipe import Recipe
 from omnitrain.train.run_state.run_folder import RunFolder
+from omnitrain.train.run_state.run_lock import require_free
 from tests.tiny import tiny_recipe
 
 HOLD = """
@@ -40,10 +41,10 @@ def test_of_two_runs_in_a_folder_the_second_one_is_refused_until_the_first_one_e
             with pytest.raises(UserError, match=told):
                 run_folder(recipe, path).open(resumed, 0)
         with pytest.raises(UserError, match=told):
-            run_folder(recipe, path).require_free()
+            require_free(path)
         assert not (tmp_path / "run.old1").exists()
         other.kill()
-    run_folder(recipe, path).require_free()
+    require_free(path)
     run_folder(recipe, path).open(True, 0)
 
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
-import torch
+from torch import Tensor
 
 from omnitrain.ops.attention.backends import ragged
 from omnitrain.ops.attention.spec import CAUSAL, DROPOUT, FULL, GQA, SOFTCAP, VALUE_WIDTH, WINDOW, Backend, Call
 from omnitrain.packages import install_command
 
 
-def attend(call: Call) -> torch.Tensor:
+def attend(call: Call) -> Tensor:
     """See :class:`Backend`."""
     function = _function()
 
-    def kernel(packed: ragged.Ragged) -> torch.Tensor:
+    def kernel(packed: ragged.Ragged) -> Tensor:
         return function(
-            packed.query,
-            packed.key,
-            packed.value,
+            *(packed.query, packed.key, packed.value),
             cu_seqlens_q=packed.offsets,
             cu_seqlens_k=packed.offsets,
             max_seqlen_q=packed.max_length,
@@ -37,17 +35,15 @@ def attend(call: Call) -> torch.Tensor:
     return ragged.attend_ragged(call, kernel)
 
 
+_find = cache(find_spec)
+
+
 def obstacle(call: Call) -> str | None:
     """Return why the backend cannot run ``call``; None: it can."""
-    return ragged.obstacle(call) if _is_installed() else f"flash_attn is not installed ({install_command('flash')})"
+    return ragged.obstacle(call) if _find("flash_attn") else f"flash_attn is not installed ({install_command('flash')})"
 
 
-@lru_cache(maxsize=1)
-def _is_installed() -> bool:
-    return find_spec("flash_attn") is not None
-
-
-def _function() -> Callable[..., torch.Tensor]:
+def _function() -> Callable[..., Tensor]:
     return import_module("flash_attn").flash_attn_varlen_func
 
 

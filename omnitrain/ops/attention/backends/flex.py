@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from omnitrain.ops.attention.spec import DROPOUT, EVERYTHING, Backend, Call
 from omnitrain.ops.compile.cache_limit import keep_compilations
@@ -14,7 +15,7 @@ from omnitrain.ops.compile.cache_limit import keep_compilations
 _MIN_HEAD_DIM = 16  # the least that the CUDA kernel takes
 
 
-def attend(call: Call) -> torch.Tensor:
+def attend(call: Call) -> Tensor:
     """See :class:`Backend`."""
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -36,14 +37,14 @@ def attend(call: Call) -> torch.Tensor:
     return output.transpose(1, 2)
 
 
-def _score_function(call: Call) -> Callable[..., torch.Tensor] | None:
+def _score_function(call: Call) -> Callable[..., Tensor] | None:
     cap, bias = call.softcap, call.position_bias
     if cap is None and bias is None:
         return None
     if bias is not None:
         bias = bias.expand(-1, call.query.size(1), -1, -1)
 
-    def change(score: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+    def change(score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         return score if bias is None else score + bias[0, head, query, key]
@@ -53,7 +54,7 @@ def _score_function(call: Call) -> Callable[..., torch.Tensor] | None:
 
 def _block_mask(call: Call) -> Any:
     mask, device, length = call.mask, call.query.device, call.query.size(2)
-    per_head = call.query.size(1) if isinstance(mask.general, torch.Tensor) and mask.general.size(1) > 1 else None
+    per_head = call.query.size(1) if isinstance(mask.general, Tensor) and mask.general.size(1) > 1 else None
     return mask.remember(
         (FLEX.name, device),
         lambda: _mask_function(device.type == "cuda")(
@@ -80,7 +81,7 @@ def _mask_function(compiled: bool) -> Any:
 def _obstacle(call: Call) -> str | None:
     if call.query.device.type == "cpu" and call.has_gradients:
         return "it has no backward on CPU"
-    if isinstance(call.mask.general, torch.Tensor) and call.mask.general.dtype != torch.bool:
+    if isinstance(call.mask.general, Tensor) and call.mask.general.dtype != torch.bool:
         return "it takes no float mask, only a function of indices"
     if call.query.is_cuda and min(call.query.size(-1), call.value.size(-1)) < _MIN_HEAD_DIM:
         return f"its CUDA kernel needs a head dimension of at least {_MIN_HEAD_DIM}"
@@ -88,9 +89,5 @@ def _obstacle(call: Call) -> str | None:
 
 
 FLEX = Backend(
-    name="flex",
-    honours=EVERYTHING - {DROPOUT},
-    obstacle=_obstacle,
-    attend=attend,
-    automatic_on=frozenset({"cuda"}),
+    name="flex", honours=EVERYTHING - {DROPOUT}, obstacle=_obstacle, attend=attend, automatic_on=frozenset({"cuda"})
 )

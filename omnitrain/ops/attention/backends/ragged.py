@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from omnitrain.ops.attention.spec import Call
 
@@ -19,25 +20,21 @@ _FIRST_CAPABILITY = (8, 0)  # Ampere
 class Ragged:
     """The arguments of these kernels.
 
-    Attributes:
-        query: ``[T, heads, D]``. ``D`` is a multiple of 8: narrower heads are padded with zeros, which do not change a
-            score. The scale must come from the head dimension of the call.
-        key: ``[T, key heads, D]``.
-        value: ``[T, key heads, D]``, padded as well.
-        offsets: ``[segments + 1]``, int32.
-        max_length: number of tokens of the longest segment.
-        window: numbers of tokens that a token sees before and after itself; -1: all.
+    ``query`` ``[T, heads, D]``, ``key`` and ``value`` ``[T, key heads, D]``; ``D`` is a multiple of 8: narrower heads
+    are padded with zeros, which do not change a score. The scale must come from the head dimension of the call.
+    ``offsets`` is ``[segments + 1]`` int32, ``max_length`` the tokens of the longest segment, ``window`` the numbers of
+    tokens that a token sees before and after itself (-1: all).
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    offsets: torch.Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    offsets: Tensor
     max_length: int
     window: tuple[int, int]
 
 
-def attend_ragged(call: Call, kernel: Callable[[Ragged], torch.Tensor]) -> torch.Tensor:
+def attend_ragged(call: Call, kernel: Callable[[Ragged], Tensor]) -> Tensor:
     """Run ``kernel``, which returns ``[T, heads, D]``; the values of ``call`` must not be wider than its keys."""
     mask, width = call.mask, call.value.size(-1)
     device = call.query.device
@@ -62,7 +59,7 @@ def aligned(head_dim: int) -> int:
     return -(-head_dim // _ALIGNED) * _ALIGNED
 
 
-def padded(states: torch.Tensor, width: int) -> torch.Tensor:
+def padded(states: Tensor, width: int) -> Tensor:
     """Pad the last dimension to ``width`` with zeros; the same tensor if it has this width already."""
     missing = width - states.size(-1)
     return F.pad(states, (0, missing)) if missing else states
@@ -73,7 +70,7 @@ def obstacle(call: Call) -> str | None:
     return obstacle_of(call.query, call.value)
 
 
-def obstacle_of(query: torch.Tensor, value: torch.Tensor) -> str | None:
+def obstacle_of(query: Tensor, value: Tensor) -> str | None:
     """Return why a flash kernel cannot run queries ``[..., D]`` and values ``[..., E]``; None: it can."""
     if query.device.type != "cuda":
         return f"it runs only on CUDA, not on {query.device.type}"

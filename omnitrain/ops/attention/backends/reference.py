@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
 from omnitrain.ops.attention.spec import EVERYTHING, Backend, Call, repeat_heads
 
 
-def attend(call: Call) -> torch.Tensor:
+def attend(call: Call) -> Tensor:
     """See :class:`Backend`."""
 
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         weights = _weights(call, _masked(_scores(call, q, k, batch), batch))
         return (F.dropout(weights, call.dropout) @ repeat_heads(v, q.size(1)).float()).to(v.dtype)
 
     return attend_in_batches(call, kernel)
 
 
-def _scores(call: Call, q: torch.Tensor, k: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _scores(call: Call, q: Tensor, k: Tensor, batch: Batch) -> Tensor:
     scores = q.float() @ repeat_heads(k, q.size(1)).float().mT * call.scaling
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     return scores if call.position_bias is None else scores + batch.cut(call.position_bias)
 
 
-def _masked(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _masked(scores: Tensor, batch: Batch) -> Tensor:
     if batch.mask is not None and batch.mask.dtype != torch.bool:
         return scores + batch.mask
     seen = batch.mask
@@ -35,16 +36,11 @@ def _masked(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
     return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
 
 
-def _weights(call: Call, scores: torch.Tensor) -> torch.Tensor:
+def _weights(call: Call, scores: Tensor) -> Tensor:
     if call.sinks is None:
         return scores.softmax(-1)
     sinks = call.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
 
-REFERENCE = Backend(
-    name="reference",
-    honours=EVERYTHING,
-    obstacle=lambda _: None,
-    attend=attend,
-)
+REFERENCE = Backend(name="reference", honours=EVERYTHING, obstacle=lambda _: None, attend=attend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from omnitrain.ops.attention.backends.ragged import MAX_HEAD_DIM
 from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
@@ -23,10 +24,10 @@ from omnitrain.ops.attention.spec import (
 SHORT = 64  # tokens of a segment; above about this length torch's CPU kernel is faster
 
 
-def attend(call: Call) -> torch.Tensor:
+def attend(call: Call) -> Tensor:
     """See :class:`Backend`."""
 
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         if not takes_grouped_heads(q, v, batch.mask):
             k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))
         return F.scaled_dot_product_attention(
@@ -43,7 +44,7 @@ def attend(call: Call) -> torch.Tensor:
     return attend_in_batches(call, kernel, short=SHORT if _may_be_short(call) else 0)
 
 
-def takes_grouped_heads(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def takes_grouped_heads(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether torch has a kernel for fewer key heads than query heads; else it would compute all scores in memory.
 
     On CUDA this is flash attention, which takes no mask, no fp32 and no values of another width.

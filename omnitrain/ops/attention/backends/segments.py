@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 from omnitrain.ops.attention.spec import Call, MaskSpec
+from omnitrain.ops.collectives import with_backward
 from omnitrain.ops.cpu.short_attention import ShortKeys, ShortSegments, attend_short, short_keys, short_segments
 from omnitrain.ops.cpu.unread_rows import ReadRows
 from omnitrain.ops.device import to_device
@@ -25,113 +25,69 @@ SHORT_SLACK = 1.5  # for segments with explicit scores: there padding costs less
 
 @dataclass(frozen=True)
 class Segment:
-    """One segment.
-
-    Attributes:
-        start: its first token.
-        length: number of tokens.
-        causal: whether its mask is causal.
-        mask: ``[1, 1 or heads, length, length]``; None: the mask is causal or full.
-    """
+    """One segment; ``mask`` ``[1, 1 or heads, length, length]``; None: the mask is causal or full."""
 
     start: int
     length: int
     causal: bool
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
 
-    def is_alike(self, other: Segment) -> bool:
-        """Whether both have the same kind of mask."""
-        return self.causal == other.causal and (self.mask is None) == (other.mask is None)
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Segments of one kind may share a call."""
+        return self.causal, self.mask is None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Neighbouring segments that share one call.
+    """Neighbouring segments that share one call, padded at their ends to the longest one's ``length``."""
 
-    Attributes:
-        segments: the segments, in order of the sequence.
-        length: length of the longest segment; the others are padded at their ends.
-        causal: whether no token sees a later one.
-        mask: ``[1 or segments, 1 or heads, length, length]``; None: the mask is causal or full.
-        padded_tokens: ``[segments * length]``, the token at each padded position; None: no padding.
-        real_places: ``[tokens]``, the padded position of each token; None: no padding.
-    """
-
-    segments: tuple[Segment, ...]
-    length: int
-    causal: bool
-    mask: torch.Tensor | None
-    padded_tokens: torch.Tensor | None
-    real_places: torch.Tensor | None
+    segments: tuple[Segment, ...]  # the segments, in order of the sequence
+    length: int  # length of the longest segment
+    causal: bool  # whether no token sees a later one
+    mask: Tensor | None  # [1 or segments, 1 or heads, length, length]; None: the mask is causal or full
+    padded_tokens: Tensor | None  # [segments * length], the token at each padded position; None: no padding
+    real_places: Tensor | None  # [tokens], the padded position of each token; None: no padding
 
     @property
     def tokens(self) -> int:
         """Number of tokens of all segments."""
         return sum(segment.length for segment in self.segments)
 
-    def fold(self, x_THD: torch.Tensor) -> torch.Tensor:
+    def fold(self, x_THD: Tensor) -> Tensor:
         """``[tokens, heads, dim] -> [segments, heads, length, dim]``."""
-        padded = x_THD if self.padded_tokens is None else _FillUp.apply(x_THD, self.padded_tokens, self.real_places)
-        return padded.unflatten(0, (len(self.segments), self.length)).transpose(1, 2)
+        real, padded = self.real_places, self.padded_tokens
+        if real is not None and padded is not None:
+            # The backward selects rows, where autograd would add row by row. Padding has no gradient: its output is
+            # dropped, and no real token attends to it.
+            x_THD = with_backward(lambda x: x.index_select(0, padded), lambda grad: grad.index_select(0, real), x_THD)
+        return x_THD.unflatten(0, (len(self.segments), self.length)).transpose(1, 2)
 
-    def unfold(self, x_BHLD: torch.Tensor) -> torch.Tensor:
+    def unfold(self, x_BHLD: Tensor) -> Tensor:
         """``[segments, heads, length, dim] -> [tokens, heads, dim]``."""
-        x_THD = x_BHLD.transpose(1, 2).flatten(0, 1)
-        return x_THD if self.real_places is None else _Real.apply(x_THD, self.real_places)
+        x_THD, real = x_BHLD.transpose(1, 2).flatten(0, 1), self.real_places
+        if real is None:
+            return x_THD
+        shape = x_THD.shape
+        return with_backward(
+            lambda x: x.index_select(0, real), lambda grad: grad.new_zeros(shape).index_copy_(0, real, grad), x_THD
+        )
 
-    def cut(self, bias: torch.Tensor) -> torch.Tensor:
+    def cut(self, bias: Tensor) -> Tensor:
         """``[1, heads, T, T] -> [segments, heads, length, length]``; all segments must have the same length."""
         spans = [slice(segment.start, segment.start + segment.length) for segment in self.segments]
         return torch.cat([bias[:, :, span, span] for span in spans])
 
 
-class _FillUp(torch.autograd.Function):
-    """Pads by ``index_select``; its backward selects rows, where autograd would add row by row.
-
-    Padding has no gradient: its output is dropped, and no real token attends to it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, padded_tokens: torch.Tensor, real_places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(real_places)
-        return x.index_select(0, padded_tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class _Real(torch.autograd.Function):
-    """The inverse of :class:`_FillUp`: selects the real tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, real_places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(real_places)
-        ctx.places = x.size(0)
-        return x.index_select(0, real_places)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.new_zeros(ctx.places, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad), None
-
-
 # Query, key and value of a batch of segments -> [segments, heads, length, value width].
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Batch], Tensor]
 
 
-def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> torch.Tensor:
-    """Run ``kernel`` for each batch of segments.
+def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> Tensor:
+    """Run ``kernel`` for each batch of segments: ``[1, T, heads, value width]``.
 
-    Args:
-        call: the attention.
-        kernel: computes the attention of a batch.
-        short: causal neighbours with at most this many tokens get explicit scores
-            (:mod:`omnitrain.ops.cpu.short_attention`), only on CPU and if ``call`` has no feature but grouped heads.
-
-    Returns:
-        ``[1, T, heads, value width]``.
+    Causal neighbours with at most ``short`` tokens get explicit scores (:mod:`omnitrain.ops.cpu.short_attention`), only
+    on CPU and if ``call`` has no feature but grouped heads.
     """
     slack = CAUSAL_SLACK if call.position_bias is None else 1.0
     parts = _parts_of(call, slack, short)
@@ -150,15 +106,17 @@ def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> torch.Te
 
 
 def batches_of(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batch, ...]:
-    """Return the batches of a sequence, computed once per mask.
+    """Return the batches of a sequence, computed once per mask, with index tensors and masks on ``device``.
 
-    Args:
-        mask: mask of the sequence.
-        slack: in a batch of causal segments, the longest is at most this many times the shortest; other batches have
-            segments of equal length.
-        device: device of the index tensors and masks.
+    In a batch of causal segments, the longest is at most ``slack`` times the shortest; other batches have segments of
+    equal length.
     """
-    return mask.remember((slack, device), lambda: _make_batches(mask, slack, device))
+
+    def made() -> tuple[Batch, ...]:
+        segments = (_segment(mask, start, stop, device) for start, stop in pairwise(mask.offsets))
+        return tuple(_batch(tuple(group), mask.window, device) for group in _grouped(segments, slack))
+
+    return mask.remember((slack, device), made)
 
 
 def _parts_of(call: Call, slack: float, short: int) -> tuple[Batch | ShortSegments, ...]:
@@ -197,18 +155,13 @@ def _make_parts(
         start = stop
 
 
-def _make_batches(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batch, ...]:
-    segments = (_segment(mask, start, stop, device) for start, stop in pairwise(mask.offsets))
-    return tuple(_batch(tuple(group), mask.window, device) for group in _grouped(segments, slack))
-
-
 def _grouped(segments: Iterable[Segment], slack: float) -> list[list[Segment]]:
     """Neighbours that share a call."""
     groups: list[list[Segment]] = []
     shortest = longest = 0
     for segment in segments:
         shortest, longest = min(shortest, segment.length), max(longest, segment.length)
-        if groups and segment.is_alike(groups[-1][0]) and longest <= (slack if segment.causal else 1.0) * shortest:
+        if groups and segment.kind == groups[-1][0].kind and longest <= (slack if segment.causal else 1.0) * shortest:
             groups[-1].append(segment)
         else:
             groups.append([segment])
@@ -245,6 +198,6 @@ def _batch(segments: tuple[Segment, ...], window: int | None, device: torch.devi
     return Batch(segments, longest, causal, mask, to_device(tokens.flatten(), device), to_device(real, device))
 
 
-def _window(length: int, window: int, device: torch.device) -> torch.Tensor:
+def _window(length: int, window: int, device: torch.device) -> Tensor:
     """``[length, length]``: each token sees itself and the ``window - 1`` before it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)

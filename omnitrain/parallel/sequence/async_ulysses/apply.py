@@ -16,15 +16,10 @@ from omnitrain.parallel.sequence.async_ulysses.check import AttentionLayouts, at
 
 @dataclass(frozen=True)
 class AsyncUlyssesModules:
-    """The attention modules with and without async Ulysses.
+    """The number of attention modules whose projections overlap their all-to-alls; reason -> number of others."""
 
-    Attributes:
-        num_async: number of modules whose projections overlap their all-to-alls.
-        plain: reason -> number of modules that use plain Ulysses.
-    """
-
-    num_async: int
-    plain: dict[str, int]
+    num_async: int  # number of modules whose projections overlap their all-to-alls
+    plain: dict[str, int]  # reason -> number of modules that use plain Ulysses
 
     def __str__(self) -> str:
         total = self.num_async + sum(self.plain.values())
@@ -33,11 +28,9 @@ class AsyncUlyssesModules:
 
 
 def apply_async_ulysses(model: OmniModel, sp: int) -> AsyncUlyssesModules:
-    """Apply async Ulysses to the attention modules that support it on all ranks; all ranks must call it.
+    """Apply async Ulysses for ``sp`` ranks to the attention modules that support it on all ranks; all must call it.
 
-    Args:
-        model: not sharded yet, with all other replacements of layers' forwards done.
-        sp: number of ranks that exchange tokens for heads.
+    The model is not sharded yet, with all other replacements of layers' forwards done.
     """
     foundation: Any = model.foundation
     layouts = attention_layouts(foundation, model.runner.contract)

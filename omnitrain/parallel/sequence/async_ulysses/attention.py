@@ -11,20 +11,18 @@ the same, bit for bit.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from omnitrain.models.discovery.parameter_reads import leaves
-from omnitrain.models.foundation.recurrent_segments import each, token_dim
-from omnitrain.ops.attention import MaskSpec
-from omnitrain.ops.attention.spec import Call
+from omnitrain.models.foundation.recurrent_segments import token_dim
+from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.ops.patch_forward import forward_of, own_forward, set_forward
 from omnitrain.parallel.sequence.async_ulysses.projections import (
     Projection,
@@ -33,25 +31,20 @@ from omnitrain.parallel.sequence.async_ulysses.projections import (
     scatter_and_project,
 )
 from omnitrain.parallel.sequence.ulysses import OwnHeads, UlyssesShard, deal_heads
-from omnitrain.torch_private import has_hooks
+from omnitrain.torch_private import has_hooks, tree_iter, tree_map
 
 
 @dataclass(frozen=True)
 class Input:
     """A projection of hidden states.
 
-    Attributes:
-        linear: name of the linear layer.
-        is_key: whether its output features are concatenated key heads, instead of query heads.
-        norm: name of the norm after it; empty: none.
-        norm_width: last dim of the norm's input.
-        heads_first: whether the gradient of the norm's output is heads-first in memory in the unmodified module; the
-            sums of the norm's weight gradient must have the same order.
+    ``heads_first``: whether the gradient of the norm's output is heads-first in memory in the unmodified module; the
+    sums of the norm's weight gradient must have the same order.
     """
 
-    linear: str
-    is_key: bool
-    norm: str = ""
+    linear: str  # name of the linear layer
+    is_key: bool  # whether its output features are concatenated key heads, instead of query heads
+    norm: str = ""  # name of the norm after it (empty: none), and last dim of the norm's input
     norm_width: int = 0
     heads_first: bool = False
 
@@ -60,12 +53,8 @@ class Input:
 class AttentionLayout:
     """The projections of attention modules of one class and size.
 
-    Attributes:
-        hidden: name of the argument with the hidden states.
-        inputs: the input projections in the order of their calls.
-        output: name of the output projection.
-        num_heads: number of query heads.
-        num_key_heads: number of key heads.
+    ``hidden`` is the argument with the hidden states, ``inputs`` the input projections in the order of their calls,
+    ``output`` the name of the output projection; ``num_heads`` counts query heads.
     """
 
     hidden: str
@@ -81,13 +70,7 @@ class AttentionLayout:
 
 @dataclass(frozen=True, eq=False)
 class OwnHeadsShard:
-    """A :class:`~omnitrain.ops.attention.spec.SequenceShard` whose exchanges the projections make.
-
-    Attributes:
-        num_local_tokens: number of tokens of the whole sequence: this shard gets all of them.
-        heads: the heads of each rank.
-        attend_own_heads: see :meth:`UlyssesShard.attend_own_heads`.
-    """
+    """A :class:`~omnitrain.ops.attention.spec.SequenceShard` of all tokens, whose exchanges the projections make."""
 
     num_local_tokens: int
     heads: OwnHeads
@@ -126,19 +109,11 @@ def run_async(
     gather_tables: Callable[[Tensor, int], Tensor],
     attend_own_heads: Callable[[Call, OwnHeads, Callable[[Call], Tensor]], Tensor],
 ) -> Any:
-    """Run one forward of an attention module.
+    """Run one forward of an attention module, whose unmodified forward is ``plain``, with this rank's tokens.
 
-    Args:
-        module: the attention module.
-        plain: its unmodified forward.
-        layout: its projections and numbers of heads.
-        exchange: the ranks.
-        arguments: arguments of the forward, with this rank's tokens.
-        gather_tables: all-gathers a tensor without gradients that has this rank's tokens along a dim.
-        attend_own_heads: computes attention with this rank's heads.
-
-    Returns:
-        The return value of ``plain``, with this rank's tokens in its first output.
+    ``gather_tables`` all-gathers a tensor without gradients that has this rank's tokens along a dim;
+    ``attend_own_heads`` computes attention with this rank's heads. Returns the return value of ``plain``, with this
+    rank's tokens in its first output.
     """
     heads = deal_heads(layout.num_heads, layout.num_key_heads, len(exchange.lengths), exchange.rank)
     num_tokens = sum(exchange.lengths)
@@ -154,11 +129,12 @@ def run_async(
         if isinstance(value, Tensor):
             dim = token_dim(value.shape, hidden.size(1))
             return value if dim is None else gather_tables(value, dim)
-        return each(value, whole)
+        return value
 
-    run = _Run(module, layout, heads, exchange, hidden[0])
-    args, kwargs = (whole(list(arguments.args)), whole(arguments.kwargs))
-    with run.replacing():
+    args, kwargs = tree_map(whole, (arguments.args, arguments.kwargs))
+    with ExitStack() as stack:
+        for name, forward in _forwards(module, layout, heads, exchange, hidden[0]).items():
+            stack.enter_context(own_forward(module.get_submodule(name), forward))
         return plain(*args, **kwargs)
 
 
@@ -183,63 +159,42 @@ def why_not_async(module: nn.Module, layout: AttentionLayout, sp: int) -> str | 
     return None
 
 
-class _Run:
-    """The replaced forwards during one forward of the module."""
+def _forwards(
+    module: nn.Module, layout: AttentionLayout, heads: OwnHeads, exchange: TokenExchange, hidden: Tensor
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The forwards of projections and norms during one forward of the module; the first projection computes all."""
+    projections = {
+        i.linear: Projection(
+            _linear(module, i.linear),
+            heads.keys if i.is_key else heads.queries,
+            module.get_submodule(i.norm) if i.norm else None,
+            module.get_submodule(i.norm).forward if i.norm else None,
+            i.norm_width,
+            i.heads_first,
+        )
+        for i in layout.inputs
+    }
+    results: dict[str, Tensor] = {}
 
-    def __init__(
-        self, module: nn.Module, layout: AttentionLayout, heads: OwnHeads, exchange: TokenExchange, hidden: Tensor
-    ) -> None:
-        self._module, self._layout, self._heads, self._exchange, self._hidden = module, layout, heads, exchange, hidden
-        self._norms = {i.norm: module.get_submodule(i.norm).forward for i in layout.inputs if i.norm}
-        self._results: dict[str, Tensor] = {}
+    def projected(name: str, stand_in: Tensor) -> Tensor:
+        if not results:
+            results.update(zip(projections, project_and_gather(hidden, [*projections.values()], exchange), strict=True))
+        return results.pop(name)[None]
 
-    @contextmanager
-    def replacing(self) -> Iterator[None]:
-        """Replace the forwards of projections and norms while the context is open."""
+    def output(x: Tensor) -> Tensor:
+        projection = Projection(_linear(module, layout.output), heads.queries)
+        return scatter_and_project(x[0], projection, exchange)[None]
 
-        def output(x: Tensor) -> Tensor:
-            projection = Projection(self._linear(self._layout.output), self._heads.queries)
-            return scatter_and_project(x[0], projection, self._exchange)[None]
+    norms: dict[str, Callable[[Tensor], Tensor]] = {i.norm: lambda x: x for i in layout.inputs if i.norm}
+    return norms | {name: partial(projected, name) for name in projections} | {layout.output: output}
 
-        forwards: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(self._norms, lambda x: x)
-        forwards |= {i.linear: self._projected(i.linear) for i in self._layout.inputs}
-        forwards[self._layout.output] = output
-        with ExitStack() as stack:
-            for name, forward in forwards.items():
-                stack.enter_context(own_forward(self._module.get_submodule(name), forward))
-            yield
 
-    def _projected(self, name: str) -> Callable[[Tensor], Tensor]:
-        """A forward that returns the result of a projection; the first one computes all."""
-
-        def forward(stand_in: Tensor) -> Tensor:
-            if not self._results:
-                names = [i.linear for i in self._layout.inputs]
-                outputs = project_and_gather(self._hidden, self._projections(), self._exchange)
-                self._results = dict(zip(names, outputs, strict=True))
-            return self._results.pop(name)[None]
-
-        return forward
-
-    def _projections(self) -> list[Projection]:
-        return [
-            Projection(
-                self._linear(i.linear),
-                self._heads.keys if i.is_key else self._heads.queries,
-                self._module.get_submodule(i.norm) if i.norm else None,
-                self._norms.get(i.norm),
-                i.norm_width,
-                i.heads_first,
-            )
-            for i in self._layout.inputs
-        ]
-
-    def _linear(self, name: str) -> nn.Linear:
-        linear = self._module.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        return linear
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    linear = module.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    return linear
 
 
 def _shard_in(arguments: Any) -> UlyssesShard | None:
-    shards = (value.shard for value in leaves(arguments) if isinstance(value, MaskSpec))
+    shards = (value.shard for value in tree_iter(arguments) if isinstance(value, MaskSpec))
     return next((shard for shard in shards if isinstance(shard, UlyssesShard)), None)

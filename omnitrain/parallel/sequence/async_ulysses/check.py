@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +18,12 @@ from transformers import PreTrainedModel
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import Contract
-from omnitrain.models.contract.harness import Failure, Trial, attempt
+from omnitrain.models.contract.tiny_model import tiny_config
+from omnitrain.models.contract.trial import Failure, Trial, attempt, errors_of
+from omnitrain.models.discovery import watching
 from omnitrain.models.foundation.runner import EncodedMedia
-from omnitrain.ops.attention import MaskSpec, PackedSequence
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.packed_context import PackedSequence
+from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.ops.collectives import with_backward
 from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, Input, run_async
 from omnitrain.parallel.sequence.async_ulysses.projections import TokenExchange, TokenSpans
@@ -46,23 +47,17 @@ def kind_of(module: nn.Module) -> Kind:
 def attention_layouts(model: PreTrainedModel, contract: Contract) -> AttentionLayouts:
     """Return the layout of each kind of attention module of a foundation, or why it does not support async Ulysses.
 
-    Args:
-        model: the foundation, on any device; a shrunken copy runs.
-        contract: the contract of the foundation.
-
-    Returns:
-        Kind -> layout or reason, for modules that receive the mask of the pack.
+    ``model``: the foundation, on any device; a shrunken copy runs; ``contract``: the contract of the foundation.
+    Returns kind -> layout or reason, for modules that receive the mask of the pack.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        attempted = attempt(lambda: _attention_calls(Trial.by(model, contract)))
+        attempted = attempt(_attention_calls, model, contract)
         calls = [] if isinstance(attempted, Failure) else attempted
-        return {kind_of(module): _layout_or_failure(module, arguments) for module, arguments in calls}
-
-
-def _layout_or_failure(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLayout | str:
-    """The layout, or the reason; any error of the module's code means plain Ulysses."""
-    layout = attempt(lambda: _layout(module, arguments))
-    return f"it fails under async Ulysses: {layout}" if isinstance(layout, Failure) else layout
+        layouts = {kind_of(module): attempt(_layout, module, arguments) for module, arguments in calls}
+    return {
+        kind: f"it fails under async Ulysses: {layout}" if isinstance(layout, Failure) else layout
+        for kind, layout in layouts.items()
+    }
 
 
 def _layout(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLayout | str:
@@ -76,20 +71,20 @@ def _layout(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLa
         return str(reason)
 
 
-def _attention_calls(trial: Trial) -> list[tuple[nn.Module, inspect.BoundArguments]]:
-    """The innermost modules that receive the mask of a pack, one of each kind, with their arguments."""
-    pack = Pack.from_samples(trial.texts[:1] * (_SAMPLES if trial.contract.packs else 1))
+def _attention_calls(model: PreTrainedModel, contract: Contract) -> list[tuple[nn.Module, inspect.BoundArguments]]:
+    """The innermost modules that receive the mask of a pack, one module of each kind, with their arguments."""
     calls: dict[nn.Module, inspect.BoundArguments] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(_: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
         if any(isinstance(value, MaskSpec) for value in (*bound.args, *bound.kwargs.values())):
             calls[module] = bound
 
-    with ExitStack() as hooks:
-        for module in trial.ours.modules():
-            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
-        trial.logits(pack, EncodedMedia(), PackedSequence(tuple(pack.cu_seqlens.tolist())))
+    with Trial.of(type(model), tiny_config(model.config), contract) as trial:
+        text = next(probe.sample for probe in trial.probes if not probe.modalities)
+        pack = Pack.from_samples([text] * (_SAMPLES if contract.packs else 1))
+        with watching(trial.ours.named_modules(), before=note):
+            trial.logits(pack, EncodedMedia(), PackedSequence(tuple(pack.cu_seqlens.tolist())))
     innermost = [m for m in calls if not any(inner in calls for inner in m.modules() if inner is not m)]
     return list({kind_of(module): (module, calls[module]) for module in innermost}.values())
 
@@ -112,21 +107,12 @@ class _Called:
 
 @dataclass(frozen=True)
 class _Plain:
-    """One plain run of an attention module.
+    """One plain run of an attention module."""
 
-    Attributes:
-        hidden: name of the argument with the hidden states.
-        called: innermost modules with parameters, in the order of their calls.
-        call: the call of attention.
-        output: output of the module.
-        gradients: gradients of the hidden states and of each parameter.
-    """
-
-    hidden: str
-    called: list[_Called]
-    call: Call
-    output: Tensor
-    gradients: list[Tensor | None]
+    hidden: str  # name of the argument with the hidden states
+    called: list[_Called]  # innermost modules with parameters, in the order of their calls
+    call: Call  # the call of attention
+    results: dict[str, Tensor]  # the output of the module, and the gradients of the hidden states and of each parameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,38 +134,31 @@ def _as_exchanged(gradient: Tensor) -> Tensor:
 
 
 def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
-    names = {part: name for name, part in module.named_modules() if name and list(part.parameters(recurse=False))}
+    parts = [(name, part) for name, part in module.named_modules() if name and list(part.parameters(recurse=False))]
     called: list[_Called] = []
     calls: list[Call] = []
 
-    def note(part: nn.Module, args: tuple[Any, ...], returned: Any) -> None:
+    def note(name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(returned, Tensor):
-            raise _NotAsyncError(f"{names[part]} takes or gives more than one tensor")
-        called.append(_Called(names[part], args[0], returned))
+            raise _NotAsyncError(f"{name} takes or gives more than one tensor")
+        called.append(_Called(name, args[0], returned))
 
     copied = _copied(arguments)
     for name, value in copied.arguments.items():
         if isinstance(value, MaskSpec):
             copied.arguments[name] = value.on(_RecordingShard(value.offsets[-1], calls))
-    with ExitStack() as hooks:
-        for part in names:
-            hooks.enter_context(part.register_forward_hook(note))
+    with watching(parts, after=note):
         output = _first(module.forward(*copied.args, **copied.kwargs))
     if len(calls) != 1 or not called:
         raise _NotAsyncError(f"it attends {len(calls)} times, and has {len(called)} layers")
     hidden = [name for name, value in copied.arguments.items() if value is called[0].given]
     if not hidden:
         raise _NotAsyncError(f"{called[0].name} does not read the hidden states")
-    _require_no_other_gradient(arguments, hidden[0])
-    return _Plain(hidden[0], called, calls[0], output, _gradients(module, copied.arguments[hidden[0]], output))
-
-
-def _require_no_other_gradient(arguments: inspect.BoundArguments, hidden: str) -> None:
-    """Arguments other than hidden states must not need gradients, because they are gathered without a graph."""
-    states = arguments.arguments[hidden]
-    for name, value in arguments.arguments.items():
+    states = arguments.arguments[hidden[0]]
+    for name, value in arguments.arguments.items():  # others are gathered without a graph
         if any(isinstance(x, Tensor) and x.requires_grad and x is not states for x in tree_leaves(value)):
             raise _NotAsyncError(f"its argument {name} has gradients, too")
+    return _Plain(hidden[0], called, calls[0], _results(module, copied.arguments[hidden[0]], output))
 
 
 def _layout_of(module: nn.Module, plain: _Plain, heads_first: bool) -> AttentionLayout:
@@ -243,13 +222,9 @@ def _difference(
     """The first difference between async Ulysses and the unmodified module; None: all bits are equal."""
     copied = _copied(arguments)
     output = _first(_drive(module, layout, _Pretended.of(plain, 1, 0), copied))
-    if not torch.equal(output, plain.output):
-        return "its output differs with async Ulysses"
-    gradients = _gradients(module, copied.arguments[layout.hidden], output)
-    names = ["hidden states", *(name for name, _ in module.named_parameters())]
-    for name, one, other in zip(names, gradients, plain.gradients, strict=True):
-        if (one is None) != (other is None) or (one is not None and other is not None and not torch.equal(one, other)):
-            return f"the gradient of {name} differs under async Ulysses"
+    results = _results(module, copied.arguments[layout.hidden], output)
+    if differing := [name for name, error in errors_of(results, plain.results).items() if error]:
+        return f"{differing[0]} differs under async Ulysses"
     ranks = next((n for n in range(2, layout.num_heads + 1) if layout.num_heads % n == 0), 1)
     parts = []
     for rank in range(ranks):
@@ -304,10 +279,12 @@ def _copied(arguments: inspect.BoundArguments) -> inspect.BoundArguments:
     return copied
 
 
-def _gradients(module: nn.Module, hidden: Tensor, output: Tensor) -> list[Tensor | None]:
+def _results(module: nn.Module, hidden: Tensor, output: Tensor) -> dict[str, Tensor]:
     draw = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
-    inputs = [hidden, *module.parameters()]
-    return list(torch.autograd.grad(output, inputs, draw, retain_graph=True, allow_unused=True))
+    inputs = {"hidden states": hidden, **dict(module.named_parameters())}
+    gradients = torch.autograd.grad(output, list(inputs.values()), draw, retain_graph=True, allow_unused=True)
+    named = {f"the gradient of {name}": gradient for name, gradient in zip(inputs, gradients, strict=True)}
+    return {"its output": output, **{name: gradient for name, gradient in named.items() if gradient is not None}}
 
 
 def _first(output: Any) -> Tensor:

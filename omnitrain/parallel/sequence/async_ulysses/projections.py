@@ -31,23 +31,14 @@ TokenSpans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer whose output features are concatenated heads, with the norm after it.
+    """A linear layer whose output features are concatenated heads, with the norm after it, if any."""
 
-    Attributes:
-        linear: the linear layer.
-        spans: the heads of each rank.
-        norm: normalises the last dim; None: no norm.
-        norm_forward: forward of ``norm``.
-        norm_width: last dim of the norm's input.
-        heads_first: whether the memory of its gradient is heads-first, instead of tokens-first.
-    """
-
-    linear: nn.Linear
-    spans: HeadSpans
-    norm: nn.Module | None = None
+    linear: nn.Linear  # the linear layer
+    spans: HeadSpans  # the heads of each rank
+    norm: nn.Module | None = None  # normalises the last dim, which has this width; None: no norm
     norm_forward: Callable[[Tensor], Tensor] | None = None
     norm_width: int = 0
-    heads_first: bool = False
+    heads_first: bool = False  # whether the memory of its gradient is heads-first, instead of tokens-first
 
     @property
     def head_width(self) -> int:
@@ -72,12 +63,7 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class TokenExchange:
-    """The ranks that exchange tokens for heads.
-
-    Attributes:
-        lengths: number of tokens of each rank.
-        group: process group of the ranks.
-    """
+    """The ranks of ``group`` that exchange tokens for heads, with ``lengths`` tokens each."""
 
     lengths: Sequence[int]
     group: dist.ProcessGroup
@@ -113,15 +99,10 @@ class TokenExchange:
 
 
 def project_and_gather(x: Tensor, projections: Sequence[Projection], exchange: TokenExchange) -> tuple[Tensor, ...]:
-    """Project this rank's tokens, and exchange them for the whole sequence of its heads.
+    """Project this rank's tokens ``[local tokens, features]``, and exchange them for the whole sequence of its heads.
 
-    Args:
-        x: ``[local tokens, features]``.
-        projections: projections in the order of computation; an exchange overlaps with the next projections.
-        exchange: the ranks.
-
-    Returns:
-        Per projection ``[all tokens, features of the local heads]``, after its norm.
+    An exchange overlaps with the next projections, in order. Returns per projection ``[all tokens, features of the
+    local heads]``, after its norm.
     """
     parameters = [p for projection in projections for p in projection.parameters]
     return _ProjectAndGather.apply(projections, exchange, x, *parameters)
@@ -130,13 +111,8 @@ def project_and_gather(x: Tensor, projections: Sequence[Projection], exchange: T
 def scatter_and_project(x: Tensor, projection: Projection, exchange: TokenExchange) -> Tensor:
     """Exchange the whole sequence of this rank's heads for its tokens with all heads, and project them.
 
-    Args:
-        x: ``[all tokens, features of the local heads]``.
-        projection: its *input* features are concatenated heads.
-        exchange: the ranks.
-
-    Returns:
-        ``[local tokens, output features]``.
+    ``[all tokens, features of the local heads] -> [local tokens, output features]``; the *input* features of the
+    projection are concatenated heads.
     """
     return _ScatterAndProject.apply(projection.spans, exchange, x, *projection.parameters)
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.packing.pack import IGNORED, Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.contract import Contract, Outcome
 from omnitrain.models.contract.samples import Probe, ordinary_words, probe_samples, reworded
-from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config
+from omnitrain.models.contract.tiny_model import build_tiny_model
 from omnitrain.models.discovery import discover, failure_of_model
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
-from omnitrain.ops.attention import PackedSequence
+from omnitrain.models.hf.hub_kernels import torch_kernels
+from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.ops.attention.spec import Call
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -30,27 +35,21 @@ class Failure(str):
     """How the model's own code failed, in one line."""
 
 
-def attempt(measure: Callable[[], _T]) -> _T | Failure:
+def attempt(measure: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | Failure:
     """Return the result of ``measure``, or how the model's own code failed; other exceptions are raised."""
     try:
-        return measure()
+        return measure(*args, **kwargs)
     except Exception as error:  # the model's code may raise anything
         return Failure(failure_of_model(error))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A probe, and the output of plain transformers for it.
+    """A probe, and the output of plain transformers for it."""
 
-    Attributes:
-        probe: the sample.
-        logits: ``[T, vocabulary]``.
-        losses: ``[n]``, one per supervised token.
-    """
-
-    probe: Probe
-    logits: Tensor
-    losses: Tensor
+    probe: Probe  # the sample
+    logits: Tensor  # ``[T, vocabulary]``
+    losses: Tensor  # ``[n]``, one per supervised token
 
 
 class Trial:
@@ -59,38 +58,41 @@ class Trial:
     Attributes:
         plain: the copy that transformers runs, in training mode.
         native: the modalities that it reads by itself.
-        cases: the probes that it accepts.
-        scales: parameter -> largest absolute value of its gradient, after :meth:`start_gradients`.
+        cases: the probes that it accepts, with its outputs for them.
         contract: the findings so far.
         ours: the copy that omnitrain runs, with the same parameters.
         runner: runs ``ours`` by the contract.
     """
 
-    def __init__(self, tiny_model: PreTrainedModel) -> None:
-        """``tiny_model``: a model built by :func:`build_tiny_model`."""
+    def __init__(self, tiny_model: PreTrainedModel, contract: Contract) -> None:
+        """``tiny_model``: a model built by :func:`build_tiny_model`; ``contract``: how to run it."""
         self.plain = tiny_model.train()
         self.native = discover(self.plain)
         self.cases: list[Case] = []
-        self.scales: dict[str, float] = {}
-        self.contract = Contract()
         self._unused = self._copy_of(self.plain)  # never run: a forward may leave state in a model
+        self.contract = contract
         self._attach()
 
     @classmethod
-    def by(cls, model: PreTrainedModel, contract: Contract) -> Trial:
-        """Build a trial of a tiny model of ``model``'s class, run by ``contract``."""
-        trial = cls(build_tiny_model(type(model), tiny_config(model.config)))
-        trial.use(**vars(contract))
-        return trial
+    @contextmanager
+    def of(
+        cls, model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract | None = None
+    ) -> Iterator[Trial]:
+        """Build a model of ``config``, which must be small; in this context, torch code runs instead of its kernels."""
+        tiny_model = build_tiny_model(model_class, config)
+        with torch_kernels(tiny_model):
+            yield cls(tiny_model, contract or Contract())
 
     def use(self, **changes: Any) -> None:
         """Change fields of the contract, and run by it from now on."""
         self.contract = replace(self.contract, **changes)
         self._attach()
 
-    def note(self, check: str, outcome: Outcome, fact: str) -> None:
-        """Add a finding to the contract."""
+    def note(self, check: str, outcome: Outcome, fact: str, **changes: Any) -> None:
+        """Add a finding to the contract, and change fields of the contract as :meth:`use` does."""
         self.contract = self.contract.noting(check, outcome, fact)
+        if changes:
+            self.use(**changes)
 
     def _copy_of(self, model: PreTrainedModel) -> PreTrainedModel:
         """Copy the modules, not the parameters."""
@@ -108,58 +110,21 @@ class Trial:
         kinds = (module for module in foundation.get_decoder().modules() if not isinstance(module, nn.Conv1d))
         return any(parameter.ndim == 3 for module in kinds for parameter in module.parameters(recurse=False))
 
-    # Plain transformers -----------------------------------------------------------------------------------------------
+    # Samples ----------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def run_plain(self, probe: Probe) -> Case:
-        """Run a probe by plain transformers."""
-        logits, losses = self._plain(probe)
-        return Case(probe, logits, losses)
-
-    def own_loss(self, probe: Probe, **arguments: Any) -> float:
-        """Return the model's own loss of a probe: the mean over tokens, and any term that the model adds."""
-        trained = torch.from_numpy(probe.sample.loss_mask)[None]
-        labels = probe.arguments["input_ids"].where(trained, IGNORED)
-        return float(self.plain(**probe.arguments, labels=labels, use_cache=False, **arguments).loss)
-
-    def start_gradients(self, cases: Sequence[Case]) -> None:
-        """Compute plain transformers' gradients of the cases, negated: adding ours leaves the error in ``.grad``."""
-        self.plain.zero_grad()
-        for case in cases:
-            self._plain(case.probe)[1].sum().backward()
-        self.scales = {name: largest(parameter.grad) for name, parameter in self.plain.named_parameters()}
-        for parameter in self.plain.parameters():
-            if parameter.grad is not None:
-                parameter.grad.neg_()
-
-    def _plain(self, probe: Probe) -> tuple[Tensor, Tensor]:
-        logits = self.plain(**probe.arguments, use_cache=False).logits[0]
-        rows = torch.from_numpy(probe.sample.loss_mask[1:].nonzero()[0])
-        labels = probe.arguments["input_ids"][0, rows + 1]
-        return logits, F.cross_entropy(logits[rows].float(), labels, reduction="none")
-
-    # Ours -------------------------------------------------------------------------------------------------------------
-
-    def media(self, pack: Pack) -> EncodedMedia:
-        """Return the features of the pack's media."""
-        return EncodedMedia(self.runner.encode(pack))
-
-    def logits(self, pack: Pack, media: EncodedMedia, packed: PackedSequence | None = None) -> Tensor:
-        """Return all logits of a pack, ``[T, vocabulary]``; without ``packed`` the pack runs as one sample."""
-        output = self.runner.run_pack(pack, media, lambda hidden, head: head.forward(hidden), packed)
-        logits: Tensor = output.logits[0]
-        return logits
-
-    def losses(self, pack: Pack, media: EncodedMedia) -> dict[int, Tensor]:
-        """Return sample index -> losses ``[n]``, one per supervised token."""
-        rows = self.runner.text_loss(pack, media)[0].rows
-        owner = torch.bucketize(pack.text_rows, torch.tensor(list(accumulate(pack.info.lengths))), right=True)
-        return {index: rows[owner == position] for position, index in enumerate(pack.info.indices)}
+    @cached_property
+    def probes(self) -> list[Probe]:
+        """Samples of all modalities."""
+        return probe_samples(self.plain, self.native)
 
     @property
-    def texts(self) -> list[Sample]:
-        """The probe samples with only text."""
-        return [probe.sample for probe in probe_samples(self.plain, self.native) if not probe.modalities]
+    def packs(self) -> list[Pack]:
+        """All probes: in one pack, or each in a pack of its own if the contract does not allow packing."""
+        return self.packed(probe.sample for probe in self.probes)
+
+    def packed(self, samples: Iterable[Sample]) -> list[Pack]:
+        """Return the packs that the contract allows of these samples: one, or one per sample."""
+        return [Pack.from_samples(each) for each in ([list(samples)] if self.contract.packs else zip(samples))]
 
     @property
     def samples(self) -> list[Sample]:
@@ -186,26 +151,127 @@ class Trial:
             for case in self.cases
         ]
 
+    # Plain transformers -----------------------------------------------------------------------------------------------
 
-def relative(got: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest expected value."""
-    if not expected.numel():
-        return 0.0
-    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    @torch.no_grad()
+    def run_plain(self, probe: Probe) -> Case:
+        """Run a probe by plain transformers."""
+        return Case(probe, *self._plain(probe))
+
+    def own_loss(self, probe: Probe, **arguments: Any) -> float:
+        """Return the model's own loss of a probe: the mean over tokens, and any term that the model adds."""
+        trained = torch.from_numpy(probe.sample.loss_mask)[None]
+        labels = probe.arguments["input_ids"].where(trained, IGNORED)
+        return float(self.plain(**probe.arguments, labels=labels, use_cache=False, **arguments).loss)
+
+    @cached_property
+    def expected(self) -> Step:
+        """Plain transformers' loss and gradients of the telling cases."""
+        self.plain.zero_grad(set_to_none=True)
+        for case in self.telling_cases:
+            self._plain(case.probe)[1].sum().backward()
+        return Step(sum(float(case.losses.sum()) for case in self.telling_cases), gradients_of(self.plain))
+
+    def _plain(self, probe: Probe) -> tuple[Tensor, Tensor]:
+        logits = self.plain(**probe.arguments, use_cache=False).logits[0]
+        rows = torch.from_numpy(probe.sample.loss_mask[1:].nonzero()[0])
+        labels = probe.arguments["input_ids"][0, rows + 1]
+        return logits, F.cross_entropy(logits[rows].float(), labels, reduction="none")
+
+    # Ours -------------------------------------------------------------------------------------------------------------
+
+    def media(self, pack: Pack) -> EncodedMedia:
+        """Return the features of the pack's media."""
+        return EncodedMedia(self.runner.encode(pack))
+
+    def logits(self, pack: Pack, media: EncodedMedia, packed: PackedSequence | None = None) -> Tensor:
+        """Return all logits of a pack, ``[T, vocabulary]``; without ``packed`` the pack runs as one sample."""
+        output = self.runner.run_pack(pack, media, lambda hidden, head: head.forward(hidden), packed)
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def losses(self, pack: Pack, media: EncodedMedia) -> dict[int, Tensor]:
+        """Return sample index -> losses ``[n]``, one per supervised token."""
+        rows = self.runner.text_loss(pack, media)[0].rows
+        owner = torch.bucketize(pack.text_rows, torch.tensor(list(accumulate(pack.info.lengths))), right=True)
+        return {index: rows[owner == position] for position, index in enumerate(pack.info.indices)}
+
+    def step(self, packs: Iterable[Pack]) -> Step:
+        """Compute our loss and gradients of some packs."""
+        self.ours.zero_grad(set_to_none=True)
+        total = 0.0
+        for pack in packs:
+            loss = self.runner.text_loss(pack, self.media(pack)).text.sum
+            loss.backward()
+            total += loss.item()
+        return Step(total, gradients_of(self.ours))
+
+
+# Compare --------------------------------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """The loss of some packs, and name -> gradient."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+class Difference(NamedTuple):
+    """The tensor that differs most, and its error relative to its largest expected value."""
+
+    name: str
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.name} differs by {self.error:.1e} of its largest value"
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameter -> its gradient, for parameters that have one."""
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def errors_of(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], scale: float = 0.0) -> dict[str, float]:
+    """Return name -> the largest difference relative to the largest expected value of that name.
+
+    A name that only one side has is compared with zeros. A largest value below ``scale`` times the largest of all names
+    counts as that.
+    """
+    least = scale * max(map(largest, expected.values()), default=0.0)
+    return {
+        name: relative(found.get(name), expected.get(name), max(least, 1e-30))
+        for name in dict.fromkeys((*expected, *found))
+    }
+
+
+def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], scale: float = 0.0) -> Difference:
+    """Return the largest of :func:`errors_of`, and its name; NaN is larger than any number."""
+    errors = errors_of(found, expected, scale)
+    name = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]), default="")
+    return Difference(name, errors.get(name, 0.0))
+
+
+def relative(found: Tensor | None, expected: Tensor | None, least: float = 1e-30) -> float:
+    """Return the largest difference, relative to the largest expected value, or to ``least``; None counts as zeros."""
+    difference = found if expected is None else expected if found is None else found - expected
+    return largest(difference) / max(largest(expected), least)
 
 
 def largest(tensor: Tensor | None) -> float:
     """Return the largest absolute value; 0 for None and for an empty tensor."""
     if tensor is None or not tensor.numel():
         return 0.0
-    low, high = tensor.aminmax()
+    low, high = tensor.detach().aminmax()
     return float(torch.maximum(high, -low))
 
 
-def head_of(model: PreTrainedModel) -> nn.Module:
-    """Return the language-model head."""
-    head: Any = model.get_output_embeddings()
-    return head
+def worst(errors: Iterable[float]) -> float:
+    """Return the largest error; NaN if any error is NaN."""
+    return float(torch.tensor(list(errors)).max())
+
+
+# Slices ---------------------------------------------------------------------------------------------------------------
 
 
 class Recorded:
@@ -277,8 +343,3 @@ class Replayed:
         whole = next(self._gathered)
         self.errors.append(relative(tensor, whole.index_select(dim, self.positions)))
         return whole
-
-
-def worst(errors: Iterable[float]) -> float:
-    """Return the largest error; NaN if any error is NaN."""
-    return float(torch.tensor(list(errors)).max())

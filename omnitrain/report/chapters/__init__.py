@@ -1,1 +1,0 @@
-"""The chapters of a report: each takes the runs and returns HTML."""

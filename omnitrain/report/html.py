@@ -1,0 +1,124 @@
+"""Pages of omnitrain: jinja2 templates with numbers, tables, and a style sheet for light and dark.
+
+A page is one file that needs nothing else. All rules of its style are for what is inside of the class ``omnitrain``, so
+that a notebook can show a part of a page.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup, escape
+
+from omnitrain.errors import UserError
+
+NUM_COLORS = 10
+_MARK = '<meta name="generator" content="omnitrain report">'
+_CHAPTER = re.compile(r'<section id="([^"]+)"><h2><a[^>]*>([^<]+)')
+
+
+def number(value: float) -> str:
+    """Return a number with at most four digits that count, and thousands apart."""
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def tag(name: str, content: object = "", **attributes: object) -> Markup:
+    """Return an element; content and attributes are escaped, and ``_`` in an attribute's name stands for ``-``."""
+    given = Markup(" ").join(
+        Markup('{}="{}"').format(key.replace("_", "-"), value) for key, value in attributes.items()
+    )
+    return Markup("<{0} {1}>{2}</{0}>").format(name, given, content)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> Markup:
+    """Return a table that scrolls by itself where the page is narrow.
+
+    Numbers are to the right, short, and have all digits in their ``value``.
+    """
+    listed = list(rows)
+    firsts = [next((row[i] for row in listed if row[i] is not None), None) for i in range(len(titles))]
+    head = Markup("").join(
+        Markup("<th{}>{}</th>").format(_kind(first), title) for title, first in zip(titles, firsts, strict=True)
+    )
+    body = Markup("").join(Markup("<tr>{}</tr>").format(Markup("").join(map(_cell, row))) for row in listed)
+    return Markup('<div class="scroll"><table><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>').format(
+        head, body
+    )
+
+
+def _kind(value: Any) -> Markup:
+    return Markup(' class="number"' if isinstance(value, (int, float)) else "")
+
+
+def _cell(value: Any) -> Markup:
+    shown = "" if value is None else value
+    if isinstance(value, (int, float)):
+        shown = Markup('<data value="{}">{}</data>').format(repr(value), number(value))
+    return Markup("<td{}>{}</td>").format(_kind(value), shown)
+
+
+def picked(rows: Iterable[Mapping[str, Any]], keys: Sequence[str]) -> list[list[Any]]:
+    """Return the cells of a table: these keys of each row; None where a row lacks one."""
+    return [[row.get(key) for key in keys] for row in rows]
+
+
+def swatch(color: int, words: str = "", dash: int = 0) -> Markup:
+    """Return a short line in a colour of the figures, and what it stands for."""
+    line = Markup('<i class="swatch d{}" style="--c:var(--c{})"></i>').format(dash % 4, color % NUM_COLORS)
+    return line + escape(words)
+
+
+_ENVIRONMENT = Environment(
+    loader=PackageLoader("omnitrain.report"),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.globals |= {"table": table, "picked": picked, "swatch": swatch, "tag": tag}
+
+
+def rendered(template: str, **values: Any) -> Markup:
+    """Return a template of this package with these values."""
+    return Markup(_ENVIRONMENT.get_template(template).render(values))
+
+
+def part_of_notebook(body: str) -> str:
+    """Return HTML as the output of a cell. The rules of its style sheet leave the rest of the notebook alone."""
+    return rendered("part.html", body=Markup(body))
+
+
+def write_page(name: str, kind: str, body: str, output: Path) -> Path:
+    """Write a page that needs nothing else, and return its file. An older page there is replaced.
+
+    Args:
+        name: what it is about.
+        kind: what it is, such as ``report``.
+        body: its chapters.
+        output: the file; its folder is created.
+
+    Raises:
+        UserError: the file is something else, or cannot be written.
+    """
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    links = [(anchor, Markup(title)) for anchor, title in _CHAPTER.findall(body)]
+    text = rendered(
+        "page.html", name=name, kind=kind, body=Markup(body), links=links, written=written, mark=Markup(_MARK)
+    )
+    try:
+        if output.is_file() and _MARK not in output.read_text(encoding="utf-8", errors="replace")[:1000]:
+            raise UserError(f"{output} exists and is no report of omnitrain; name another file with --output")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = output.with_name(f"{output.name}.tmp")
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, output)
+    except OSError as error:
+        raise UserError(f"{output} cannot be written ({error.strerror}); name another file with --output") from None
+    return output

@@ -1,0 +1,124 @@
+"""The evaluations of a run: held-out losses and scores on its way, and at its end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from omnitrain.data.loading.slots import merge_states
+from omnitrain.data.packing.sample import Rejected
+from omnitrain.parallel.serving import serving
+from omnitrain.recipe import Recipe
+from omnitrain.train.evaluate.evaluate import Evaluation, Evaluator
+from omnitrain.train.evaluate.results import write_results
+from omnitrain.train.interrupt import Interrupt, StoppedError
+from omnitrain.train.measures import RunMeasures
+from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.meter import MetricsFile
+from omnitrain.train.metrics.progress import Activity
+from omnitrain.train.metrics.throughput import Stopwatch
+from omnitrain.train.run_state.run_folder import RunFolder
+
+T = TypeVar("T")
+
+
+@dataclass
+class Evaluations:
+    """Evaluates a run where that is due, and stops at Ctrl-C. Every rank calls all methods.
+
+    Attributes:
+        evaluator: None: the recipe has no evaluation.
+        metrics: where scores go; None on all ranks but the first.
+        tell: called with ``"on_evaluate"`` and each result.
+        paused: makes the context in which no progress is expected.
+    """
+
+    evaluator: Evaluator | None
+    recipe: Recipe
+    folder: RunFolder
+    measures: RunMeasures
+    interrupt: Interrupt
+    metrics: MetricsFile | None
+    tell: Callable[..., None]
+    paused: Callable[[str], contextlib.AbstractContextManager[Any]]
+    _losses: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # steps done -> the last held-out losses
+    _scores: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def on_the_way(self, line: dict[str, Any]) -> None:
+        """Add to a line of metrics the held-out losses and the scores that are due after its step."""
+        step = self.measures.step
+        if self.evaluator is None or not self.recipe.measures_heldout_loss(step):
+            return
+        with self.paused("evaluate"), self._eager():
+            losses = self._unless_stopped(partial(self.evaluator.losses, lambda _: self._stop_if_interrupted()))
+            self._losses = {step: self.measures.ranks.of_first(losses)}
+        self.measures.stopwatch = Stopwatch()
+        if (found := self._losses[step]) is None:
+            return
+        line["heldout"] = found
+        if not self.recipe.evaluates(step) or step >= self.recipe.train.steps:
+            self.tell("on_evaluate", Evaluation(found, [], {}, []))
+            return
+        with contextlib.suppress(StoppedError), self.paused("evaluate"):
+            line["scores"] = self._evaluate(self.evaluator)
+            self._scores = {step: line["scores"]}
+        self.measures.model.train()
+        self.measures.stopwatch = Stopwatch()
+
+    def at_end(self) -> dict[str, float] | None:
+        """Return the scores of the last step, none without an evaluation. None: Ctrl-C."""
+        if self.evaluator is None:
+            return {}
+        step = self.measures.step
+        with contextlib.suppress(StoppedError), self.paused("evaluate"):
+            scores = self._scores.get(step) or self._evaluate(self.evaluator)
+            if self.metrics is not None and scores:
+                self.metrics.track(step, {"scores": scores})
+            return scores
+        return None
+
+    def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
+        with Activity(console, "evaluation") as activity, self._eager():
+
+            def notify(doing: str) -> None:
+                self._stop_if_interrupted()
+                activity.update(doing)
+
+            known = self._losses.get(self.measures.step)
+            result = self._unless_stopped(partial(evaluator.evaluate, notify, known))
+        scores = self.measures.ranks.of_first(None if result is None else result.scores)
+        if scores is None:
+            raise StoppedError
+        scores |= {"seconds": self.measures.seconds}
+        losses = self.measures.ranks.of_first(None if result is None else result.losses)
+        skipped = merge_states(self.measures.ranks.peers.gather_on_first(self.measures.data)).rejected
+        self.measures.ranks.first(partial(self._write, result, scores, skipped))
+        self.tell("on_evaluate", result or Evaluation(losses or {}, [], scores, []))
+        return scores
+
+    def _write(self, result: Evaluation | None, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
+        assert result is not None and self.recipe.evaluation is not None
+        rejected, per_source = [*skipped, *result.rejected], self.recipe.evaluation.saved_samples
+        shown = write_results(self.folder, self.measures.step, result, scores, rejected, per_source)
+        if self.metrics is not None:
+            self.metrics.show(self.measures.step, shown)
+
+    def _eager(self) -> contextlib.AbstractContextManager[None]:
+        return self.measures.compiled.paused() if self.measures.compiled else contextlib.nullcontext()
+
+    def _unless_stopped(self, work: Callable[[], T]) -> T | None:
+        """Evaluate on the ranks that have the foundation; return None on those of sections, and after Ctrl-C."""
+
+        def stoppable() -> T | None:
+            with contextlib.suppress(StoppedError):
+                return work()
+            return None
+
+        return serving(self.measures.model, stoppable)
+
+    def _stop_if_interrupted(self) -> None:
+        if self.measures.ranks.section_peers.any(self.interrupt.requested):
+            raise StoppedError

@@ -1,0 +1,182 @@
+"""What a run counts and measures: for its lines of metrics, its checkpoints and its plans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omnitrain.data.loading.loader import StepLoader
+from omnitrain.data.loading.slots import merge_states, reasons_by_source, rejected_by_source
+from omnitrain.optim.adamw import learning_rate
+from omnitrain.parallel.step.item_costs import Measured
+from omnitrain.parallel.step.media_dispatch import StepBatch
+from omnitrain.recipe import Recipe
+from omnitrain.train.encoder_costs import EncoderCosts
+from omnitrain.train.experts import ExpertsOfRun
+from omnitrain.train.metrics.encoders import encoder_metrics
+from omnitrain.train.metrics.flops import run_flops
+from omnitrain.train.metrics.meter import LossMeter, MeanLoss, PackLosses, memory_metrics
+from omnitrain.train.metrics.step_timing import StepSpans
+from omnitrain.train.metrics.throughput import Stopwatch
+from omnitrain.train.precision import compute_dtype, mixed_precision
+from omnitrain.train.prepare import PreparedModel
+from omnitrain.train.process_groups import Ranks
+from omnitrain.train.run_state.state import TrainingState
+
+
+class RunMeasures:
+    """Counts, sums, times and costs of a run, on from those that a checkpoint has. Every rank calls all methods.
+
+    Attributes:
+        step: optimizer steps done.
+        samples: samples in these steps.
+        steps_without_targets: steps without tokens to predict.
+        loader: the training data; :meth:`follow` sets it.
+        data: state of this rank's data after the last step.
+        line: the last line of metrics.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prepared: PreparedModel,
+        ranks: Ranks,
+        device: torch.device,
+        folder: Path,
+        saved: TrainingState,
+        started: float,
+    ) -> None:
+        self.model, self.compiled, self.ranks = prepared.model, prepared.compiled, ranks
+        self._recipe, self._device, self._started = recipe, device, started - saved.seconds
+        self.step, self.samples, self.steps_without_targets = saved.step, saved.samples, saved.steps_without_targets
+        self.line: dict[str, Any] = {}
+        self.meter, self.mean_loss = LossMeter(), MeanLoss(saved.mean_loss, saved.loss_tokens)
+        if ranks.meter_peers.rank == 0:
+            self.meter.continue_from(saved.losses)
+        self.stopwatch = Stopwatch()
+        dtype = compute_dtype(recipe.parallel, mixed_precision(recipe.train, device.type))
+        self.flops = run_flops(prepared.flops, prepared.layout, device, dtype)
+        self.spans = StepSpans(prepared.model, device, recipe, folder / "trace")
+        self.experts = ExpertsOfRun(prepared.model, recipe, ranks, self.spans, saved)
+        self.encoder_costs = EncoderCosts(prepared.model, ranks, saved)
+        self.encoder_metrics: dict[str, Any] = {}
+
+    def follow(self, loader: StepLoader) -> None:
+        """Take the training data, whose state is that of the steps done."""
+        self.loader, self.data = loader, loader.state()
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far, over all starts."""
+        return time.perf_counter() - self._started
+
+    @contextmanager
+    def measured(self, batch: StepBatch) -> Iterator[None]:
+        """Measure the step that runs within this context."""
+        is_measured = self.encoder_costs.measures(self.step + 1)
+        with (
+            self.spans.step(self.step + 1, self.ranks.peers.rank, is_measured=is_measured),
+            self.experts.chunks.measured(int(batch.plan.tokens.sum()), self.ranks.peers),
+        ):
+            yield
+        self.flops.add(batch)
+        if self._recipe.writes_metrics(self.step):
+            times = self.spans.of_encoders(self.ranks.peers)
+            self.encoder_metrics = encoder_metrics(self.model, batch.plan, times)
+        if is_measured:
+            self.encoder_costs.add(self.step, batch.plan, self.spans.last)
+
+    def add(self, batch: StepBatch, loss: float, packs: Sequence[PackLosses]) -> None:
+        """Add a step whose update is made."""
+        for losses in packs:
+            self.meter.add_losses(losses)
+        if self.ranks.is_first_with_its_samples:
+            self.meter.add_samples(batch.packs, self.model.media_of_data)
+        num_targets = sum(batch.plan.loss_counts.values())
+        self.steps_without_targets += num_targets == 0
+        self.mean_loss.add(loss, num_targets)
+        self.samples += int(batch.plan.num_samples.sum())
+        self.step += 1
+        self.experts.routing.end(self.step)
+
+    def settled_in(self, recipe: Recipe) -> Recipe:
+        """Return a recipe with the values that are measured so far in place of `auto` and `measured`."""
+        parallel = recipe.parallel
+        if (chunks := self.experts.chunks.settled) is not None:
+            parallel = parallel.with_expert_chunks(chunks)
+        if (costs := self.encoder_costs.settled) is not None:
+            parallel = parallel.with_quadratic_costs(costs.quadratic)
+        return recipe.model_copy(update={"parallel": parallel})
+
+    @property
+    def settled(self) -> list[str]:
+        """Lines that say which of these values are measured so far."""
+        chunks, costs = self.experts.chunks.settled or {}, self.encoder_costs.settled or Measured()
+        first = self.encoder_costs.unused_until + 1
+        return [
+            *(
+                f"expert_chunks of {name}: {number} was the fastest number, and stays"
+                for name, number in chunks.items()
+            ),
+            *(
+                f"quadratic_cost of {name}: {cost:.3g} was measured; it counts from step {first} on"
+                for name, cost in costs.quadratic.items()
+            ),
+        ]
+
+    def metrics(self, norm: float) -> dict[str, Any]:
+        """Return the line of metrics of the last step, whose gradient norm was ``norm``."""
+        train = self._recipe.train
+        rate = partial(learning_rate, self.step - 1, train.steps, train.optimizer)
+        own = {name: rate(peak) for name, peak in train.optimizer.learning_rates.items()}
+        loader = self.loader
+        of_rank = loader.num_rejected, (tuple(self.data.slots), loader.reasons), self.stopwatch.data_wait
+        num_rejected, reasons, waits = zip(*self.ranks.peers.gather(of_rank), strict=True)
+        rejected = rejected_by_source(num_rejected)
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "epoch": self.samples / max(1, sum(loader.order.lengths) - sum(rejected.values())),
+            "seconds": self.seconds,
+            "loss": self.mean_loss.read(),
+            "grad_norm": norm,
+            "learning_rate": rate(train.optimizer.learning_rate),
+            **({"learning_rates": own} if own else {}),
+            **self.meter.read(self.ranks.meter_peers),
+            **self.flops.read(self.ranks.peers, self.stopwatch.seconds),
+            **self.stopwatch.read(train.micro_batches * self._recipe.data.pack_tokens),
+            **memory_metrics(self._device, self.ranks.peers),
+            "data_wait": max(waits),
+            "rejected": rejected,
+            "rejected_reasons": reasons_by_source(reasons),
+            "steps_without_targets": self.steps_without_targets,
+            "recompiles": self.compiled.recompiles if self.compiled else 0,
+            **self.experts.metrics(),
+            **self.encoder_metrics,
+        }
+
+    def to_save(self) -> TrainingState:
+        """Return the state for a checkpoint."""
+        costs = self.encoder_costs.settled
+        return TrainingState(
+            step=self.step,
+            seconds=self.seconds,
+            steps_without_targets=self.steps_without_targets,
+            data=merge_states(self.ranks.peers.gather_on_first(self.data)),
+            rows=self.loader.order.lengths,
+            expert_shares=self.experts.routers.expert_shares(),
+            expert_chunks=self.experts.chunks.settled,
+            quadratic_costs=None if costs is None else dict(costs.quadratic),
+            section_seconds=None if costs is None else dict(costs.seconds),
+            measured_costs_unused_until=self.encoder_costs.unused_until,
+            losses=self.meter.totals(self.ranks.meter_peers),
+            mean_loss=self.mean_loss.mean,
+            loss_tokens=self.mean_loss.tokens,
+            samples=self.samples,
+        )

@@ -1,0 +1,122 @@
+"""The checkpoints of a run: when they are saved, and what a failure says of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omnitrain.errors import LostRankError, TrainingError
+from omnitrain.recipe import Recipe
+from omnitrain.train.measures import RunMeasures
+from omnitrain.train.nonfinite import unsound_parameters
+from omnitrain.train.run_state.run_folder import RunFolder
+from omnitrain.train.run_state.save import Saver
+from omnitrain.train.run_state.save_times import SaveTimes
+
+
+class Saves:
+    """Saves a run after the steps where it is due. Every rank calls all methods.
+
+    ``tell`` is called with ``"on_save"`` and the folder of each checkpoint once it is complete; ``paused`` makes the
+    context in which no progress is expected.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        measures: RunMeasures,
+        saver: Saver,
+        tell: Callable[..., None],
+        paused: Callable[[str], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        self._is_auto = recipe.train.save_every == "auto"
+        self._folder, self._ranks, self._measures, self._saver = folder, measures.ranks, measures, saver
+        self._tell, self._paused = tell, paused
+        self.times = SaveTimes(recipe, measures.step)
+
+    @property
+    def last(self) -> Path | None:
+        """The last checkpoint that is known to be complete. None: there is none."""
+        return self._folder.store.last
+
+    def rehearse(self) -> None:
+        """Fail in the first step of a run that saves before its end, if a save would fail."""
+        if self.times.before_end and not self._saver.is_rehearsed:
+            self._saver.rehearse(self._measures.to_save())
+
+    def after_step(self, is_interrupted: Callable[[], bool], is_stopped: bool) -> tuple[bool, bool]:
+        """Save, or finish a save, where all ranks agree. Return whether any rank is interrupted, and any stopped."""
+        flags = [self._is_due(), is_interrupted(), is_stopped, self._saver.is_writing, self._saver.has_failed]
+        is_due, interrupted, stopped, is_writing, has_failed = self._ranks.peers.any_of_each(flags)
+        if has_failed or not is_writing:
+            self._finish()
+        if is_due and not (interrupted or stopped):
+            self.save(waits=False)
+            interrupted = self._ranks.peers.any(is_interrupted())
+        return interrupted, stopped
+
+    def _is_due(self) -> bool:
+        """Whether to save after this step; the first rank decides for all. `auto` leaves space for the last save."""
+        step = self._measures.step
+        if not self._saver.is_writing:
+            self.times.end()
+        if not (self._ranks.is_first and self.times.is_due(step)):
+            return False
+        if self._is_auto and not self._folder.has_room(step):
+            self.times.restart(step)
+            return False
+        return True
+
+    def save(self, *, waits: bool = True) -> Path:
+        """Save the finished steps. Without ``waits`` the checkpoint may be written while training goes on."""
+        measures, target = self._measures, self._folder.store.folder_of(self._measures.step)
+        self._finish()
+        if self.last == target:
+            return target
+        with self._paused("save"):
+            self.times.begin(measures.step)
+            line = measures.line if measures.line.get("step") == measures.step else None
+            self._saver.save(measures.to_save(), line, waits=waits)
+        if self.last == target:  # nothing is left to be written
+            self.times.end()
+            self._tell("on_save", target)
+        return target
+
+    def _finish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        with self._paused("save"):
+            written = self._saver.finish()
+        if written is not None:
+            self._tell("on_save", written)
+
+    def saved_or_why_not(self, steps: str = "the steps before it") -> str:
+        """Save the finished ``steps`` after a failure. An error of the disk must not hide that failure."""
+        try:
+            return f"{steps} are saved in {self.save()}"
+        except LostRankError:  # it says itself why it failed
+            raise
+        except TrainingError as error:
+            return f"{steps} could not be saved: {error}; {self._newest()}"
+
+    def before_failure(self) -> str:
+        """Save the steps before one that is not finite, and say where. Weights that are not finite are not saved."""
+        if not self._measures.step:
+            return "nothing is saved, because no step was done"
+        with contextlib.suppress(TrainingError):  # the step's own error is the one to tell
+            self._finish()
+        if unsound := unsound_parameters(self._measures.model, self._ranks.peers):
+            reason = f"the weights are not finite ({len(unsound)}: {unsound[0]}, ...)"
+            return f"nothing is saved, because {reason}; {self._newest()}"
+        message = self.saved_or_why_not()
+        if self.last != self._folder.store.folder_of(self._measures.step):
+            return message
+        return (
+            f"{message}\n  with the same settings, `--resume` makes this step again; to change the optimizer or the "
+            f"data, start a new run from these weights: model.checkpoint={self._folder.path} and another output_dir"
+        )
+
+    def _newest(self) -> str:
+        return f"the last checkpoint is {self.last}" if self.last else "no checkpoint exists"
