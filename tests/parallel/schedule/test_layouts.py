@@ -23,12 +23,12 @@ DEFAULT = {
     "qwen3": ("pp2.v2.sp2", "pp2.tp2.zbv", "pp2.cp2.accum2.gpipe"),
     "qwen3_vl_moe": ("pp2.v2.dp2.ep2.recompute", "pp4.world"),
     "frozen qwen3_vl": ("pp2.v2",),
-    "any_to_any": ("pp2.dp2.accum2", "pp2.tp2"),
+    "any_to_any": ("pp2.dp2.accum2",),
 }
 MORE = {
     "qwen3_vl_moe": ("pp2.dp2.ep2.recompute", "pp4", "pp2.zbv.sp2.ep2"),
     "qwen3_vl with LoRA": ("pp2.dp2",),  # adapters on stages by default: test_separate.py
-    "any_to_any": ("pp2.sp2",),
+    "any_to_any": ("pp2.tp2", "pp2.sp2"),
 }
 # Three axes at once, and copies of the parameters.
 EIGHT_RANKS = {

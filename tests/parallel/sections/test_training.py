@@ -75,6 +75,7 @@ def test_a_section_may_hold_copies(sections: RankPool) -> None:
     require_equal(sections, any_to_any, samples(), layout)
 
 
+@pytest.mark.slow  # by default, ranks of a section share an item of one of its components
 def test_components_of_a_section_may_have_different_degrees(sections: RankPool) -> None:
     layout = planned("encoders2+dp2.accum2", audio_encoder={"mode": "hsdp", "dp_replicate": 2})
     require_equal(sections, any_to_any, samples(), layout)
