@@ -70,7 +70,7 @@ def first_step(kind: str, place: str) -> None:
     node = {"path": place, "columns": columns}
     data = Data.model_validate({"train": [node], "workers": 0, "pack_tokens": 8192})
     sources: Any = [Virtual(int(place))] if kind == "virtual" else open_sources(data.train)
-    next(iter(StepLoader(sources, Processor(), data, seed=0)))  # type: ignore[arg-type]
+    next(iter(StepLoader(sources, Processor(), data)))  # type: ignore[arg-type]
 
 
 def child(kind: str, empty: str, place: str) -> None:

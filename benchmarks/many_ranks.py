@@ -40,7 +40,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from omnitrain.checkpoint.optimizer import save_optimizer
 from omnitrain.checkpoint.store import CheckpointStore
-from omnitrain.data.loading.loader import StepLoader
+from omnitrain.data.loading.loader import LoaderOptions, StepLoader
 from omnitrain.data.loading.slots import LoaderState, merge_states
 from omnitrain.data.loading.socket_message import encode
 from omnitrain.data.packing.pack import Pack
@@ -53,7 +53,7 @@ from omnitrain.parallel.step.media_dispatch import dispatch_media
 from omnitrain.parallel.step.plan import StepPlanner, facts_of
 from omnitrain.parallel.step.rendezvous import DataProcessGroup, Rendezvous
 from omnitrain.peers import GlooGroup
-from omnitrain.plan import Placement, RankFacts, Topology, decode_tables, encode_table, padded, plan_step
+from omnitrain.plan import Placement, Topology, decode_tables, encode_table, padded, plan_step
 from omnitrain.plan.step import Rates
 from omnitrain.plan.wavefront.step import SectionLimits, StepOrder
 from omnitrain.recipe import Data, Recipe
@@ -158,7 +158,7 @@ def step_of(world: int, rounds: int) -> Values:
     """Return what a rank in the middle sends and holds for a step, and the seconds to plan it."""
     topology, rank = topology_of(world), world // 2
     drawn = [packs_of(other) for other in range(world)]
-    tables = [encode_table(topology, RankFacts(tuple(map(facts_of, packs)))) for packs in drawn]
+    tables = [encode_table(topology, tuple(map(facts_of, packs))) for packs in drawn]
     plan = plan_step(topology, decode_tables(topology, tables))
     parcels: list[bytes] = []
 
@@ -216,8 +216,8 @@ def order_of(world: int, rounds: int) -> Values:
     """Return the seconds to order the micro-batches of ``world`` ranks that read data."""
     encoders = max(1, world // PER_SECTION_RANK)
     topology = topology_of(world, encoders)
-    facts = [RankFacts(tuple(map(facts_of, packs_of(rank)))) if rank < world else RankFacts() for rank in range(world)]
-    facts += [RankFacts()] * encoders
+    facts = [tuple(map(facts_of, packs_of(rank))) if rank < world else () for rank in range(world)]
+    facts += [()] * encoders
     tables = decode_tables(topology, [encode_table(topology, own) for own in facts])
     order = StepOrder((SectionLimits((ENCODER,), encoders, 2, None, False),), coupled=True)
     values = []
@@ -257,7 +257,8 @@ def loader_of(rank: int, world: int) -> StepLoader:
     before = [Rejected(rows[-index].id, SOURCES[0], REASON) for index in range(1, REJECTED * world + 1)]
     data = Data.model_validate({"train": [{"path": "rows"}], "pack_tokens": 64, "packing_buffer": 1, "workers": 0})
     state = LoaderState(rejected=tuple(before) if rank == 0 else ())  # one rank lists them, as in open_data
-    loader = StepLoader([rows], Processor(), data, seed=0, state=state, slots=world, rank=rank, ranks=world)
+    options = LoaderOptions(seed=0, state=state, slots=world, rank=rank, ranks=world)
+    loader = StepLoader([rows], Processor(), data, options)
     stream: Iterator[Any] = iter(loader)
     next(stream)
     return loader
@@ -271,7 +272,7 @@ def meter() -> LossMeter:
 
 
 class Experts:
-    """Waits of one layer, as :class:`~omnitrain.train.experts.ExpertsOfRun` shows them."""
+    """Waits of one layer, as :class:`~omnitrain.train.measures.RunMeasures` shows them."""
 
     def __init__(self, ranks: Ranks, recipe: Recipe) -> None:
         model = torch.nn.Module()
@@ -310,7 +311,7 @@ def line_of(world: int) -> Values:
             data=loaders[rank].state(),
             steps_without_targets=0,
             compiled=None,
-            experts=Experts(ranks_of_run, recipe),
+            _of_experts=Experts(ranks_of_run, recipe).metrics,
             encoder_metrics={},
         )
         return RunMeasures.metrics(measures, 1.0)

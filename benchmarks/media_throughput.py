@@ -111,7 +111,7 @@ def ours(path: Path) -> Generator[int, None, None]:
     """Yield the number of samples of each pack."""
     renderer = TemplateRenderer(llava(), NativeInputs({"image": SPECIAL.index("<image>")}))
     data = Data.model_validate({"train": [{"path": str(path)}], "workers": 1, "pack_tokens": 8192})
-    loader = StepLoader(open_sources(data.train), OmniProcessor(renderer, {}, {}), data, seed=0)
+    loader = StepLoader(open_sources(data.train), OmniProcessor(renderer, {}, {}), data)
     with closing(iter(loader)) as steps:
         for (pack,) in steps:
             yield len(pack.info.ids)

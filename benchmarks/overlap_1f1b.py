@@ -55,6 +55,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed.expert_parallel import apply_expert_parallelism
+from turns import Leg, seconds_in_turn, seconds_of_pass
 
 from omnitrain import ComponentPlan, ParallelPlan, build_omni_model, build_parallelize_model, step_planner
 from omnitrain.data.packing.pack import Pack
@@ -68,7 +69,6 @@ from omnitrain.parallel.state import ParallelState, init_parallel_state
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.generators import accumulate
 from omnitrain.plan.schedule.lower import lower
-from omnitrain.plan.schedule.turns import Leg, seconds_in_turn, seconds_of_pass
 
 FORMULA = (
     "of_bound_Rx_mM = median over rounds of ((plain - pairs) / (simulated plain - simulated pairs)), "

@@ -41,7 +41,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from omnitrain.data.loading.loader import StepLoader
+from omnitrain.data.loading.loader import LoaderOptions, StepLoader
 from omnitrain.data.packing.pack import IGNORED
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.sources.rows import RowSource
@@ -123,7 +123,8 @@ def run_omnitrain(recipe: Recipe, samples: list[Sample], steps: int, seed: int) 
     trainer = Trainer(recipe.model_copy(update={"train": train}))
     then = step_planner(trainer.model, trainer.ranks.rendezvous)
     without_tails = trainer.model.runner.contract.without_tails
-    loader = StepLoader([samples], ReadySamples(), recipe.data, seed=seed, without_tails=without_tails, then=then)
+    options = LoaderOptions(seed=seed, without_tails=without_tails, then=then)
+    loader = StepLoader([samples], ReadySamples(), recipe.data, options)
     marked = Marked(loader, {sample.id: len(sample) for sample in samples})
     trainer.loader = marked
     trainer.fit()

@@ -52,11 +52,11 @@ from omnitrain.parallel.sections.message import Message, Part
 from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.plan.balance import assign_by_cost
-from omnitrain.plan.schedule.actions import COLLECTIVES, COMPUTE, Action, Kind, Schedule, SectionWindows
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
 from omnitrain.plan.schedule.draw import gantt
 from omnitrain.plan.schedule.generators import accumulate
 from omnitrain.plan.schedule.sections import with_sections
-from omnitrain.plan.schedule.simulate import Event, Link, Stream, Timeline, simulate
+from omnitrain.plan.schedule.simulate import Event, Link, Timeline, simulate
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Section
 
 FORMULA = (
@@ -245,9 +245,7 @@ def as_timeline(schedule: Schedule, taken: Sequence[Sequence[tuple[float, float]
     for row, of_row in zip(schedule.actions, taken, strict=True):
         events = []
         for action, (begin, end) in zip(row, of_row, strict=True):
-            computes = action.kind in COMPUTE or action.kind in COLLECTIVES
-            stream = Stream.COMPUTE if computes else Stream.COMMUNICATION
-            events.append(Event(action, stream, begin, end))
+            events.append(Event(action, begin, end))
         rows.append(tuple(events))
     return Timeline(schedule, tuple(rows))
 

@@ -21,7 +21,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     Placement,
-    RankFacts,
     StepPlan,
     Topology,
     decode_tables,
@@ -51,7 +50,7 @@ def gathered_tables(given: Topology, num_items: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     drawn = rng.multinomial(num_items, np.full(RANKS * MICRO_BATCHES * len(MEDIA), 1 / (RANKS * MICRO_BATCHES * 2)))
     facts = [
-        RankFacts(tuple(MicroBatchFacts({"text": 512}, (256,) * 8, _items(rng, cells)) for cells in of_rank))
+        tuple(MicroBatchFacts({"text": 512}, (256,) * 8, _items(rng, cells)) for cells in of_rank)
         for of_rank in drawn.reshape(RANKS, MICRO_BATCHES, len(MEDIA)).tolist()
     ]
     words = [encode_table(given, own) for own in facts]

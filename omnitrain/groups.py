@@ -29,7 +29,7 @@ def new_group(
     high_priority: bool = False,
     max_ctas: int | None = None,
 ) -> dist.ProcessGroup | None:
-    """Make a process group. All ranks call it, in the same order relative to other groups.
+    """Make a process group of global ranks; None on other ranks. All ranks call it, in one order.
 
     A rank that is not in the group sends nothing; one of ``n`` ranks asks the store ``2 n + 1`` times for its part on
     the host. Torch's ``use_local_synchronization`` would spare the others the call, but it names a group after the
@@ -46,11 +46,9 @@ def new_group(
         timeout: of its collectives; None: that of the default group.
         high_priority: whether NCCL's kernels run in streams of high priority.
         max_ctas: the most multiprocessors that a kernel of NCCL occupies; None: that of NCCL.
-
-    Returns:
-        The group; None on ranks that are not in it.
     """
-    timeout = timeout or _default_timeout()
+    if timeout is None and dist.group.WORLD is not None:  # torch itself gives 10 or 30 minutes, whatever the user set
+        timeout = timeout_of(dist.group.WORLD)
     uses_nccl = "nccl" in (backend or dist.get_backend_config())
     options = _nccl_options(high_priority, max_ctas, timeout) if uses_nccl else None
     with _unbound():
@@ -61,22 +59,13 @@ def new_group(
 def shared_group(use: str, ranks: Sequence[int], name: str, **settings: Any) -> dist.ProcessGroup | None:
     """Return the group of some ranks for a use, which the first call makes. All ranks call it, as :func:`new_group`.
 
-    Args:
-        use: calls with the same use have the same settings, and are never waited for in two threads at once.
-        ranks: global ranks of the group.
-        name: its description, of the first call.
-        settings: see :func:`new_group`.
+    Calls with the same ``use`` have the same ``settings``, and are never waited for in two threads at once.
     """
     made = _shared.setdefault(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
     key = (use, tuple(ranks))
     if key not in made:
         made[key] = new_group(ranks, name, **settings)
     return made[key]
-
-
-def _default_timeout() -> timedelta | None:
-    """The time limit of the default group; torch itself gives a new group 10 or 30 minutes, whatever the user set."""
-    return None if dist.group.WORLD is None else timeout_of(dist.group.WORLD)
 
 
 def _nccl_options(high_priority: bool, max_ctas: int | None, timeout: timedelta | None) -> Any:

@@ -94,7 +94,7 @@ def run(tiny: bool, folder: Path) -> Figures:
         recipe = Data.model_validate(data | {"train": [{"path": str(path)}]})
         native = NativeInputs({"image": sizes.special[0]}, ("mm_token_type_ids",))
         made = OmniProcessor(TemplateRenderer(processor(), native), {}, {})
-        loader = StepLoader(open_sources(recipe.train), made, recipe, seed=0)
+        loader = StepLoader(open_sources(recipe.train), made, recipe)
         with closing(iter(loader)) as steps:
             seen: list[Pack] = []
             loaded = speed(step, (seen.append(pack) or pack for (pack,) in islice(steps, number)), load)

@@ -37,11 +37,6 @@ class ModelFiles:
     weights: Sequence[WeightFile]
 
 
-def on_host(piece: Piece) -> Piece:
-    """Return the piece contiguous in the memory of the CPU, without a copy if it is there."""
-    return Piece(piece.place, piece.tensor.cpu().contiguous())
-
-
 def write_model(
     files: ModelFiles, pieces: Sequence[Piece], folder: Path, peers: Peers, previous: Path | None = None
 ) -> None:

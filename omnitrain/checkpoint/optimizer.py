@@ -66,8 +66,8 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
     parameters = parameters_at_rest(model)
     with _ranks_of(model) as peers:
         stored = optimizer_state(parameters, optimizer, PieceOwners(parameters, peers))
-        on_host = [Piece(piece.place, piece.tensor.cpu().contiguous()) for piece in stored.pieces]
-        write_optimizer(OptimizerState(on_host, stored.values), folder, peers)
+        pieces = [piece.on_host() for piece in stored.pieces]
+        write_optimizer(OptimizerState(pieces, stored.values), folder, peers)
 
 
 def optimizer_state(

@@ -48,6 +48,10 @@ class Piece:
     place: Place
     tensor: Tensor
 
+    def on_host(self) -> Piece:
+        """Return the piece contiguous in the memory of the CPU, without a copy if it is there."""
+        return Piece(self.place, self.tensor.cpu().contiguous())
+
 
 class PieceOwners:
     """Which ranks write which tensors of a model. Of equal copies one is written. All ``peers`` make one.
@@ -68,15 +72,9 @@ class PieceOwners:
         """Return the piece of a tensor that this rank writes. None: it writes none of it.
 
         A sharded tensor is written by the ranks of the mesh of its first holder; of the replicas in this mesh,
-        ``number`` chooses one, so that replicas share the work. A tensor that is not sharded is written by its first
-        holder.
-
-        Args:
-            name: of the tensor.
-            value: on this rank.
-            number: of the tensor; the same on all ranks that hold it.
-            like: for a tensor of the optimizer: the parameter to which it belongs.
-            owner: the name of ``like``.
+        ``number`` (the same on all ranks that hold it) chooses one, so that replicas share the work. A tensor that is
+        not sharded is written by its first holder. A tensor of the optimizer belongs to the parameter ``like`` with the
+        name ``owner``.
         """
         holder, whole = self._first[owner or name], tuple(value.shape)
         if value.is_meta:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +19,6 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError
 
 from omnitrain.checkpoint.disk import free_bytes, set_default_modes, size_text
-from omnitrain.checkpoint.retention import Retention
-from omnitrain.checkpoint.shared_folder import require_seen
 from omnitrain.errors import DamagedCheckpointError, TrainingError, UserError
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 
@@ -26,6 +28,37 @@ _MANIFEST = "manifest.json"
 _METRICS = "metrics.json"
 _DISK_ERRORS = (OSError, SafetensorError, RuntimeError)  # torch.save raises RuntimeError if the disk is full
 _STEP = re.compile(r"step-\d{8}")
+_TIMEOUT_S = 60.0  # network file systems may cache a folder's listing for this long
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The rule after which checkpoints are removed.
+
+    Attributes:
+        last: number of newest checkpoints that stay.
+        every: checkpoints after a multiple of so many steps stay forever.
+        best: the checkpoint with the lowest value of this metric of ``metrics.jsonl`` stays.
+    """
+
+    last: int = 2
+    every: int | None = None
+    best: str | None = None
+
+    def leaving(self, values: Mapping[int, float | None]) -> list[int]:
+        """Return the steps of the checkpoints to remove, of all steps -> their metric. None: it was not measured there.
+
+        Of equal values the earliest is the best; one that is not finite never is.
+        """
+        steps = sorted(values)
+        stay = set(steps[-self.last :])
+        if self.every is not None:
+            stay |= {step for step in steps if step % self.every == 0}
+        measured = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
+        if self.best is not None and measured:
+            stay.add(min(measured, key=lambda step: (measured[step], step)))
+        return [step for step in steps if step not in stay]
 
 
 class CheckpointStore:
@@ -66,7 +99,8 @@ class CheckpointStore:
             on_all(lambda: _make_empty(temporary) if is_first else None)
             self._with_disk_errors(lambda: write(temporary), final)
             on_all(lambda: None)  # all have written what they list
-            names = _merged(on_all(lambda: _files_in(temporary)), peers)
+            listed = on_all(lambda: [str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file()])
+            names = _merged(listed, peers)
             own = _names_of_rank(names, peers)
             checksums = peers.gather_on_first(on_all(lambda: _synced_checksums(own, temporary, self.saved)))
             on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
@@ -187,6 +221,22 @@ class CheckpointStore:
         return sorted(path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir())
 
 
+def require_seen(path: Path, folder: Path, peers: Peers) -> None:
+    """Wait until all ranks see ``path`` in ``folder``, which rank 0 made; raise a UserError on all if one does not."""
+    all_or_raise(peers, lambda: _require_seen(path, folder))
+
+
+def _require_seen(path: Path, folder: Path) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"output_dir: {str(folder.absolute())!r} on {socket.gethostname()} is not the folder of rank 0; "
+                "every rank writes and reads its shards of a checkpoint: use a folder that all machines share"
+            )
+        time.sleep(_POLL_S)
+
+
 def verify(checkpoint: Path, peers: Peers = SINGLE_PROCESS, unread: str | None = None) -> None:
     """Compare a checkpoint's files with its manifest; ``peers``, which all call this, divide the files.
 
@@ -276,10 +326,6 @@ def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(exist_ok=True)  # `checkpoints/` only: never make the folder of a deleted run again
     folder.mkdir()
-
-
-def _files_in(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
 def _merged(names: Sequence[str], peers: Peers) -> list[str]:

@@ -53,11 +53,7 @@ class WeightFile:
 def write_files(files: Sequence[WeightFile], pieces: Sequence[Piece], folder: Path, peers: Peers) -> None:
     """Write files, the same on all ranks; the ranks take turns. A rank holds one group of tensors at a time.
 
-    ``pieces`` are what this rank holds of their tensors.
-
-    Raises:
-        Exception: writing failed on one rank; all ranks raise its exception.
-        TrainingError: another rank has ended.
+    ``pieces`` are what this rank holds of their tensors. What one rank raises, all raise.
     """
     writers = {
         source.name: index % peers.size

@@ -32,6 +32,7 @@ from omnitrain.packages import require_fitting_torchvision
 if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
     from omnitrain.train.run_state.run_folder import Resume
+    from omnitrain.train.verbs.answer import Answerer
 
 # The verbs that take overrides.
 _WITH_RECIPE = ("check", "run", "resume", "preview", "data", "profile", "verify", "schedule")
@@ -90,6 +91,12 @@ RestartsOption = Annotated[
     int,
     typer.Option("--max-restarts", help="With --nproc: how often to go on with the ranks left if some die.", min=0),
 ]
+
+
+def _loaded(name: str, overrides: list[str] | None) -> Recipe:
+    from omnitrain.recipe import Recipe
+
+    return Recipe.load(name, overrides)
 
 
 def _print_version(is_requested: bool) -> None:
@@ -213,13 +220,12 @@ def run(
     max_restarts: RestartsOption = 0,
 ) -> None:
     """Train a recipe."""
-    from omnitrain.recipe import Recipe
     from omnitrain.train.launch.environment import end_with_launcher, is_first_process
 
     end_with_launcher()
     if resume and auto_resume:
         raise UserError("--resume and --auto-resume exclude each other: --auto-resume also continues; remove --resume")
-    resolved = Recipe.load(recipe, overrides)
+    resolved = _loaded(recipe, overrides)
     if is_first_process():
         for advice in resolved.advice():
             typer.echo(f"omnitrain: {advice}", err=True)
@@ -254,21 +260,9 @@ def resume(
 
 
 def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restarts: int, resume: Resume) -> None:
-    """Train on the ranks of this process's launcher, or start ``nproc`` of them.
-
-    Args:
-        recipe: the recipe.
-        name: its name, for messages.
-        command: the arguments of ``omnitrain`` with which each rank is started.
-        nproc: number of ranks.
-        max_restarts: how often to start again if ranks are killed.
-        resume: see :class:`Trainer`.
-
-    Raises:
-        UserError: a mistake in the recipe, or ``max_restarts`` without several ranks.
-    """
+    """Train on the ranks of this process's launcher, or start ``nproc`` of them with ``omnitrain COMMAND``."""
     from omnitrain.train.epochs import counts_samples, in_steps
-    from omnitrain.train.launch.environment import global_rank, world_size
+    from omnitrain.train.launch.environment import global_rank, is_first_process, world_size
     from omnitrain.train.run_state.run_folder import RunFolder
 
     if max_restarts and nproc == 1:
@@ -279,8 +273,11 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
     if counts_samples(recipe) and world_size() == 1:
         with _all_problems(recipe, name, nproc):
             recipe = in_steps(recipe)
-        command = [*command, *_in_words(recipe)]
-    if resume and not counts_samples(recipe) and _says_it_is_finished(recipe):
+        in_words = [f"train.steps={recipe.train.steps}", f"train.micro_batches={recipe.train.micro_batches}"]
+        command = [*command, "train.epochs=null", "train.samples_per_step=null", *in_words]  # ranks need not measure
+    if resume and not counts_samples(recipe) and (finished := RunFolder(recipe).finished()) is not None:
+        if is_first_process():  # before ranks start, and weights are loaded
+            typer.echo(finished)
         return
     # A run that has begun may continue, whatever else a check finds in its recipe.
     begins = not (resume and RunFolder(recipe).has_checkpoint)
@@ -303,23 +300,8 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
         raise typer.Exit(EXIT_REQUEUE if summary.is_terminated else EXIT_INTERRUPTED)
 
 
-def _in_words(recipe: Recipe) -> list[str]:
-    """Return overrides that count in steps and packs, as ``recipe`` does, for ranks that need not measure again."""
-    train = recipe.train
-    words = [f"train.steps={train.steps}", f"train.micro_batches={train.micro_batches}"]
-    return ["train.epochs=null", "train.samples_per_step=null", *words]
-
-
 def _launch(recipe: Recipe, arguments: list[str], nproc: int, max_restarts: int, *, continues: bool) -> int:
-    """Start the ranks of a run, and start it again if ranks are killed.
-
-    Args:
-        recipe: the recipe.
-        arguments: arguments of the python interpreter.
-        nproc: number of ranks.
-        max_restarts: how often to start again.
-        continues: whether ``arguments`` continue a run.
-    """
+    """Start the ranks of a run with these arguments of python, which may continue it; again if ranks are killed."""
     from omnitrain.train.launch.crowding import crowding
     from omnitrain.train.launch.restarts import launch_with_restarts
     from omnitrain.train.run_state.run_folder import begun_at
@@ -350,26 +332,11 @@ def _launch(recipe: Recipe, arguments: list[str], nproc: int, max_restarts: int,
 
 
 def require_ranks(recipe: Recipe, ranks: int) -> None:
-    """Check that a recipe works on a number of ranks, as far as that is known without its model.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Raise UserError if a recipe does not work on a number of ranks, as far as that is known without its model."""
     from omnitrain.parallel.state import state_without_groups
     from omnitrain.train.micro_batches import check_micro_batches
 
     check_micro_batches(recipe, state_without_groups(recipe.parallel, ranks))
-
-
-def _says_it_is_finished(recipe: Recipe) -> bool:
-    """Say on the first process that a run has nothing left to do, before ranks start and weights are loaded."""
-    from omnitrain.train.launch.environment import is_first_process
-    from omnitrain.train.run_state.run_folder import RunFolder
-
-    finished = RunFolder(recipe).finished()
-    if finished is not None and is_first_process():
-        typer.echo(finished)
-    return finished is not None
 
 
 @contextlib.contextmanager
@@ -391,9 +358,7 @@ def preview(
     output: PageOption = None,
 ) -> None:
     """Show packs as the model gets them: tokens, loss mask, media, positions, and rows that were rejected."""
-    from omnitrain.recipe import Recipe
-
-    resolved = Recipe.load(recipe, overrides)
+    resolved = _loaded(recipe, overrides)
 
     from omnitrain.train.metrics.console import console
     from omnitrain.train.verbs.preview import preview as make_preview
@@ -424,9 +389,7 @@ def stats(
     ] = None,
 ) -> None:
     """Measure lengths, modalities, rejected rows, epochs and the expected fill of packs, as a run would read them."""
-    from omnitrain.recipe import Recipe
-
-    resolved = Recipe.load(recipe, overrides)
+    resolved = _loaded(recipe, overrides)
 
     from omnitrain.train.metrics.console import console
     from omnitrain.train.verbs.data_stats import data_stats
@@ -453,9 +416,7 @@ def verify(
     samples: Annotated[int, typer.Option(help="Number of samples in the global batch.", min=1)] = 12,
 ) -> None:
     """Check that layouts on several ranks train like one process: loss, every gradient, every weight."""
-    from omnitrain.recipe import Recipe
-
-    resolved = Recipe.load(recipe, overrides)
+    resolved = _loaded(recipe, overrides)
 
     from omnitrain.train.verbs.verify import verify_recipe
 
@@ -479,11 +440,10 @@ def profile(
     nproc: RanksOption = 1,
 ) -> None:
     """Run a few steps under torch's profiler: what costs most, FLOPs and MFU, and what to try. Saves no run."""
-    from omnitrain.recipe import Recipe
     from omnitrain.train.launch.environment import end_with_launcher, world_size
 
     end_with_launcher()
-    resolved = Recipe.load(recipe, overrides)
+    resolved = _loaded(recipe, overrides)
     if nproc > 1:
         from omnitrain.train.launch.launch import launch
 
@@ -522,12 +482,10 @@ def schedule(
     ] = None,
 ) -> None:
     """Show the schedule of a recipe's pipeline and sections, and simulate a step. Starts no ranks."""
-    from omnitrain.recipe import Recipe
-
     for option, seconds in (("--forward", forward), ("--backward", backward), ("--encode", encode)):
         if seconds is not None and seconds <= 0:
             raise UserError(f"{option}: found {seconds:g}; expected a number of seconds above 0")
-    resolved = Recipe.load(recipe, overrides)
+    resolved = _loaded(recipe, overrides)
 
     from omnitrain.train.verbs.schedule import show_schedule
 
@@ -574,36 +532,44 @@ def generate(
     plugin: PluginOption = None,
 ) -> None:
     """Answer a prompt, or a file of prompts, with text, images and audio, on CUDA if available."""
-    from omnitrain.recipe.plugins import import_plugin
-    from omnitrain.train.verbs.answer import answer, what_was_cut
+    from omnitrain.train.verbs.answer import require_files, what_was_cut
 
     if (prompt is None) == (prompts is None) or (prompts is not None and (image or audio or video)):
         raise UserError("generate needs either --prompt TEXT (with --image, --audio, --video), or --prompts FILE")
-    for name in plugin or []:
-        import_plugin(name)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    if prompts is not None:
-        from omnitrain.train.verbs.answer import Answerer
+    media = {"image": image or [], "audio": audio or [], "video": video or []}
+    require_files(media)
+    answerer = _answerer(checkpoint, output, max_new_tokens, temperature, seed, plugin)
+    if prompt is not None:
+        answered, parts = answerer.answer(prompt, media)
+        for part in parts:
+            typer.echo(part)
+        if (cut := what_was_cut(answered, max_new_tokens)) is not None:
+            typer.echo(f"omnitrain: {cut}", err=True)
+    elif prompts is not None:
         from omnitrain.train.verbs.answer_file import answer_file
 
-        answers, answerer = output / "answers.jsonl", Answerer(checkpoint, output_dir=output, **settings)
-
-        def notify(done: int, of: int) -> None:
-            typer.echo(f"{done} of {of} prompts are answered", err=True)
-
-        num_failed = answer_file(answerer, prompts, answers, batch_size, notify)
+        answers = output / "answers.jsonl"
+        num_failed = answer_file(
+            answerer,
+            prompts,
+            answers,
+            batch_size,
+            lambda done, of: typer.echo(f"{done} of {of} prompts are answered", err=True),
+        )
         typer.echo(answers)
         if num_failed:
             raise UserError(f"{num_failed} prompts have no answer; {answers} says why (`error`)")
-        return
-    assert prompt is not None
-    answered, parts = answer(
-        checkpoint, prompt, images=image or [], audios=audio or [], videos=video or [], output_dir=output, **settings
-    )
-    for part in parts:
-        typer.echo(part)
-    if (cut := what_was_cut(answered, max_new_tokens)) is not None:
-        typer.echo(f"omnitrain: {cut}", err=True)
+
+
+def _answerer(
+    checkpoint: Path, output: Path, max_new_tokens: int, temperature: float, seed: int, plugins: list[str] | None
+) -> Answerer:
+    from omnitrain.recipe.plugins import import_plugin
+    from omnitrain.train.verbs.answer import Answerer
+
+    for name in plugins or []:
+        import_plugin(name)
+    return Answerer(checkpoint, output_dir=output, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 
 
 @app.command()
@@ -616,18 +582,11 @@ def chat(
     plugin: PluginOption = None,
 ) -> None:
     """Talk with a model that stays loaded, with images, sound and videos."""
-    from omnitrain.recipe.plugins import import_plugin
-    from omnitrain.train.verbs.answer import Answerer
     from omnitrain.train.verbs.chat import chat as talk
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - arrow keys and a history for input()
-    for name in plugin or []:
-        import_plugin(name)
-    answerer = Answerer(
-        checkpoint, output_dir=output, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-    )
-    talk(answerer, max_new_tokens, input, typer.echo)
+    talk(_answerer(checkpoint, output, max_new_tokens, temperature, seed, plugin), input, typer.echo)
 
 
 @app.command()

@@ -81,13 +81,9 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter)
 def clip_gradients(
     parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, max_norm: float | None
 ) -> torch.Tensor:
-    """Scale all gradients in place so that their global norm is at most ``max_norm``. None: only measure it.
+    """Scale all gradients in place to a global norm of at most ``max_norm``; return the norm before, scalar fp32.
 
-    Returns:
-        The norm before clipping, scalar fp32.
-
-    Raises:
-        UserError: ``max_norm`` is not above 0.
+    None: only measure it. A UserError: ``max_norm`` is not above 0.
     """
     if max_norm is not None and not max_norm > 0:
         raise UserError(f"max_norm: found {max_norm!r}; expected a norm above 0, or None to measure without clipping")

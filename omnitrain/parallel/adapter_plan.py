@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from omnitrain.errors import UserError
@@ -10,7 +11,6 @@ from omnitrain.models.adapters.lora import Adapters, adapters_of, find_adapters,
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.choose import AUTO
 from omnitrain.parallel.expert.apply import ExpertLayer
-from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 
 
@@ -20,46 +20,41 @@ def adapters_for(
     """Return component -> planned adapters, and the plan's problems, one line each that begins with the plan's key.
 
     The default plan's ``lora`` applies to the components that have its target modules. A model may have the planned
-    adapters already, if they are the same.
-
-    Args:
-        model: with or without adapters.
-        plan: the plans of its components.
-        present: component -> the adapters that it has, or that its checkpoint adds. None: those that it has.
+    adapters already, if they are the same. ``present``: component -> the adapters that it has, or that its checkpoint
+    adds; None: those that it has.
     """
-    adapters, problems = {}, []
+    adapters: dict[str, Adapters] = {}
+    problems: list[str] = []
     present = adapters_of(model) if present is None else present
-    explicit: dict[str, tuple[str, Lora]] = {
-        name: (f"components.{name}.lora", component.lora)
-        for name, component in plan.components.items()
-        if component.lora is not None and name in model.components
-    }
+    own = {name: of_plan.lora for name, of_plan in plan.components.items() if name in model.components}
+    explicit = {name: lora for name, lora in own.items() if lora is not None}
     frozen = {name for name, component in plan.components.items() if component.freeze}
     inheriting = [name for name in model.components if name not in (*explicit, *frozen, *model.teachers)]
-    for name, (path, lora) in explicit.items():
+    for name, lora in explicit.items():
+        path = f"components.{name}.lora"
         if name in model.decoder_names:
             problems.append(f"{path}: decoders cannot have adapters; remove it to train all weights of {name}")
-            continue
-        if name in model.teachers:
+        elif name in model.teachers:
             problems.append(f"{path}: a teacher does not train; remove it")
-            continue
-        try:
-            adapters[name] = find_adapters(model, name, lora)
-        except UserError as error:
-            problems += [f"{path}.targets: {line}" for line in str(error).splitlines()]
+        else:
+            with _noted(problems, path):
+                adapters[name] = find_adapters(model, name, lora)
     if plan.default.lora is not None and inheriting:
-        try:
+        with _noted(problems, "default.lora"):
             adapters |= find_in_all(model, inheriting, plan.default.lora)
-        except UserError as error:
-            problems += [f"default.lora.targets: {line}" for line in str(error).splitlines()]
     for name in adapters.keys() & present.keys():
         adapters[name] = replace(adapters[name], tokens=present[name].tokens)  # no plan chooses these
-        if adapters[name] != present[name]:
-            problems.append(
-                f"{plan.path_of(name, 'lora')}.lora: {name} already has other adapters ({present[name].summary}) than "
-                f"the plan asks for ({adapters[name].summary}); use the same, or a model without adapters"
-            )
-    return adapters, [*problems, *_differing_problems(model, {**present, **adapters}, plan)]
+    problems += _differing_problems(model, adapters, present, plan)
+    return adapters, problems
+
+
+@contextmanager
+def _noted(problems: list[str], path: str) -> Iterator[None]:
+    """Add an error about target modules to the problems."""
+    try:
+        yield
+    except UserError as error:
+        problems += [f"{path}.targets: {line}" for line in str(error).splitlines()]
 
 
 def lora_problems(
@@ -103,9 +98,17 @@ def _dropout_problems(key: str, adapters: Adapters, tp: int) -> Iterator[str]:
         yield f"{key}: found {adapters.dropout:g} with tp {tp}, whose ranks would draw other numbers; set it to 0"
 
 
-def _differing_problems(model: OmniModel, adapters: Mapping[str, Adapters], plan: ParallelPlan) -> Iterator[str]:
-    """Components of one HF model share a file of adapters, which has one ``rslora`` and one ``dropout``."""
-    first: dict[str, str] = {}
+def _differing_problems(
+    model: OmniModel, planned: Mapping[str, Adapters], present: Mapping[str, Adapters], plan: ParallelPlan
+) -> Iterator[str]:
+    """Adapters that are there stay; components of one HF model share a file, with one ``rslora`` and ``dropout``."""
+    for name in planned.keys() & present.keys():
+        if planned[name] != present[name]:
+            yield (
+                f"{plan.path_of(name, 'lora')}.lora: {name} already has other adapters ({present[name].summary}) than "
+                f"the plan asks for ({planned[name].summary}); use the same, or a model without adapters"
+            )
+    adapters, first = {**present, **planned}, dict[str, str]()
     for name, each in adapters.items():
         other = adapters[first.setdefault(root_of(model, name), name)]
         if (each.rslora, each.dropout) != (other.rslora, other.dropout):

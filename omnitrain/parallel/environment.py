@@ -21,14 +21,7 @@ if TYPE_CHECKING:
 
 
 class Variable(NamedTuple):
-    """An environment variable that a process with a GPU should have.
-
-    Attributes:
-        name: its name.
-        value: what omnitrain sets.
-        why: what it is good for.
-        older: an older name, which torch reads, too.
-    """
+    """An environment variable that a process with a GPU should have; torch also reads its ``older`` name."""
 
     name: str
     value: str

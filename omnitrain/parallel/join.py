@@ -34,9 +34,6 @@ def join_process_group(backend: str) -> None:
     Torch's GPU is not bound to the group (``device_id``): until pytorch#197568 is mended, a group of the host with some
     of the ranks would then wait for ever.
 
-    Args:
-        backend: of ``torch.distributed.init_process_group``.
-
     Raises:
         UserError: a variable is missing, or another rank has the GPU of this one.
         TrainingError: ranks did not come within torch's time limit.

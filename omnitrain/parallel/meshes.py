@@ -21,25 +21,15 @@ def device_meshes(shape: MeshShape, device_type: str, first_rank: int = 0) -> di
     """Create process groups, and return axis (or product of axes) -> mesh; empty on ranks that ``shape`` does not have.
 
     All ranks of the run must call it. The meshes ``fsdp`` and ``ep_fsdp`` have a first axis ``dp_replicate`` if there
-    are several copies.
-
-    Args:
-        shape: a factorisation of ranks.
-        device_type: ``cpu`` or ``cuda``.
-        first_rank: global rank of the first rank of ``shape``; the others follow.
+    are several copies. ``first_rank``: global rank of the first rank of ``shape``; the others follow.
     """
     groups = _Groups(shape, first_rank, (*_DENSE_ROOT, *_EXPERT_ROOT, *_STANDALONE_AXES))
     if not groups.has_this_rank:
         return {}
     dense, expert = groups.mesh(_DENSE_ROOT, device_type), groups.mesh(_EXPERT_ROOT, device_type)
-    has_copies = shape.dp_replicate > 1
-    meshes = {
-        "fsdp": dense["dp_replicate", "fsdp"] if has_copies else dense["fsdp"],
-        "ep_fsdp": expert["dp_replicate", "ep_fsdp"] if has_copies else expert["ep_fsdp"],
-        "ep": expert["ep"],
-        "tp": dense["tp"],
-        "pp": dense["pp"],
-    }
+    copies = ("dp_replicate",) * (shape.dp_replicate > 1)
+    meshes = {"fsdp": dense[*copies, "fsdp"], "ep_fsdp": expert[*copies, "ep_fsdp"]}
+    meshes |= {"ep": expert["ep"], "tp": dense["tp"], "pp": dense["pp"]}
     for dim in _STANDALONE_AXES:
         meshes[dim] = DeviceMesh.from_group(groups.of_axis[dim], device_type, mesh_dim_names=(dim,))
     return meshes
@@ -60,14 +50,10 @@ def data_mesh(shape: MeshShape, device_type: str, first_rank: int = 0) -> Device
 
 
 def mesh_group(ranks: Sequence[int], name: str, *, is_of_experts: bool = False) -> dist.ProcessGroup | None:
-    """Return the group of some ranks that meshes share, which takes CPU tensors, too; None on other ranks.
+    """Return the group of some global ranks that meshes share, which takes CPU tensors, too; None on other ranks.
 
-    All ranks of the run must call it.
-
-    Args:
-        ranks: global ranks of the group.
-        name: its description, if it is new.
-        is_of_experts: it is for their exchange alone.
+    All ranks of the run must call it. ``name``: its description, if it is new. ``is_of_experts``: it is for their
+    exchange alone.
     """
     configured = dist.get_backend_config()
     backend = None if "cpu:" in configured else f"cpu:gloo,{configured}"

@@ -188,7 +188,6 @@ class ParallelState:
 
 _DEGREE_ARGUMENTS = {axis: f"{axis}_size" for axis in ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
 _DEGREE_ARGUMENTS["sp"] = "ulysses_size"
-_PLAN_FIELDS = {"pp": "pp", "cp": "cp", "sp": "ulysses", "tp": "tp", "ep": "ep"}
 
 _default: ParallelState | None = None
 
@@ -228,7 +227,6 @@ def init_parallel_state(
     """
     sizes = {"pp": pp_size, "cp": cp_size, "sp": ulysses_size, "tp": tp_size, "ep": ep_size}
     data = _data_degrees(dp_mode, dp_replicate_size, dp_shard_size, _DEGREE_ARGUMENTS)
-    global _default
     _ensure_process_group()
     plan = sections or ParallelPlan()
     ranks = _ranks_of_main(plan, dist.get_world_size())
@@ -237,8 +235,7 @@ def init_parallel_state(
     except UserError as error:
         left = f"sections leave {ranks} of {dist.get_world_size()} ranks; " if plan.sections else ""
         raise UserError(f"{left}{error}") from None
-    _default = _with_groups(_all_sections(plan, shape, dp_mode))
-    return _default
+    return _as_default(_all_sections(plan, shape, dp_mode))
 
 
 def init_state_of(plan: ParallelPlan) -> ParallelState:
@@ -247,18 +244,12 @@ def init_state_of(plan: ParallelPlan) -> ParallelState:
     Raises:
         UserError: the degrees do not fit the number of ranks. The message has degrees and a number of ranks that do.
     """
-    global _default
     _ensure_process_group()
-    _default = _with_groups(_states_of(plan, dist.get_world_size()))
-    return _default
+    return _as_default(_states_of(plan, dist.get_world_size()))
 
 
 def state_without_groups(plan: ParallelPlan, world_size: int) -> ParallelState:
-    """Return the state of ``plan`` on ``world_size`` ranks without process groups, to validate the plan.
-
-    Raises:
-        UserError: the degrees do not fit the number of ranks. The message has degrees and a number of ranks that do.
-    """
+    """Return the state of ``plan`` on ``world_size`` ranks without groups; errors as of :func:`init_state_of`."""
     return _states_of(plan, world_size)[MAIN]
 
 
@@ -293,7 +284,10 @@ def _ranks_of_main(plan: ParallelPlan, world_size: int) -> int:
 
 def _shape_of(plan: ParallelPlan, component: str, num_ranks: int) -> tuple[MeshShape, DpMode]:
     """The factorisation of a section's ranks by the degrees of its leading component."""
-    mode, degrees = _degrees_of(plan.of(component))
+    own, keys = plan.of(component), {"sp": "ulysses"}
+    mode, replicate = own.mode or "fsdp2", own.dp_replicate or (None if own.mode == "replicate" else 1)
+    degrees: dict[str, Any] = {axis: getattr(own, keys.get(axis, axis)) or 1 for axis in ("pp", "cp", "sp", "tp", "ep")}
+    degrees |= {**_data_degrees(mode, replicate, own.dp_shard, keys), "keys": keys}
     try:
         return fit_mesh(num_ranks, **degrees), mode
     except UserError as error:
@@ -321,13 +315,6 @@ def _fits(world_size: int, degrees: Mapping[str, Any]) -> bool:
     except UserError:
         return False
     return True
-
-
-def _degrees_of(plan: ComponentPlan) -> tuple[DpMode, dict[str, Any]]:
-    replicate = plan.dp_replicate or (None if plan.mode == "replicate" else 1)
-    sizes = {axis: getattr(plan, field) or 1 for axis, field in _PLAN_FIELDS.items()}
-    mode, keys = plan.mode or "fsdp2", {"sp": "ulysses"}
-    return mode, {**_data_degrees(mode, replicate, plan.dp_shard, keys), **sizes, "keys": keys}
 
 
 def _data_degrees(mode: DpMode, replicate: int | None, shard: int | None, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -361,13 +348,8 @@ def get_parallel_state() -> ParallelState:
 def loss_peers(state: ParallelState | None = None) -> Peers:
     """Return the ranks of ``loss_group``, as ``heldout_loss`` and ``generate`` take them.
 
-    All ranks must call it. It creates a process group: call it once and keep the result.
-
-    Args:
-        state: None: the state of the last :func:`init_parallel_state`.
-
-    Raises:
-        UserError: :func:`init_parallel_state` was not called.
+    All ranks must call it. It creates a process group: call it once and keep the result. ``state``: None: that of the
+    last :func:`init_parallel_state`.
     """
     state = state or get_parallel_state()
     return GlooGroup(state.all_groups("loss")) if state.num_ranks > 1 else SINGLE_PROCESS
@@ -421,13 +403,15 @@ def open_process_group(backend: str) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _with_groups(states: dict[str, ParallelState]) -> ParallelState:
-    """The state of this rank, with its process groups."""
+def _as_default(states: dict[str, ParallelState]) -> ParallelState:
+    """Make the state of this rank, with its process groups, the default."""
+    global _default
     device_type = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
     states.update({name: replace(state, device_type=device_type) for name, state in states.items()})
     own = next(state for state in states.values() if dist.get_rank() in state.ranks)
     of_sections = {name: device_meshes(s.shape, device_type, s.first_rank) for name, s in states.items()}
-    return replace(own, rank=dist.get_rank(), _meshes=of_sections[own.section])
+    _default = replace(own, rank=dist.get_rank(), _meshes=of_sections[own.section])
+    return _default
 
 
 def states_of_components(
@@ -435,12 +419,8 @@ def states_of_components(
 ) -> dict[str, ParallelState]:
     """Return component -> the state of its section, or one of its own if only some ``tp`` ranks share its matrices.
 
-    States of their own have no process groups; :func:`with_own_groups` makes them.
-
-    Args:
-        state: the state of this rank's section.
-        of_user: the user's plan.
-        plans: component -> its complete plan.
+    States of their own have no process groups; :func:`with_own_groups` makes them. ``state``: of this rank's section.
+    ``plans``: component -> its complete plan.
     """
     states = {name: state.of_section(of_user.section_of(name)) for name in plans}
     own = {name: plan.tp for name, plan in plans.items() if 1 < (plan.tp or 1) < states[name].size("tp")}

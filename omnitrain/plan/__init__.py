@@ -1,11 +1,10 @@
 """Plan a step without torch or a process group: equal inputs give equal plans on every rank."""
 
-from omnitrain.plan.placement import CallSite, Placement, Topology
+from omnitrain.plan.placement import Placement, Topology
 from omnitrain.plan.step import Call, RowRoutes, StepPlan, plan_step
 from omnitrain.plan.tables import (
     ItemFacts,
     MicroBatchFacts,
-    RankFacts,
     StepTables,
     decode_tables,
     encode_table,
@@ -16,11 +15,9 @@ from omnitrain.plan.tables import (
 
 __all__ = [
     "Call",
-    "CallSite",
     "ItemFacts",
     "MicroBatchFacts",
     "Placement",
-    "RankFacts",
     "RowRoutes",
     "StepPlan",
     "StepTables",

@@ -52,12 +52,8 @@ def _run_ends(problem: np.ndarray, costs: np.ndarray) -> np.ndarray:
 class _OpenProblems:
     """The problems that still have items, one row each.
 
-    Attributes:
-        cursor: ``[problems]``, the next item.
-        end: ``[problems]``, one past the last item.
-        num_workers: ``[problems]``.
-        workers: ``[problems, most workers]``, least loaded first.
-        loads: ``[problems, most workers]``, loads of ``workers``.
+    ``cursor``, ``end``: ``[problems]``, the next item, and one past the last. ``num_workers``: ``[problems]``.
+    ``workers``, ``loads``: ``[problems, most workers]``, least loaded first, and their loads.
     """
 
     def __init__(self, num_workers: np.ndarray, num_items: np.ndarray) -> None:

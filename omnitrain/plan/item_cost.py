@@ -27,9 +27,7 @@ class Encoded(NamedTuple):
 def item_cost(elements: int, quadratic: float) -> int:
     """Return the cost of an item: ``elements + quadratic * elements ** 2``, rounded.
 
-    Args:
-        elements: number of its input elements.
-        quadratic: the part of attention inside the item, relative to the linear part.
+    ``quadratic``: the part of attention inside the item, relative to the linear part.
     """
     return elements + round(quadratic * elements**2)
 
@@ -37,10 +35,7 @@ def item_cost(elements: int, quadratic: float) -> int:
 def fitted_quadratic(encoded: list[Encoded]) -> float:
     """Return ``b / a`` of the least squares fit ``seconds = a * elements + b * squares + c * calls``, none negative.
 
-    It is 0 where the items do not show a quadratic part, for example if all of them have one size.
-
-    Args:
-        encoded: of several steps, and of all ranks.
+    It is 0 where the items, of several steps and all ranks, do not show a quadratic part: if all have one size, say.
     """
     rows = np.array([row for row in encoded if row.elements], dtype=np.float64)
     if len(rows) < 2:

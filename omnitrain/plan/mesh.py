@@ -68,13 +68,10 @@ class MeshShape:
         return math.prod(int(getattr(self, axis)) for axis in _expanded(axes))
 
     def groups(self, *axes: str) -> np.ndarray:
-        """Return all groups of ranks that differ only in their coordinates on ``axes``.
+        """Return ``[groups, size of each]`` int64: all ranks that differ only in their coordinates on ``axes``.
 
-        Args:
-            axes: names of axes of one of the two views, and of products. Without any, each rank is a group.
-
-        Returns:
-            ``[number of groups, size of each]`` int64, ascending both within and between groups.
+        They ascend within and between groups. ``axes``: of one of the two views, and products; without any, each rank
+        is a group.
         """
         grid, inside = self._grid(axes)
         outside = [index for index in range(grid.ndim) if index not in inside]

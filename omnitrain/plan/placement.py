@@ -62,17 +62,11 @@ class Placement:
     edge: EdgeKind = "forward"
     exchange: str = ""
 
-    @property
-    def num_shards(self) -> int:
-        """Number of ranks that share one copy of the parameters."""
-        return len(self.ranks) // self.num_replicas
-
     def facts(self, reader: str, ranks: Iterable[int]) -> dict[str, str]:
         """Return what a table shows of it.
 
-        Args:
-            reader: the component that reads its features; empty: nobody does.
-            ranks: global ranks that compute it: its own, and of a pipeline those of all stages.
+        ``reader``: the component that reads its features; empty: nobody. ``ranks``: those that compute it, in a
+        pipeline those of all stages.
         """
         together = len(self.call_groups[0]) if self.call_groups else 1
         windows = {None: "the step", 1: "1 micro-batch"}.get(self.window, f"{self.window} micro-batches")
@@ -90,13 +84,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class CallSite:
-    """One way to call a component: the media that it encodes, the foundation's forward, or a head.
-
-    Attributes:
-        component: name of the component.
-        kind: ``encode``, ``forward`` or ``head``.
-        name: name of the media, the component or the loss.
-    """
+    """One way to call a component: ``name`` is the media that it encodes, the foundation, or the loss of a head."""
 
     component: str
     kind: CallSiteKind

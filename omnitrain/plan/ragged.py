@@ -26,11 +26,6 @@ def runs_within(sizes: Iterable[int], most: int | None) -> list[int]:
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the concatenated ranges ``start .. start + length - 1``.
-
-    Args:
-        starts: ``[n]`` int64.
-        lengths: ``[n]`` int64.
-    """
+    """Return the concatenated ranges ``start .. start + length - 1``; both arguments are ``[n]`` int64."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(lengths.sum())

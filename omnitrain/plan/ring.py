@@ -48,14 +48,9 @@ class Block:
 
 
 def sections_of(runs: Sequence[Run], cu_seqlens: Sequence[int]) -> tuple[Section, ...]:
-    """Divide a rank's tokens into whole segments, which need no other rank, and slices of segments that do.
+    """Divide a rank's tokens, as runs, into whole segments, which need no other rank, and slices of segments that do.
 
-    Args:
-        runs: the rank's tokens, ascending.
-        cu_seqlens: ``(0, ..., T)``, the offsets of the segments in the pack.
-
-    Returns:
-        Sections, ascending. Adjacent whole segments form one section.
+    Sections ascend, and adjacent whole segments form one. ``cu_seqlens``: ``(0, ..., T)``, offsets of the segments.
     """
     sections: list[Section] = []
     for start, stop in _merged(runs):
@@ -101,10 +96,6 @@ def seen_before_and_after(block: Block, window: int | None) -> tuple[int, int]:
     """Return how many keys before and after its own position a query of a block by distance sees; -1: all of them.
 
     Flash kernels count positions from the end: the last query and the last key of a block have the same position.
-
-    Args:
-        block: a result of :func:`block_between`.
-        window: as in :func:`block_between`.
     """
     if block.kind == FULL:
         return -1, -1

@@ -43,13 +43,7 @@ def split_sequence(num_tokens: int, *, sp: int, cp: int = 1) -> SequenceSplit:
     """Split a sequence of ``num_tokens`` among ``cp x sp`` ranks.
 
     The sequence is cut into 2 cp nearly equal chunks. Cp rank c gets chunks c and 2 cp - 1 - c, so that all cp ranks
-    have about the same work under a causal mask. Its sp ranks get nearly equal runs of its tokens. Every rank gets
-    tokens.
-
-    Args:
-        num_tokens: tokens of the sequence.
-        sp: ranks that exchange tokens for heads (Ulysses).
-        cp: ranks of the attention ring.
+    have about the same work under a causal mask. Its sp ranks get nearly equal runs of its tokens.
 
     Raises:
         UserError: fewer tokens than ranks.

@@ -50,12 +50,7 @@ class Rates:
     quadratic: float = 0.0
 
     def of_packs(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        """Return how long packs take.
-
-        Args:
-            tokens: sum of the lengths of each pack's samples.
-            squares: sum of the squares of these lengths; same shape.
-        """
+        """Return how long packs take, from the sums of the lengths of their samples, and of the squares of these."""
         return self.per_token * (tokens + self.quadratic * squares)
 
 
@@ -79,14 +74,12 @@ class RowRoutes:
 class Balance(NamedTuple):
     """How the cost of an encoder is divided among its ranks in a step.
 
-    An imbalance is the cost on the busiest rank divided by the mean, where each item is encoded once. The busiest rank
-    of each window counts, because the others wait for it.
-
     Attributes:
         items: number of items.
         moved: number of items that a rank encodes which did not draw them.
-        imbalance_drawn: if each rank encoded the items that it drew.
-        imbalance: with this plan.
+        imbalance_drawn: cost on the busiest rank of each window (the others wait for it) divided by the mean, if each
+            rank encoded the items that it drew.
+        imbalance: the same with this plan.
     """
 
     items: int
@@ -138,8 +131,7 @@ class StepPlan(StepTables):
 
     def last_active(self, component: str) -> int | None:
         """Return the last micro-batch in which the component runs and reduces across replicas, or None."""
-        active = np.flatnonzero(self.calls[:, list(self.topology.call_sites_of(component))].any(axis=1))
-        return int(active[-1]) if len(active) else None
+        return max((k for k in range(self.num_micro_batches) if self.is_active(component, k)), default=None)
 
     def calls_and_heads(self, micro_batch: int) -> tuple[dict[str, int], set[str]]:
         """Return media -> the calls of each rank in a micro-batch, and the losses whose heads run in it."""
@@ -151,10 +143,9 @@ class StepPlan(StepTables):
         """Return the calls that a rank makes to the component in a micro-batch, in order."""
         if rank not in self.topology.component(component).ranks:
             return ()
-        calls = []
+        calls, producer = [], int(self.topology.call_group_of(component)[rank, 0])
         for call_site in self.topology.call_sites_of(component):
             num_with_data = int(self.calls_with_data[micro_batch, call_site, rank])
-            producer = int(self.topology.call_group_of(component)[rank, 0])
             items = self._items_by_call(producer, micro_batch, call_site, num_with_data)
             items += [()] * (int(self.calls[micro_batch, call_site]) - num_with_data)
             calls += [Call(call_site, index, call_items) for index, call_items in enumerate(items)]
@@ -163,8 +154,7 @@ class StepPlan(StepTables):
     def routes(self, component: str, micro_batch: int) -> RowRoutes:
         """Return the routes of all items of a component in a micro-batch, including items that stay on their rank.
 
-        They go to the ranks whose sequences contain them, or to those that call the component that reads them. Of ranks
-        that make a call together, the n-th one sends to the n-th one of each call group.
+        Of ranks that make a call together, the n-th one sends to the n-th one of each call group.
         """
         item, consumer = self._consumers(component, micro_batch)
         order = stable_order(consumer, item)
@@ -288,16 +278,7 @@ class StepPlan(StepTables):
 
 
 def plan_step(topology: Topology, tables: StepTables, rates: Rates | None = None) -> StepPlan:
-    """Plan a step. Pure function of the topology and the samples that all ranks drew.
-
-    Args:
-        topology: components and ranks of the run.
-        tables: tables of all ranks (:func:`omnitrain.plan.tables.decode_tables`).
-        rates: see :class:`StepPlan`.
-
-    Returns:
-        The same plan on every rank.
-    """
+    """Plan a step: a pure function of the topology and what all ranks drew, so the plan is the same on every rank."""
     tables = replace(tables, slot=_slots_of_windows(topology, tables))
     producer = _producers(topology, tables)
     work, call, work_cell, encodes = _work(topology, tables, producer)
@@ -341,8 +322,7 @@ def _producers_of(
 ) -> np.ndarray:
     """Return ``[items]``: the first rank of the call group that encodes each item of a component.
 
-    With ``place: world``, items leave their data group only in micro-batches in which that lowers the largest cost of a
-    rank: balanced items do not move.
+    With ``place: world``, items leave their data group only where that lowers the largest cost of a rank.
     """
     first = topology.call_group_of(component.name)[:, 0]
     if component.place == "local":
@@ -363,18 +343,7 @@ def _producers_of(
 def _dealt(
     workers: np.ndarray, sizes: np.ndarray, group: np.ndarray, micro_batch: np.ndarray, cost: np.ndarray
 ) -> np.ndarray:
-    """Deal the items of each micro-batch and group to the group's workers, by cost.
-
-    Args:
-        workers: ``[workers]`` ranks, group by group.
-        sizes: ``[groups]`` number of workers of each group.
-        group: ``[items]`` index of the group that encodes an item.
-        micro_batch: ``[items]``.
-        cost: ``[items]``.
-
-    Returns:
-        ``[items]``: the rank that encodes each item.
-    """
+    """Deal the items of each micro-batch and group by cost to the group's workers, ``sizes[group]`` of ``workers``."""
     index = np.zeros(len(group), dtype=np.int64)
     if sizes.max() > 1:
         num_workers = np.tile(sizes, int(micro_batch.max()) + 1)
@@ -426,13 +395,12 @@ def _over_limits(
 
 def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:
     """Return ``calls_with_data`` of forwards and heads: 1 if the data group has samples or tokens to predict."""
-    group, num_groups = topology.group_of, len(topology.data_groups)
-    cell = (np.arange(len(tables.counts))[:, None] * num_groups + group).ravel()  # micro-batch * groups + group
-    calls = []
-    for call_site in topology.call_sites[len(topology.media) :]:
+    group, call_sites = topology.group_of, topology.call_sites[len(topology.media) :]
+    calls = np.zeros((len(tables.counts), len(call_sites), topology.world_size), dtype=np.int64)
+    for index, call_site in enumerate(call_sites):
         is_head = call_site.kind == "head"
         drawn = tables.counts[:, topology.losses.index(call_site.name)] if is_head else tables.num_samples
-        of_groups = np.bincount(cell, drawn.ravel(), len(tables.counts) * num_groups).reshape(-1, num_groups)
-        calls.append(of_groups[:, group] > 0)
-    shape = (len(tables.counts), len(calls), topology.world_size)
-    return np.stack(calls, axis=1).astype(np.int64) if calls else np.zeros(shape, dtype=np.int64)
+        of_groups = np.zeros((len(topology.data_groups), len(drawn)), dtype=np.int64)
+        np.add.at(of_groups, group, drawn.T)
+        calls[:, index] = of_groups[group].T > 0
+    return calls

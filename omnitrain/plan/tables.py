@@ -53,13 +53,6 @@ class MicroBatchFacts:
     items: Mapping[str, tuple[ItemFacts, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class RankFacts:
-    """The samples that a rank drew for the micro-batches of one global batch, in order."""
-
-    micro_batches: tuple[MicroBatchFacts, ...] = ()
-
-
 @dataclass(frozen=True, eq=False)
 class StepTables:
     """The tables of all ranks. ``M`` is the largest number of micro-batches of any rank.
@@ -102,13 +95,13 @@ def shape_key(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1  # fits a positive int64
 
 
-def encode_table(topology: Topology, facts: RankFacts) -> np.ndarray:
-    """Encode a rank's table as ``[words]`` int64.
+def encode_table(topology: Topology, batches: Sequence[MicroBatchFacts]) -> np.ndarray:
+    """Encode the table of a rank that drew these micro-batches as ``[words]`` int64.
 
     Raises:
         ValueError: a loss or media that the topology does not have, or a negative number.
     """
-    batches, media = facts.micro_batches, topology.media
+    media = topology.media
     for batch in batches:
         if unknown := sorted((batch.counts.keys() - {*topology.losses}) | (batch.items.keys() - {*media})):
             raise ValueError(
@@ -146,11 +139,9 @@ def needed_capacity(gathered: Sequence[np.ndarray] | np.ndarray) -> int:
 
 
 def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarray) -> StepTables:
-    """Decode the tables of all ranks.
+    """Decode the tables of all ranks, which were encoded with ``topology``.
 
-    Args:
-        topology: the topology that they were encoded with.
-        gathered: ``[words]`` int64 of each rank, in order of ranks, padded or not; or ``[ranks, words]``.
+    ``gathered``: ``[words]`` int64 of each rank, in order of ranks, padded or not; or ``[ranks, words]``.
 
     Raises:
         ValueError: the number of tables is not the number of ranks, or a table did not fit its capacity.

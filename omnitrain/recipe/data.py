@@ -9,10 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from omnitrain.recipe.located_problem import Problem
-from omnitrain.recipe.strict import Strict
+from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
-from omnitrain.recipe.useless_keys import Idle
 
 Overlong = Literal["drop", "error", "split"]
 RowFormat = Literal["alpaca", "sharegpt", "llama_factory", "ms_swift", "axolotl", "openai", "trl", "llava"]
@@ -306,6 +304,9 @@ class Data(Strict):
             if not any(of_source):
                 why = "no stage has another weight for it; remove the data set, or name it in `stages`"
                 yield ("train", number, "weight"), f"found 0.0, and {why}"
+        yield from self._endless()
+
+    def _endless(self) -> Iterator[Problem]:
         for kind, sources in (("train", self.train), ("heldout", self.heldout)):
             for number, source in enumerate(sources):
                 is_endless, why = source.streaming and source.limit is None, "a streamed data set has no known length"

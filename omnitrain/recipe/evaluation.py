@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from omnitrain.recipe.functions import FunctionName
-from omnitrain.recipe.strict import Strict
-from omnitrain.recipe.useless_keys import Idle
+from omnitrain.recipe.strict import Idle, Strict
 
 
 class Sampling(Strict):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
-from omnitrain.recipe.located_problem import Problem, raise_located
+from omnitrain.recipe.strict import Problem, raise_located
 from omnitrain.recipe.suggest import hint
 
 Location = tuple[str | int, ...]
@@ -45,9 +45,8 @@ _FIELD_IN_MESSAGE = re.compile(r"Validation error for field '(\w+)':\s*(?:\w+Err
 def check_hf_config_keys(value: Any) -> Any:
     """Check the dict of a HF config, including sub-configs, before a model is built from it, and return it unchanged.
 
-    Raises:
-        ValidationError: every unknown ``model_type``, every key that the config class does not have (with the
-            nearest valid key) and every value that the class refuses, located at the key.
+    A ValidationError has every unknown ``model_type``, every key that the config class does not have (with the nearest
+    valid key) and every value that the class refuses, located at the key.
     """
     if isinstance(value, dict):
         raise_located("HF config", _problems(value, ()))

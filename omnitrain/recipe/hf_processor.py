@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Set
 from typing import Any
 
-from omnitrain.recipe.located_problem import Problem, raise_located
+from omnitrain.recipe.strict import Problem, raise_located
 from omnitrain.recipe.suggest import hint
 
 _TYPE_KEYS = {"image_processor_type", "feature_extractor_type"}
@@ -21,9 +21,8 @@ _UNNAMED = (
 def check_hf_processor_keys(value: Any) -> Any:
     """Check the arguments of a HF image processor or feature extractor, including sizes, and return them unchanged.
 
-    Raises:
-        ValidationError: every unknown type, and every key that the class does not have (without a named type: that no
-            default class has), located at the key, with the nearest valid key.
+    A ValidationError has every unknown type, and every key that the class does not have (without a named type: that no
+    default class has), located at the key, with the nearest valid key.
     """
     if isinstance(value, dict):
         raise_located("HF processor", _problems(value))

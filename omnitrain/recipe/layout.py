@@ -9,15 +9,31 @@ from itertools import starmap
 from typing import Any, Literal
 
 from omnitrain.errors import UserError
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSchedule, Precision, Section
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Section
 from omnitrain.recipe.suggest import nearest
 
 # Word -> field, in written order: some words come before the word of data parallelism, some after it.
 _BEFORE = {"pp": "pp", "v": "chunks", "tp": "tp"}
 _AFTER = {"cp": "cp", "sp": "ulysses", "ep": "ep", "accum": "accumulation", "window": "window"}
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "ulysses", "cp", "ep", "pp")
-_FLAGS = ("gpipe", "zbv", "paired", "recompute", "offload", "world", "group", "bf16", "bf16_param")
-_NUMBERED = ("dp", "replicate", *_BEFORE, *_AFTER)
+# Word without a number -> the keys of a plan that it sets; of two words for one key, the first decides.
+_FLAGS: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule.kind": "gpipe"},
+    "zbv": {"schedule.kind": "zbv"},
+    "paired": {"schedule.overlap": True},
+    "recompute": {"recompute": "full"},
+    "offload": {"activation_offload": True, "parameter_offload": True, "optimizer_offload": True},
+    "world": {"place": "world"},
+    "group": {"place": "group"},
+    "bf16": {"precision.compute": "bfloat16"},
+    "bf16_param": {"precision.param": "bfloat16"},
+}
+# Word -> the field of its number, and what else it sets.
+_NUMBERED: dict[str, tuple[str, dict[str, str]]] = {
+    "dp": ("dp_shard", {"mode": "fsdp2"}),
+    "replicate": ("dp_replicate", {"mode": "replicate"}),
+    **{word: (field, {}) for word, field in {**_BEFORE, **_AFTER}.items()},
+}
 # Word of a section -> its components; another word is the name of a component.
 _SECTIONS = {
     "vision": ["image_encoder"],
@@ -80,27 +96,17 @@ class Layout:
 
     def plan(self) -> ParallelPlan:
         """Return the parallel plan with this layout for all components."""
-        degrees = {axis: getattr(self, axis) for axis in _DEGREES}
-        shards = self.mode != "replicate"
-        kind: Literal["gpipe", "zbv"] | None = "gpipe" if self.gpipe else "zbv" if self.zbv else None
-        chunks = self.chunks if self.chunks > 1 else None
-        dtypes = {"compute": "bfloat16" if self.bf16 else None, "param": "bfloat16" if self.bf16_param else None}
-        schedule = PipelineSchedule(kind=kind, chunks=chunks, overlap=self.paired or None)
-        return ParallelPlan(
-            default=ComponentPlan(
-                **degrees,
-                mode=self.mode,
-                schedule=schedule if kind or chunks or self.paired else None,
-                recompute="full" if self.recompute else None,
-                activation_offload=self.offload or None,
-                parameter_offload=(self.offload and shards) or None,
-                optimizer_offload=self.offload or None,
-                place="world" if self.world else "group" if self.group else None,
-                window=self.window if self.window > 1 else None,
-                precision=Precision(**dtypes) if any(dtypes.values()) else None,
-            ),
-            sections=dict(self.sections),
-        )
+        fields: dict[str, Any] = {axis: getattr(self, axis) for axis in _DEGREES} | {"mode": self.mode}
+        fields |= {"window": self.window} if self.window > 1 else {}
+        found = {"schedule.chunks": self.chunks} if self.chunks > 1 else {}
+        for flag in reversed(_FLAGS):
+            found |= _FLAGS[flag] if getattr(self, flag) else {}
+        if self.mode == "replicate":  # only shards can be offloaded
+            found.pop("parameter_offload", None)
+        for key, value in found.items():
+            node, _, inner = key.partition(".")
+            fields |= {node: fields.get(node, {}) | {inner: value}} if inner else {key: value}
+        return ParallelPlan(default=ComponentPlan(**fields), sections=dict(self.sections))
 
     def __str__(self) -> str:
         data = {
@@ -193,17 +199,10 @@ def _section_words(name: str, section: Section) -> str:
 def _parse_word(word: str) -> dict[str, Any] | None:
     if word in _FLAGS:
         return {word: True}
-    match = re.fullmatch(r"([a-z]+)([1-9]\d*)(?:x([1-9]\d*))?", word)
-    if match is None:
+    if match := re.fullmatch(r"hsdp([1-9]\d*)x([1-9]\d*)", word):
+        return {"mode": "hsdp", "dp_replicate": int(match[1]), "dp_shard": int(match[2])}
+    match = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
+    if match is None or match[1] not in _NUMBERED:
         return None
-    name, first, second = match[1], int(match[2]), match[3]
-    if name == "hsdp" and second is not None:
-        return {"mode": "hsdp", "dp_replicate": first, "dp_shard": int(second)}
-    if second is not None:
-        return None
-    if name == "dp":
-        return {"mode": "fsdp2", "dp_shard": first}
-    if name == "replicate":
-        return {"mode": "replicate", "dp_replicate": first}
-    field = (_BEFORE | _AFTER).get(name)
-    return None if field is None else {field: first}
+    field, others = _NUMBERED[match[1]]
+    return {field: int(match[2]), **others}

@@ -9,9 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from omnitrain.recipe.hf_config import check_hf_config_keys
 from omnitrain.recipe.hf_processor import check_hf_processor_keys
-from omnitrain.recipe.located_problem import Problem
-from omnitrain.recipe.strict import Strict
-from omnitrain.recipe.useless_keys import Idle
+from omnitrain.recipe.strict import Idle, Problem, Strict
 
 
 class HFSource(Strict):

@@ -11,11 +11,9 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.globs import matches, matches_weight, unmatched
-from omnitrain.recipe.located_problem import Problem
 from omnitrain.recipe.lora import Lora
-from omnitrain.recipe.strict import Strict
+from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
-from omnitrain.recipe.useless_keys import Idle
 
 FOUNDATION = "foundation"
 MAIN = "main"  # the section of all components that no other section names

@@ -12,9 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from omnitrain.recipe.located_problem import LOCATED
 from omnitrain.recipe.other_names import key_of, name_here
-from omnitrain.recipe.strict import descriptions
+from omnitrain.recipe.strict import LOCATED, descriptions
 from omnitrain.recipe.suggest import hint, nearest
 
 Path = tuple[str | int, ...]

@@ -1,4 +1,8 @@
-"""The base class of all nodes of a recipe."""
+"""The base class of all nodes of a recipe, and what a node says of its keys.
+
+A key is idle if it is set although it can have no effect. It counts as set if its value differs from its default: a
+saved recipe contains every key and must load again.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,60 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from types import NoneType, UnionType
-from typing import Any, Self, get_args, get_origin
+from typing import Any, NamedTuple, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from omnitrain.recipe.located_problem import Problem, raise_located
-from omnitrain.recipe.useless_keys import Idle, idle_values
+Problem = tuple[tuple[str | int, ...], str]  # keys from a node to a value, and what is wrong with it
+
+LOCATED = "located"  # pydantic type of these problems; their message needs no additions
+
+
+def raise_located(node: str, problems: Iterable[Problem]) -> None:
+    """Raise a ValidationError of ``node`` with all problems, if there are any."""
+    # The message is passed in the context: in a template, its braces would be read as fields.
+    found = [
+        InitErrorDetails(type=PydanticCustomError(LOCATED, "{message}", {"message": message}), loc=path, input=None)
+        for path, message in problems
+    ]
+    if found:
+        raise ValidationError.from_exception_data(node, found)
+
+
+class Idle(NamedTuple):
+    """A key that can have no effect: its dotted path from a node (numbers index lists), the reason, and what to do."""
+
+    key: str
+    why: str
+
+
+def idle_values(node: BaseModel, idle: Iterable[Idle]) -> Iterator[Problem]:
+    """Yield the path and the problem of the ``idle`` keys of ``node`` that are set; no key below None is set."""
+    for key, why in idle:
+        path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+        value, default = _value_and_default(node, path)
+        if value != default:
+            has_nodes = any(isinstance(one, BaseModel) for one in (value if isinstance(value, list) else [value]))
+            yield path, f"{'set' if has_nodes else f'found {value!r}'}, {why}"
+
+
+def idle_problems(node: BaseModel, idle: Iterable[Idle], place: str = "") -> list[str]:
+    """Return one line per idle key that is set; ``place`` is the key of ``node`` in the recipe."""
+    found = idle_values(node, idle)
+    return [f"{'.'.join(map(str, (*filter(None, [place]), *path)))}: {problem}" for path, problem in found]
+
+
+def _value_and_default(node: Any, path: tuple[str | int, ...]) -> tuple[Any, Any]:
+    for part in path[:-1]:
+        node = getattr(node, part) if isinstance(part, str) and isinstance(node, BaseModel) else node[part]
+        if node is None:
+            return None, None
+    field = type(node).model_fields[str(path[-1])]
+    return getattr(node, str(path[-1])), field.get_default(call_default_factory=True)
 
 
 @functools.cache

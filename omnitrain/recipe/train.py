@@ -9,9 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from omnitrain.recipe.functions import FunctionName
-from omnitrain.recipe.located_problem import Problem
-from omnitrain.recipe.strict import Strict
-from omnitrain.recipe.useless_keys import Idle
+from omnitrain.recipe.strict import Idle, Problem, Strict
 
 # In a line of metrics.jsonl, by its path.
 _LOSS = re.compile(r"(heldout\.)?(heads\.[^.]+\.)?loss")

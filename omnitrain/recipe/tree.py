@@ -15,17 +15,15 @@ from pydantic import AfterValidator, Field, ValidationError
 from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import VISUAL_KEYS, Data
 from omnitrain.recipe.evaluation import Evaluation
-from omnitrain.recipe.located_problem import Problem
 from omnitrain.recipe.model import Model
 from omnitrain.recipe.overrides import apply_overrides
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 from omnitrain.recipe.plugins import import_plugin
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.recipe.shipped import find_recipe
-from omnitrain.recipe.strict import Strict
+from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.train import Train
-from omnitrain.recipe.useless_keys import Idle
 from omnitrain.recipe.yaml_text import parse_yaml
 
 

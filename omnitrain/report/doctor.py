@@ -1,4 +1,4 @@
-"""Examine this machine: versions, devices, memory, optional packages, and versions with known problems."""
+"""Examine this machine: versions, devices, memory, optional packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import resource
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,41 +60,13 @@ BACKENDS = (
 )
 
 
-@dataclass(frozen=True)
-class BadPair:
-    """Versions of a package with a known problem; ``trouble`` says what to do."""
+def examine(*, imports: bool = True) -> list[Finding]:
+    """Examine the machine. A broken package is a finding, never an exception.
 
-    distribution: str
-    versions: str
-    trouble: str
-    source: str
-
-
-BAD_PAIRS = (
-    BadPair(
-        "torch",
-        ">=2.9,<2.10",
-        "conv3d patch embeddings (Qwen-VL and similar models) run 10 to 50,000 times slower, with up to 17 times the "
-        "memory; use a newer torch",
-        "pytorch#166643, pytorch#174051",
-    ),
-)
-
-
-def examine() -> list[Finding]:
-    """Examine the machine. A broken package is a finding, never an exception."""
-    optional = map(_backend, BACKENDS)
-    return [*_versions(), *_devices(), *_memory(), *_environment(), *optional, *_bad_pairs(installed_version)]
-
-
-def examine_without_imports() -> list[Finding]:
-    """Examine the machine for a run, in which the import of a package that it does not use would cost memory."""
-    installed = [
-        Finding("optional", backend.module, version or f"not installed: {backend.purpose}", version is not None or None)
-        for backend in BACKENDS
-        for version in [installed_version(backend.distribution)]
-    ]
-    return [*_versions(), *_devices(), *_memory(), *_environment(), *installed, *_bad_pairs(installed_version)]
+    A run does not import the optional packages, because those that it does not use would cost memory.
+    """
+    optional = map(_backend if imports else _installed, BACKENDS)
+    return [*_versions(), *_devices(), *_memory(), *_environment(), *optional]
 
 
 def render(findings: list[Finding]) -> str:
@@ -242,14 +214,10 @@ def _backend(backend: Backend) -> Finding:
     return Finding("optional", backend.module, f"{version or 'unknown version'}: {backend.purpose}", True)
 
 
-def _bad_pairs(version_of: Callable[[str], str | None]) -> list[Finding]:
-    findings = []
-    for pair in BAD_PAIRS:
-        version = version_of(pair.distribution)
-        if version is not None and SpecifierSet(pair.versions).contains(Version(version), prereleases=True):
-            trouble = f"{version}: {pair.trouble} ({pair.source})"
-            findings.append(Finding("known-bad versions", pair.distribution, trouble, False))
-    return findings
+def _installed(backend: Backend) -> Finding:
+    version = installed_version(backend.distribution)
+    found = version or f"not installed: {backend.purpose}"
+    return Finding("optional", backend.module, found, version is not None or None)
 
 
 def _one_line(message: object) -> str:

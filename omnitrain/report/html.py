@@ -23,11 +23,19 @@ _MARK = '<meta name="generator" content="omnitrain report">'
 _CHAPTER = re.compile(r'<section id="([^"]+)"><h2><a[^>]*>([^<]+)')
 
 
-def number(value: float) -> str:
-    """Return a number with at most four digits that count, and thousands apart."""
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+class Share(float):
+    """A number that is shown as a percentage."""
+
+
+def in_words(cell: Any) -> str:
+    """Return what a table shows: of a number at most four digits that count, with thousands apart."""
+    if isinstance(cell, Share):
+        return f"{cell:.1%}"
+    if not isinstance(cell, (int, float)):
+        return "" if cell is None else str(cell)
+    if cell == int(cell) and abs(cell) < 1e15:
+        return f"{int(cell):,}"
+    return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
 
 
 def tag(name: str, content: object = "", **attributes: object) -> Markup:
@@ -59,9 +67,9 @@ def _kind(value: Any) -> Markup:
 
 
 def _cell(value: Any) -> Markup:
-    shown = "" if value is None else value
+    shown: Any = value if isinstance(value, Markup) else in_words(value)
     if isinstance(value, (int, float)):
-        shown = Markup('<data value="{}">{}</data>').format(repr(value), number(value))
+        shown = Markup('<data value="{}">{}</data>').format(repr(value), shown)
     return Markup("<td{}>{}</td>").format(_kind(value), shown)
 
 

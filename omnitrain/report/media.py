@@ -24,15 +24,7 @@ _DECIBELS = 70.0  # from its brightest to its darkest pixel
 
 
 class MediaBudget:
-    """Makes HTML of media files as long as there is room.
-
-    Args:
-        room: bytes of the page for media.
-
-    Attributes:
-        left_out: number of media for which there was no room.
-        shown: number of media in the page.
-    """
+    """Makes HTML of media as long as there is room, in bytes; counts those that are ``shown`` and ``left_out``."""
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -76,11 +68,7 @@ class MediaBudget:
 
 
 def spectrogram(samples: np.ndarray) -> Image.Image:
-    """Return a spectrogram, low frequencies at the bottom.
-
-    Args:
-        samples: ``[n]`` float, one channel; ``n`` > 0.
-    """
+    """Return a spectrogram of ``[n]`` float, ``n`` > 0, with low frequencies at the bottom."""
     padded = np.pad(samples, (0, max(0, _WINDOW - len(samples))))
     starts = np.linspace(0, len(padded) - _WINDOW, _COLUMNS).astype(int)
     frames = np.stack([padded[start : start + _WINDOW] for start in starts]) * np.hanning(_WINDOW)

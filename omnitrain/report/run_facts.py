@@ -12,23 +12,23 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.fused.install import FusedOp
 from omnitrain.parallel.layout import ModelLayout
-from omnitrain.report.doctor import examine_without_imports
+from omnitrain.report.doctor import examine
 from omnitrain.report.run_record import ENVIRONMENT_FILE, LAYOUT_FILE
 
 
 def write_facts(
     folder: Path, model: OmniModel, ops: Mapping[str, Mapping[str, FusedOp]], layout: ModelLayout | None
 ) -> None:
-    """Write both files to the folder of a run. Only the first rank calls this.
+    """Write both files to the existing folder of a run. Only the first rank calls this.
 
     Args:
-        folder: existing folder of the run.
+        folder: the folder.
         model: the model, sharded or in one process.
         ops: component -> result of :func:`fuse_ops`.
         layout: what was done to the model; None: it runs in one process as it is.
     """
     _write(folder / LAYOUT_FILE, layout_facts(model, ops, layout))
-    _write(folder / ENVIRONMENT_FILE, [asdict(finding) for finding in examine_without_imports()])
+    _write(folder / ENVIRONMENT_FILE, [asdict(finding) for finding in examine(imports=False)])
 
 
 def layout_facts(

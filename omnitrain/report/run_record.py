@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,7 @@ class RunRecord:
 
     Attributes:
         label: name of the run, another one for each run of a report.
-        recipe_text: the resolved recipe as YAML.
-        recipe: the same, read.
+        recipe_text: the resolved recipe as YAML, and ``recipe``, read.
         lines: the lines of ``metrics.jsonl``, at least one; numbers that are not finite are None.
         evaluations: all evaluations of the run, by steps done.
         samples: answers of these evaluations: contents of each ``samples.json``, and its folder, by steps done.
@@ -109,18 +107,11 @@ def _json(file: Path) -> Any:
 
 
 def _parsed(text: str) -> Any:
+    """Numbers that are not finite are None: JSON does not have them, and Python writes them as constants."""
     try:
-        return _finite(json.loads(text))
+        return json.loads(text, parse_constant=lambda name: None)
     except ValueError:
         return None
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _samples(folder: Path) -> list[tuple[Path, Line]]:

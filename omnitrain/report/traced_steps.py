@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -32,18 +32,21 @@ MEANINGS = {
 _STEPS, _RANKS = 3, 16  # in one page; the table has all ranks of a step
 _COLUMNS = 2000  # bars that are closer than this fraction of the width are drawn as one
 _LANES = ("actions", "compute", "in transit")
+_KINDS = {
+    "forward": {Kind.F},
+    "exchange": {Kind.EXCHANGE},
+    "encode": ENCODES,
+    "message": SENDS | RECEIVES,
+    "weights": WEIGHTS,
+    "optimizer": {Kind.OPTIMIZER},
+}
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Event:
-    """A span of a trace.
+class Event(NamedTuple):
+    """A span of a trace, in seconds: an activity (of :data:`MEANINGS`) in a lane.
 
-    Attributes:
-        lane: one of ``actions``, ``compute`` (what happens inside of actions, and between them), ``in transit``.
-        activity: one of :data:`MEANINGS`.
-        start: start in seconds.
-        end: end in seconds.
+    The lane ``compute`` has what happens inside of ``actions``, and between them.
     """
 
     lane: str
@@ -54,13 +57,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RankTime:
-    """What one rank did in a traced step.
-
-    Attributes:
-        rank: the rank.
-        name: its name in the trace, with its section.
-        events: its spans, at least one, by their start.
-    """
+    """What one rank did in a traced step: its spans, at least one, by their start. Its name has its section."""
 
     rank: int
     name: str
@@ -174,16 +171,6 @@ def _place(kind: str, name: str) -> tuple[str, str]:
 
 
 def _activity(action: Action) -> str:
-    if action.kind is Kind.F:
-        return "forward"
-    if action.kind is Kind.EXCHANGE:
-        return "exchange"
-    if action.kind in ENCODES:
-        return "encode"
     if action.kind is Kind.RECV_F and action.stage is None:
         return "wait"  # for the features of a section; other receives return at once
-    if action.kind in SENDS | RECEIVES:
-        return "message"
-    if action.kind in WEIGHTS:
-        return "weights"
-    return "optimizer" if action.kind is Kind.OPTIMIZER else "backward"
+    return next((name for name, kinds in _KINDS.items() if action.kind in kinds), "backward")

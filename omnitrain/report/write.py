@@ -116,7 +116,7 @@ def _overview(run: RunRecord) -> list[Any]:
         last.get("tokens_per_second"),
         last.get("memory_mb"),
         sum(last.get("rejected", {}).values()),
-        _num_ranks(run),
+        None if run.layout is None else sum(math.prod(one["axes"].values()) for one in run.layout["sections"]) or 1,
     ]
 
 
@@ -125,12 +125,6 @@ def _heldout_lines(run: RunRecord) -> list[Line]:
     found = {line["step"]: line["losses"] for line in run.evaluations if line.get("losses")}
     found |= {line["step"]: line["heldout"] for line in run.lines if line.get("heldout")}
     return [{"step": step, "heldout": losses} for step, losses in sorted(found.items())]
-
-
-def _num_ranks(run: RunRecord) -> int | None:
-    if run.layout is None:
-        return None
-    return sum(math.prod(section["axes"].values()) for section in run.layout["sections"]) or 1
 
 
 def _worst_load(runs: Sequence[RunRecord]) -> list[Curve]:

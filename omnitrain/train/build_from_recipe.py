@@ -17,7 +17,7 @@ from omnitrain.data.render.renderer import Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.errors import ModelError, UserError
 from omnitrain.models.adapters.lora import add_lora
-from omnitrain.models.contract.checks_backend import require_attention_backend
+from omnitrain.models.contract.check import require_attention_backend
 from omnitrain.models.hf.load import as_dict, require_folder
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
@@ -36,9 +36,9 @@ from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Recipe
 from omnitrain.recipe.functions import load_function
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.strict import Idle, idle_problems
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.train import Train
-from omnitrain.recipe.useless_keys import Idle, idle_problems
 from omnitrain.train.run_state.state import OPTIMIZER
 
 
@@ -119,8 +119,7 @@ def load_checkpoint(
         checked: verify the checksums of the files before reading weights, except those of the optimizer.
 
     Raises:
-        UserError: ``folder`` is not such a folder.
-        WeightsError: tensors are missing, unexpected or have the wrong shape.
+        UserError, WeightsError: not such a folder; tensors are missing, unexpected or have the wrong shape.
     """
     folder = newest_checkpoint(folder)
     if checked and init_device != "meta":
@@ -214,15 +213,10 @@ def _idle_ops(model: OmniModel) -> Iterator[Idle]:
 
 
 def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, FusedOp]]:
-    """Install the backends of ``model.ops`` in the foundation, the encoders and all losses.
+    """Install the backends of ``model.ops`` in the foundation, the encoders and all losses; see :func:`require_ops`.
 
-    Media tokenizers keep their code, because different rounding would give different codes.
-
-    Returns:
-        Component name -> operation -> the backend and the number of modules that use it.
-
-    Raises:
-        UserError: a backend cannot train the model on ``device``.
+    Media tokenizers keep their code, because different rounding would give different codes. Returns component name ->
+    operation -> the backend and the number of modules that use it.
     """
     require_ops(model, ops, device, dtype)
     for part in (model.runner, *model.decoders.values()):

@@ -11,12 +11,9 @@ from omnitrain.train.launch.environment import local_world_size
 
 
 def use_device(settings: Train) -> torch.device:
-    """Return the device of ``settings``, and set torch's CPU threads and current CUDA device.
+    """Return the device of ``settings``, or raise a UserError; set torch's CPU threads and current CUDA device.
 
     Each rank of a machine uses the CUDA device of its local rank among those that it sees.
-
-    Raises:
-        UserError: the device does not exist, or is one device for several ranks.
     """
     prepare_process()
     if settings.cpu_threads is not None:
@@ -53,7 +50,7 @@ def require_devices(requested: torch.device, ranks: int) -> None:
 
 
 def machines_for(requested: torch.device, ranks: int) -> int:
-    """Return how many machines with as many devices as this one have a device for each of ``ranks`` ranks.
+    """Return how many machines like this one have a device for each of ``ranks`` ranks.
 
     Raises:
         UserError: ``requested`` is one CUDA device, which several ranks would share.

@@ -42,20 +42,19 @@ class EncoderCosts:
     """
 
     def __init__(self, model: OmniModel, ranks: Ranks, state: TrainingState) -> None:
-        layout = layout_of(model)
-        self._ranks, is_spread = ranks, layout is not None and ranks.peers.size > 1
-        self._components = measured_components(model) if is_spread else ()
-        sections = layout.sections.values() if layout is not None and is_spread else ()
-        self._apart = [component for section in sections for component in section.components]
-        self._waits = layout is not None and layout.states[FOUNDATION].size("fsdp") > 1
-        self._inside = encoders_of_own_packs(model) if is_spread and deals_packs(model) else ()
+        layout, self._ranks, self._rank, self._waits = layout_of(model), ranks, ranks.peers.rank, False
+        self._components, self._apart, self._inside = list[str](), list[str](), list[str]()
+        if layout is not None and ranks.peers.size > 1:
+            self._components = list(measured_components(model))
+            self._apart = [name for section in layout.sections.values() for name in section.components]
+            self._inside = list(encoders_of_own_packs(model)) if deals_packs(model) else []
+            self._waits = layout.states[FOUNDATION].size("fsdp") > 1
         quadratic, seconds = state.quadratic_costs or {}, state.section_seconds or {}
         is_known = quadratic.keys() >= set(self._components) and seconds.keys() >= set(self._timed)
         self.settled = Measured(quadratic, seconds) if is_known and self._names else None
         self._done_before = state.step
         self.unused_until = state.step + UNUSED_STEPS if self.settled is None else state.measured_costs_unused_until
         self._of_planner: MeasuredCosts | None = None
-        self._rank = 0 if layout is None or ranks.state is None else ranks.state.rank
         self._encoded: defaultdict[str, list[Encoded]] = defaultdict(list)
 
     @property

@@ -13,10 +13,11 @@ from omnitrain.data.packing.sample import Rejected
 from omnitrain.parallel.serving import serving
 from omnitrain.recipe import Recipe
 from omnitrain.train.evaluate.evaluate import Evaluation, Evaluator
-from omnitrain.train.evaluate.results import write_results
+from omnitrain.train.evaluate.media_files import save_samples
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.measures import RunMeasures
 from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.display import show_scores
 from omnitrain.train.metrics.meter import MetricsFile
 from omnitrain.train.metrics.progress import Activity
 from omnitrain.train.metrics.throughput import Stopwatch
@@ -101,10 +102,17 @@ class Evaluations:
 
     def _write(self, result: Evaluation | None, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
         assert result is not None and self.recipe.evaluation is not None
-        rejected, per_source = [*skipped, *result.rejected], self.recipe.evaluation.saved_samples
-        shown = write_results(self.folder, self.measures.step, result, scores, rejected, per_source)
+        step, rejected = self.measures.step, [*skipped, *result.rejected]
+        written = self.folder.write_scores({"step": step} | scores | {"losses": result.losses})
+        per_source = self.recipe.evaluation.saved_samples
+        page, shown = save_samples(result.answers, self.folder.path / "samples", per_source, step)
+        show_scores(scores, title=f"{len(result.answers)} held-out answers")
+        listed = self.folder.list_rejected(rejected)
+        console.print(f"scores: {written}\nsamples: {page}")
+        if rejected:
+            console.print(f"rows skipped: {len(rejected)}, listed in {listed}")
         if self.metrics is not None:
-            self.metrics.show(self.measures.step, shown)
+            self.metrics.show(step, shown)
 
     def _eager(self) -> contextlib.AbstractContextManager[None]:
         return self.measures.compiled.paused() if self.measures.compiled else contextlib.nullcontext()

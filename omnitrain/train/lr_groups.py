@@ -9,14 +9,13 @@ from torch import nn
 
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import token_matrices
-from omnitrain.models.omni.hidden_matrices import hidden_matrices
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.models.omni.named_parameters import parameters_named
+from omnitrain.models.omni.named_parameters import hidden_matrices, parameters_named
 from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.roles import decayed_parameters
 from omnitrain.parallel.layout import ModelLayout
 from omnitrain.recipe import Optimizer
-from omnitrain.recipe.useless_keys import Idle, idle_problems
+from omnitrain.recipe.strict import Idle, idle_problems
 
 _NODE = "train.optimizer"
 

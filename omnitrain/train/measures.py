@@ -14,11 +14,13 @@ import torch
 from omnitrain.data.loading.loader import StepLoader
 from omnitrain.data.loading.slots import merge_states, reasons_by_source, rejected_by_source
 from omnitrain.optim.adamw import learning_rate
+from omnitrain.parallel.expert.chunk_tuning import ExpertChunks
+from omnitrain.parallel.expert.load_balance import RouterMonitor
+from omnitrain.parallel.expert.routing_record import RoutingOfRun
 from omnitrain.parallel.step.item_costs import Measured
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.encoder_costs import EncoderCosts
-from omnitrain.train.experts import ExpertsOfRun
 from omnitrain.train.metrics.encoders import encoder_metrics
 from omnitrain.train.metrics.flops import run_flops
 from omnitrain.train.metrics.meter import LossMeter, MeanLoss, PackLosses, memory_metrics
@@ -38,6 +40,7 @@ class RunMeasures:
         samples: samples in these steps.
         steps_without_targets: steps without tokens to predict.
         loader: the training data; :meth:`follow` sets it.
+        routers, routing, chunks: what is done with experts: their balance, recorded or replayed routing, dispatch.
         data: state of this rank's data after the last step.
         line: the last line of metrics.
     """
@@ -63,7 +66,11 @@ class RunMeasures:
         dtype = compute_dtype(recipe.parallel, mixed_precision(recipe.train, device.type))
         self.flops = run_flops(prepared.flops, prepared.layout, device, dtype)
         self.spans = StepSpans(prepared.model, device, recipe, folder / "trace")
-        self.experts = ExpertsOfRun(prepared.model, recipe, ranks, self.spans, saved)
+        settings = recipe.train.experts
+        self.routers = RouterMonitor(prepared.model, settings)
+        self.routers.continue_from(saved.expert_shares)
+        self.routing = RoutingOfRun(prepared.model, settings.record, settings.replay, ranks.peers.rank)
+        self.chunks = ExpertChunks(prepared.model, saved.expert_chunks)
         self.encoder_costs = EncoderCosts(prepared.model, ranks, saved)
         self.encoder_metrics: dict[str, Any] = {}
 
@@ -82,7 +89,7 @@ class RunMeasures:
         is_measured = self.encoder_costs.measures(self.step + 1)
         with (
             self.spans.step(self.step + 1, self.ranks.peers.rank, is_measured=is_measured),
-            self.experts.chunks.measured(int(batch.plan.tokens.sum()), self.ranks.peers),
+            self.chunks.measured(int(batch.plan.tokens.sum()), self.ranks.peers),
         ):
             yield
         self.flops.add(batch)
@@ -103,12 +110,12 @@ class RunMeasures:
         self.mean_loss.add(loss, num_targets)
         self.samples += int(batch.plan.num_samples.sum())
         self.step += 1
-        self.experts.routing.end(self.step)
+        self.routing.end(self.step)
 
     def settled_in(self, recipe: Recipe) -> Recipe:
         """Return a recipe with the values that are measured so far in place of `auto` and `measured`."""
         parallel = recipe.parallel
-        if (chunks := self.experts.chunks.settled) is not None:
+        if (chunks := self.chunks.settled) is not None:
             parallel = parallel.with_expert_chunks(chunks)
         if (costs := self.encoder_costs.settled) is not None:
             parallel = parallel.with_quadratic_costs(costs.quadratic)
@@ -117,7 +124,7 @@ class RunMeasures:
     @property
     def settled(self) -> list[str]:
         """Lines that say which of these values are measured so far."""
-        chunks, costs = self.experts.chunks.settled or {}, self.encoder_costs.settled or Measured()
+        chunks, costs = self.chunks.settled or {}, self.encoder_costs.settled or Measured()
         first = self.encoder_costs.unused_until + 1
         return [
             *(
@@ -157,9 +164,20 @@ class RunMeasures:
             "rejected_reasons": reasons_by_source(reasons),
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
-            **self.experts.metrics(),
+            **self._of_experts(),
             **self.encoder_metrics,
         }
+
+    def _of_experts(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if layers := self.routers.read():
+            exposed = self.spans.exposed(self.ranks.peers)
+            found["experts"] = {name: row | {"exposed": exposed.layers.get(name, 0.0)} for name, row in layers.items()}
+            found["exposed_communication"] = {"seconds": exposed.seconds, "share": exposed.share}
+        if self._recipe.train.experts.replay is not None:  # how the routers would have decided
+            near_ties, others = (round(self.ranks.meter_peers.sum(count)) for count in self.routing.read())
+            found["replay"] = {"near_ties": near_ties, "others": others}
+        return found
 
     def to_save(self) -> TrainingState:
         """Return the state for a checkpoint."""
@@ -170,8 +188,8 @@ class RunMeasures:
             steps_without_targets=self.steps_without_targets,
             data=merge_states(self.ranks.peers.gather_on_first(self.data)),
             rows=self.loader.order.lengths,
-            expert_shares=self.experts.routers.expert_shares(),
-            expert_chunks=self.experts.chunks.settled,
+            expert_shares=self.routers.expert_shares(),
+            expert_chunks=self.chunks.settled,
             quadratic_costs=None if costs is None else dict(costs.quadratic),
             section_seconds=None if costs is None else dict(costs.seconds),
             measured_costs_unused_until=self.encoder_costs.unused_until,

@@ -94,7 +94,7 @@ class OriginFinder:
         self._component = name
         for value in _floats((arguments, keywords)):
             if value.grad_fn is not None:
-                value.register_hook(partial(self._backward_ends, name))
+                value.register_hook(partial(self._look, component=name, phase="backward"))
 
     def _end(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
         for value in _floats(output):
@@ -105,9 +105,6 @@ class OriginFinder:
     def _backward_begins(self, name: str, gradient: Tensor) -> None:
         self._look(gradient, self._component, "backward")  # of what reads the component's output
         self._component = name
-
-    def _backward_ends(self, name: str, gradient: Tensor) -> None:
-        self._look(gradient, name, "backward")
 
     def _look_at_weight_gradients(self) -> None:
         for name, weights in self._model.components.items():

@@ -107,12 +107,9 @@ class Ranks:
 
 
 def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = False) -> Ranks:
-    """Join a run as one of the ranks that a launcher started, or as a single process.
+    """Join a run as one of the ranks that a launcher started, or as a single process; its degrees must fit the ranks.
 
     With ``lays_out`` the model is sharded even in a single process with an empty plan.
-
-    Raises:
-        UserError: the plan's degrees do not fit the number of ranks.
     """
     is_initialized = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_initialized else int(os.environ.get("WORLD_SIZE", "1"))

@@ -33,14 +33,9 @@ class Saves:
         paused: Callable[[str], contextlib.AbstractContextManager[Any]],
     ) -> None:
         self._is_auto = recipe.train.save_every == "auto"
-        self._folder, self._ranks, self._measures, self._saver = folder, measures.ranks, measures, saver
-        self._tell, self._paused = tell, paused
+        self._folder, self._store, self._ranks = folder, folder.store, measures.ranks
+        self._measures, self._saver, self._tell, self._paused = measures, saver, tell, paused
         self.times = SaveTimes(recipe, measures.step)
-
-    @property
-    def last(self) -> Path | None:
-        """The last checkpoint that is known to be complete. None: there is none."""
-        return self._folder.store.last
 
     def rehearse(self) -> None:
         """Fail in the first step of a run that saves before its end, if a save would fail."""
@@ -72,15 +67,15 @@ class Saves:
 
     def save(self, *, waits: bool = True) -> Path:
         """Save the finished steps. Without ``waits`` the checkpoint may be written while training goes on."""
-        measures, target = self._measures, self._folder.store.folder_of(self._measures.step)
+        measures, target = self._measures, self._store.folder_of(self._measures.step)
         self._finish()
-        if self.last == target:
+        if self._store.last == target:
             return target
         with self._paused("save"):
             self.times.begin(measures.step)
             line = measures.line if measures.line.get("step") == measures.step else None
             self._saver.save(measures.to_save(), line, waits=waits)
-        if self.last == target:  # nothing is left to be written
+        if self._store.last == target:  # nothing is left to be written
             self.times.end()
             self._tell("on_save", target)
         return target
@@ -111,7 +106,7 @@ class Saves:
             reason = f"the weights are not finite ({len(unsound)}: {unsound[0]}, ...)"
             return f"nothing is saved, because {reason}; {self._newest()}"
         message = self.saved_or_why_not()
-        if self.last != self._folder.store.folder_of(self._measures.step):
+        if self._store.last != self._store.folder_of(self._measures.step):
             return message
         return (
             f"{message}\n  with the same settings, `--resume` makes this step again; to change the optimizer or the "
@@ -119,4 +114,4 @@ class Saves:
         )
 
     def _newest(self) -> str:
-        return f"the last checkpoint is {self.last}" if self.last else "no checkpoint exists"
+        return f"the last checkpoint is {self._store.last}" if self._store.last else "no checkpoint exists"

@@ -189,7 +189,7 @@ class Trainer:
     @property
     def last_checkpoint(self) -> Path | None:
         """The last checkpoint that is known to be complete. None: there is none."""
-        return self.saves.last
+        return self.folder.store.last
 
     def fit(self) -> RunSummary:
         """Train to the last step (or Ctrl-C), save, evaluate. All ranks must call it.
@@ -440,7 +440,7 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings, group["peak"])
             self.optimizer.step()
-            measures.experts.routers.end()
+            measures.routers.end()
         self.optimizer.zero_grad(set_to_none=True)
         measures.add(batch, loss, packs)
         return loss, norm
@@ -454,8 +454,8 @@ class Trainer:
             loss_weights=self.recipe.train.loss_weights,
             on_output=on_output,
             on_phase=on_phase,
-            forward_context=self.measures.experts.routing.forward_context,
-            routers=self.measures.experts.routers,
+            forward_context=self.measures.routing.forward_context,
+            routers=self.measures.routers,
             recorder=self.measures.spans.recorder,
             upcoming=self._upcoming if isinstance(self._upcoming, StepBatch) else None,
         )

@@ -14,7 +14,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.weights import experts_in
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.data import CHAT_TEXTS, VISUAL_KEYS
-from omnitrain.recipe.useless_keys import Idle, idle_problems
+from omnitrain.recipe.strict import Idle, idle_problems
 
 _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
 

@@ -8,7 +8,7 @@ import pytest
 from omnitrain.train.metrics.console import console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "simulated_ranks", "process_groups"}
+SHARED = {"harness", "turns", "omni_step", "repo_samples", "slow_link", "simulated_ranks", "process_groups"}
 OF_A_GPU = {"gpu_day"}  # test_gpu_day.py
 SIZES = {
     "pipeline": ["--rounds=1", "--ranks", "2", "--width=64", "--tokens=64"],

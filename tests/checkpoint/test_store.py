@@ -10,8 +10,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from omnitrain.checkpoint.disk import set_default_modes
-from omnitrain.checkpoint.retention import Retention
-from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint, require_as_saved, write_metrics
+from omnitrain.checkpoint.store import CheckpointStore, Retention, newest_checkpoint, require_as_saved, write_metrics
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.peers import GlooGroup

@@ -172,7 +172,7 @@ def test_check_lists_the_problems_and_exits_2(shipped: Path, monkeypatch: pytest
 
 
 def test_run_hands_over_the_recipe_with_its_overrides(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
+    stand_in(monkeypatch, "omnitrain.train.trainer", Trainer=Trainer)
     assert call("run", "small", "train.steps=7", "output_dir=here", "--resume").exit_code == 0
     recipe, resume = Trainer.given
     assert (recipe.train.steps, recipe.output_dir, resume) == (7, "here", True)
@@ -185,7 +185,7 @@ def test_run_hands_over_the_recipe_with_its_overrides(shipped: Path, monkeypatch
 def test_resume_takes_the_recipe_of_the_folder_which_may_have_moved(
     shipped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
+    stand_in(monkeypatch, "omnitrain.train.trainer", Trainer=Trainer)
     moved = shipped / "moved: here"
     moved.mkdir()
     (moved / "recipe.yaml").write_text(f"{RECIPE}train: {{steps: 5, log_every: 3}}\noutput_dir: runs/before\n")
@@ -214,7 +214,7 @@ def test_run_ends_with_the_code_of_its_outcome(
     outcome: Any, code: int, message: str, shipped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trainer, "outcome", outcome)
-    stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
+    stand_in(monkeypatch, "omnitrain.train.trainer", Trainer=Trainer)
     ended = call("run", "small")
     assert (ended.exit_code, ended.stderr) == (code, message)
     assert ended.stdout.endswith("omnitrain resume runs/default\n") == isinstance(outcome, types.SimpleNamespace)
@@ -247,7 +247,7 @@ def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
 
 def test_an_unexpected_error_keeps_its_traceback(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "outcome", ZeroDivisionError("a bug"))
-    stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
+    stand_in(monkeypatch, "omnitrain.train.trainer", Trainer=Trainer)
     assert isinstance(call("run", "small").exception, ZeroDivisionError)
 
 
@@ -260,18 +260,24 @@ def test_a_recipe_typo_exits_2_before_anything_heavy_is_imported(shipped: Path) 
 def test_generate_prints_the_parts_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
-    def answer(checkpoint: Path, prompt: str, **options: Any) -> Any:
-        given.update(options, checkpoint=checkpoint, prompt=prompt)
-        return None, ["a seven", "out/answer_0.png"]
+    class Answerer:
+        def __init__(self, checkpoint: Path, **options: Any) -> None:
+            given.update(options, checkpoint=checkpoint)
+
+        def answer(self, prompt: str, media: Any) -> Any:
+            given.update(media, prompt=prompt)
+            return None, ["a seven", "out/answer_0.png"]
 
     cut = "image_decoder did not finish its last item"
-    stand_in(monkeypatch, "omnitrain.train.verbs.answer", answer=answer, what_was_cut=lambda answered, limit: cut)
+    fakes = {"what_was_cut": lambda answered, limit: cut, "require_files": lambda media: None}
+    stand_in(monkeypatch, "omnitrain.train.verbs.answer", Answerer=Answerer, **fakes)
     said = call(
         "generate", "run", "--prompt", "draw", "--image", "a.png", "--image", "b.png", "--output", "out", "--seed", "3"
     )
     assert (said.stdout, said.stderr) == ("a seven\nout/answer_0.png\n", f"omnitrain: {cut}\n")
-    assert given["images"] == ["a.png", "b.png"]
-    assert (given["audios"], given["output_dir"], given["seed"], given["temperature"]) == ([], Path("out"), 3, 0.0)
+    assert (given["image"], given["audio"], given["prompt"]) == (["a.png", "b.png"], [], "draw")
+    assert (given["checkpoint"], given["output_dir"], given["seed"]) == (Path("run"), Path("out"), 3)
+    assert given["temperature"] == 0.0
 
 
 def test_schema_and_doctor_print_and_exit_0() -> None:

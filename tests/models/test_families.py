@@ -36,12 +36,17 @@ VIDEO = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "ernie4_5_vl_moe", "qwen3_5",
 VIDEO += tuple(AUDIO_FAMILIES)
 
 
-@lru_cache(maxsize=1)
+@pytest.fixture(scope="module", params=CASES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Of this scope, so that all tests of a family follow each other and share its pair."""
+    return request.param
+
+
+@lru_cache(maxsize=len(QUICK))
 def pair(family: str) -> Pair:
     return pair_of(FAMILIES[family]())
 
 
-@pytest.mark.parametrize("family", CASES)
 def test_samples_are_text_images_two_images_videos_and_sound(family: str) -> None:
     mixtures = {probe.modalities for probe in pair(family).probes}
     modalities = set(pair(family).ours.runner.native.interfaces)
@@ -51,7 +56,6 @@ def test_samples_are_text_images_two_images_videos_and_sound(family: str) -> Non
     assert pair(family).ours.runner.contract.packs
 
 
-@pytest.mark.parametrize("family", CASES)
 def test_unpacked_logits_are_those_of_plain_transformers_bitwise(family: str) -> None:
     both = pair(family)
     assert unpacked_errors(both) == {}
@@ -64,12 +68,10 @@ def test_unpacked_logits_are_those_of_plain_transformers_bitwise(family: str) ->
             assert torch.equal(got, expected), probe.modalities
 
 
-@pytest.mark.parametrize("family", CASES)
 def test_packed_samples_equal_each_alone(family: str) -> None:
     assert packed_errors(pair(family)) == {}
 
 
-@pytest.mark.parametrize("family", CASES)
 def test_loss_and_every_gradient_of_a_pack_are_those_of_plain_transformers(family: str) -> None:
     both = pair(family)
     assert gradient_errors(both, [both.pack()]) == {}

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from omnitrain.models.omni.hidden_matrices import hidden_matrices
+from omnitrain.models.omni.named_parameters import hidden_matrices
 from omnitrain.optim import muon
 from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.muon import MuonWithAdamW, orthogonalized

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from omnitrain.optim.adamw import ShardedAdamW
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.verify.sgd import ShardedSGD
+from omnitrain.parallel.verify.run import ShardedSGD
 
 UPDATES = {
     "AdamW": (ShardedAdamW, torch.optim.AdamW, {"lr": 0.1, "fused": True}),

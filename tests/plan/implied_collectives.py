@@ -62,7 +62,7 @@ def _of_one(plan: StepPlan, rank: int, micro_batch: int) -> Iterator[Collective]
     for phase in phases:
         if phase.call < 0:
             yield Collective("exchange", phase.component.name, micro_batch, -1)
-        elif phase.component.num_shards > 1:
+        elif len(phase.component.ranks) > phase.component.num_replicas:
             yield Collective("unshard", phase.component.name, micro_batch, phase.call)
     for phase in reversed(phases):
         if phase.has_backward:
@@ -97,11 +97,11 @@ def _backward(plan: StepPlan, phase: _Phase, micro_batch: int) -> Iterator[Colle
     if phase.call < 0:
         yield Collective("exchange_back", component.name, micro_batch, -1)
         return
-    if component.num_shards > 1:
+    if len(component.ranks) > component.num_replicas:
         yield Collective("unshard_again", component.name, micro_batch, phase.call)
     if not component.is_trained or phase.call > 0:  # the backward reaches the first call last
         return
-    if component.num_shards > 1:
+    if len(component.ranks) > component.num_replicas:
         yield Collective("reduce_scatter", component.name, micro_batch, -1)
     if component.num_replicas > 1 and micro_batch == plan.last_active(component.name):
         yield Collective("all_reduce", component.name, micro_batch, -1)

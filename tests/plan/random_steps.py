@@ -10,7 +10,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     Placement,
-    RankFacts,
     StepPlan,
     Topology,
     decode_tables,
@@ -18,6 +17,8 @@ from omnitrain.plan import (
     plan_step,
 )
 from omnitrain.plan.placement import Place
+
+Drawn = tuple[MicroBatchFacts, ...]  # by a rank
 
 
 def random_topology(rng: np.random.Generator) -> Topology:
@@ -41,21 +42,19 @@ def random_topology(rng: np.random.Generator) -> Topology:
     )
 
 
-def random_facts(rng: np.random.Generator, topology: Topology, most_items: int = 4) -> list[RankFacts]:
+def random_facts(rng: np.random.Generator, topology: Topology, most_items: int = 4) -> list[Drawn]:
     """Tables of all ranks: some are empty, some text only; the first rank of a data group owns its samples."""
     owners = {group[0] for group in topology.data_groups}
     kind = rng.choice(["mixed", "mixed", "mixed", "text", "nothing"], topology.world_size)
     return [
-        RankFacts(
-            tuple(_micro_batch(rng, topology, most_items * (kind[rank] == "mixed")) for _ in range(rng.integers(0, 4)))
-            if rank in owners and kind[rank] != "nothing"
-            else (),
-        )
+        tuple(_micro_batch(rng, topology, most_items * (kind[rank] == "mixed")) for _ in range(rng.integers(0, 4)))
+        if rank in owners and kind[rank] != "nothing"
+        else ()
         for rank in range(topology.world_size)
     ]
 
 
-def plan_of(topology: Topology, facts: list[RankFacts]) -> StepPlan:
+def plan_of(topology: Topology, facts: list[Drawn]) -> StepPlan:
     """The plan from the tables as they go over the wire."""
     return plan_step(topology, decode_tables(topology, [encode_table(topology, own) for own in facts]))
 

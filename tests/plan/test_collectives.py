@@ -5,11 +5,10 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     Placement,
-    RankFacts,
     Topology,
 )
 from tests.plan.implied_collectives import Collective, implied_collectives
-from tests.plan.random_steps import plan_of, random_facts, random_topology
+from tests.plan.random_steps import Drawn, plan_of, random_facts, random_topology
 
 IMAGE = MicroBatchFacts(
     {"text": 3}, (5,), {"image": (ItemFacts(2, 10),), "video": (ItemFacts(2, 30), ItemFacts(2, 20))}
@@ -29,13 +28,13 @@ def topology(**encoder: object) -> Topology:
     )
 
 
-def written(facts: list[RankFacts], rank: int, **encoder: object) -> list[str]:
+def written(facts: list[Drawn], rank: int, **encoder: object) -> list[str]:
     collectives = implied_collectives(plan_of(topology(**encoder), facts), rank)
     return [f"{c.micro_batch} {c.component} {c.kind} {c.call}" for c in collectives]
 
 
 def test_replicas_are_reduced_in_the_last_micro_batch_that_has_media_and_the_backward_mirrors_the_forward() -> None:
-    facts = [RankFacts((IMAGE, TEXT)), *[RankFacts((TEXT, TEXT))] * 3]
+    facts = [(IMAGE, TEXT), *[(TEXT, TEXT)] * 3]
     expected = [
         "0 encoder unshard 0",
         "0 encoder unshard 1",
@@ -58,7 +57,7 @@ def test_replicas_are_reduced_in_the_last_micro_batch_that_has_media_and_the_bac
 
 
 def test_a_frozen_encoder_has_no_backward() -> None:
-    facts = [RankFacts((IMAGE,)), *[RankFacts((TEXT,))] * 3]
+    facts = [(IMAGE,), *[(TEXT,)] * 3]
     assert written(facts, 3, place="world", is_trained=False) == [
         "0 encoder unshard 0",
         "0 encoder unshard 1",
@@ -70,7 +69,7 @@ def test_a_frozen_encoder_has_no_backward() -> None:
 
 
 def test_a_step_without_a_token_to_predict_has_no_backward() -> None:
-    ignored = RankFacts((MicroBatchFacts({"text": 0}, (5,), IMAGE.items),))
+    ignored = (MicroBatchFacts({"text": 0}, (5,), IMAGE.items),)
     assert written([ignored] * 4, 0) == [
         "0 encoder unshard 0",
         "0 encoder unshard 1",

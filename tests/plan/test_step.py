@@ -10,28 +10,27 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     Placement,
-    RankFacts,
     StepPlan,
     Topology,
 )
 from tests.plan.implied_collectives import has_exchange, implied_collectives
-from tests.plan.random_steps import plan_of, random_facts, random_topology
+from tests.plan.random_steps import Drawn, plan_of, random_facts, random_topology
 
 SEEDS = range(25)
 
 
-def random_plan(seed: int) -> tuple[StepPlan, list[RankFacts]]:
+def random_plan(seed: int) -> tuple[StepPlan, list[Drawn]]:
     rng = np.random.default_rng(seed)
     topology = random_topology(rng)
     facts = random_facts(rng, topology)
     return plan_of(topology, facts), facts
 
 
-def batches(facts: list[RankFacts]) -> list[tuple[int, int, MicroBatchFacts]]:
-    return [(rank, m, batch) for rank, own in enumerate(facts) for m, batch in enumerate(own.micro_batches)]
+def batches(facts: list[Drawn]) -> list[tuple[int, int, MicroBatchFacts]]:
+    return [(rank, m, batch) for rank, own in enumerate(facts) for m, batch in enumerate(own)]
 
 
-def listed_items(plan: StepPlan, facts: list[RankFacts]) -> list[tuple[int, int, str, ItemFacts]]:
+def listed_items(plan: StepPlan, facts: list[Drawn]) -> list[tuple[int, int, str, ItemFacts]]:
     """All items in the order of their numbers."""
     media = plan.topology.media
     return [(r, m, medium, item) for r, m, batch in batches(facts) for medium in media for item in batch.items[medium]]
@@ -102,7 +101,7 @@ def test_a_component_runs_where_any_rank_has_data_and_reduces_in_its_last_such_m
         for component in plan.topology.components:
             if any(batch.items[medium] for medium in component.media):
                 active[component.name].add(m)
-    assert plan.num_micro_batches == max((len(own.micro_batches) for own in facts), default=0)
+    assert plan.num_micro_batches == max((len(own) for own in facts), default=0)
     for component in plan.topology.components:
         running = {m for m in range(plan.num_micro_batches) if plan.is_active(component.name, m)}
         assert running == active[component.name]
@@ -115,7 +114,7 @@ def test_counts_and_tokens_are_those_of_all_ranks_together(seed: int) -> None:
     for loss in plan.topology.losses:
         assert plan.loss_counts[loss] == sum(batch.counts[loss] for _, _, batch in batches(facts))
     for rank, own in enumerate(facts):
-        drawn = [sum(batch.lengths) for batch in own.micro_batches]
+        drawn = [sum(batch.lengths) for batch in own]
         assert plan.tokens[:, rank].tolist() == drawn + [0] * (plan.num_micro_batches - len(drawn))
 
 
@@ -143,13 +142,13 @@ def test_all_ranks_compute_the_same_plan_and_another_table_gives_another(seed: i
     plan, facts = random_plan(seed)
     again = plan_of(pickle.loads(pickle.dumps(plan.topology)), copy.deepcopy(facts))
     assert again.digest() == plan.digest()
-    facts[0] = RankFacts((*facts[0].micro_batches, MicroBatchFacts(lengths=(1,))))
+    facts[0] = (*facts[0], MicroBatchFacts(lengths=(1,)))
     assert plan_of(plan.topology, facts).digest() != plan.digest()
 
 
 def test_nobody_has_data() -> None:
     topology = random_topology(np.random.default_rng(0))
-    plan = plan_of(topology, [RankFacts()] * topology.world_size)
+    plan = plan_of(topology, [()] * topology.world_size)
     assert plan.num_micro_batches == 0
     assert plan.loss_counts == {"text": 0, "drawing": 0}
     assert plan.last_active("image_encoder") is None
@@ -166,7 +165,7 @@ def drew(*costs: int) -> MicroBatchFacts:
 
 
 def test_a_text_only_rank_takes_part_with_minimal_input_and_a_text_only_batch_runs_no_encoder() -> None:
-    plan = plan_of(two_ranks(), [RankFacts((drew(7, 7), drew())), RankFacts((drew(),))])
+    plan = plan_of(two_ranks(), [(drew(7, 7), drew()), (drew(),)])
     assert [call.items for call in plan.calls_of(1, "encoder", 0)] == [()]
     assert plan.calls_of(0, "encoder", 0)[0].items == (0, 1)
     assert plan.calls_of(0, "encoder", 1) == plan.calls_of(1, "encoder", 1) == ()
@@ -178,7 +177,7 @@ def test_ranks_that_share_a_component_make_the_same_calls_and_nothing_moves() ->
     everyone = tuple(range(4))
     shared = Placement("encoder", everyone, ("image",), place="group", call_groups=((0, 1), (2, 3)), is_shared=True)
     topology = Topology(4, (shared,), ("text",), ((0, 1), (2, 3)))
-    plan = plan_of(topology, [RankFacts((drew(7, 4),)), RankFacts(), RankFacts((drew(),)), RankFacts()])
+    plan = plan_of(topology, [(drew(7, 4),), (), (drew(),), ()])
     calls = [plan.calls_of(rank, "encoder", 0) for rank in everyone]
     assert calls[0] == calls[1] and calls[0][0].items == (0, 1)
     assert [not call.items for own in calls for call in own] == [False, False, True, True]
@@ -195,7 +194,7 @@ BY_TENSORS, BY_SEQUENCE = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 def plan_of_four(*costs: int, **encoder: object) -> StepPlan:
     component = Placement("encoder", FOUR, ("image",), **encoder)
     topology = Topology(4, (component,), ("text",), (FOUR,))
-    return plan_of(topology, [RankFacts((drew(*costs),)), *[RankFacts()] * 3])
+    return plan_of(topology, [(drew(*costs),), *[()] * 3])
 
 
 def test_all_ranks_that_hold_a_sample_divide_its_items_and_get_the_features_of_each() -> None:
@@ -229,7 +228,7 @@ def test_ranks_that_make_a_call_together_each_send_its_features_to_one_rank_of_e
 
 def test_tensor_parallel_ranks_that_each_encode_their_own_samples_send_nothing() -> None:
     component = Placement("encoder", (0, 1), ("image",), call_groups=((0, 1),))
-    plan = plan_of(Topology(2, (component,), ("text",), ((0, 1),)), [RankFacts((drew(7, 4),)), RankFacts()])
+    plan = plan_of(Topology(2, (component,), ("text",), ((0, 1),)), [(drew(7, 4),), ()])
     assert not plan.topology.moves("encoder") and not has_exchange(plan, "encoder", 0, 1)
     assert plan.calls_of(0, "encoder", 0) == plan.calls_of(1, "encoder", 0)
     assert plan.loads("encoder").tolist() == [[11, 11]]
@@ -248,8 +247,8 @@ def test_items_leave_the_ranks_that_hold_them_only_where_that_lowers_the_largest
 ) -> None:
     component = Placement("encoder", FOUR, ("image",), place="world")
     topology = Topology(4, (component,), ("text",), BY_TENSORS)
-    of_group = [RankFacts((drew(*own),)) for own in costs]
-    plan = plan_of(topology, [of_group[0], RankFacts(), of_group[1], RankFacts()])
+    of_group = [(drew(*own),) for own in costs]
+    plan = plan_of(topology, [of_group[0], (), of_group[1], ()])
     assert [{*plan.producer[plan.owner == owner].tolist()} for owner in (0, 2)] == expected
 
 
@@ -270,7 +269,7 @@ def test_work_shared_with_the_world_is_balanced_where_one_rank_drew_it_all() -> 
     everyone = tuple(range(8))
     topology = Topology(8, (Placement("encoder", everyone, ("image",), place="world"),), ())
     images = tuple(ItemFacts(4, int(cost) + 1) for cost in rng.lognormal(5, 1, 400))
-    facts = [RankFacts((MicroBatchFacts(lengths=(1,), items={"image": images}),)), *[RankFacts()] * 7]
+    facts = [(MicroBatchFacts(lengths=(1,), items={"image": images}),), *[()] * 7]
     loads = plan_of(topology, facts).loads("encoder")[0]
     assert loads.max() / loads.mean() < 1.01
 
@@ -282,14 +281,14 @@ def test_work_shared_with_the_world_is_balanced_where_one_rank_drew_it_all() -> 
 def test_the_balance_of_a_step_is_that_of_the_busiest_rank_of_each_micro_batch(
     place: str, expected: tuple[int, int, float, float]
 ) -> None:
-    facts = [RankFacts((drew(4, 4), drew(3))), RankFacts((drew(), drew(5)))]
+    facts = [(drew(4, 4), drew(3)), (drew(), drew(5))]
     plan = plan_of(two_ranks(place), facts)
     assert plan.balance("encoder") == expected
     assert plan.balance("foundation") is None
 
 
 def test_the_dump_tells_what_each_component_does() -> None:
-    text = str(plan_of(two_ranks("world"), [RankFacts((drew(6, 4, 2), drew())), RankFacts((drew(),))]))
+    text = str(plan_of(two_ranks("world"), [(drew(6, 4, 2), drew()), (drew(),)]))
     assert "2 ranks, 2 micro-batches" in text
     assert "predicted tokens: text 15" in text
     lines = [line.split() for line in text.splitlines()[4:]]

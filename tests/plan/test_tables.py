@@ -9,7 +9,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     Placement,
-    RankFacts,
     StepTables,
     Topology,
     decode_tables,
@@ -38,7 +37,7 @@ def test_the_tables_of_all_ranks_arrive_as_they_were_sent(seed: int) -> None:
     listed = [
         (rank, m * len(media) + p, item.num_tokens, item.cost, item.shape)
         for rank, own in enumerate(facts)
-        for m, batch in enumerate(own.micro_batches)
+        for m, batch in enumerate(own)
         for p, medium in enumerate(media)
         for item in batch.items[medium]
     ]
@@ -47,7 +46,7 @@ def test_the_tables_of_all_ranks_arrive_as_they_were_sent(seed: int) -> None:
     assert len({*zip(tables.shape.tolist(), (i[4] for i in listed), strict=True)}) == len({i[4] for i in listed})
     for rank, own in enumerate(facts):
         for m in range(len(tables.counts)):
-            batch = own.micro_batches[m] if m < len(own.micro_batches) else MicroBatchFacts()
+            batch = own[m] if m < len(own) else MicroBatchFacts()
             assert tables.counts[m, :, rank].tolist() == [batch.counts.get(loss, 0) for loss in topology.losses]
             assert (tables.num_samples[m, rank], tables.tokens[m, rank]) == (len(batch.lengths), sum(batch.lengths))
 
@@ -104,7 +103,7 @@ def test_a_data_group_calls_the_foundation_and_a_head_where_one_of_its_ranks_dre
 
 
 def test_a_table_that_does_not_fit_is_known_by_all_and_refused() -> None:
-    words = encode_table(TINY, RankFacts((MicroBatchFacts(lengths=(1,) * 20),)))
+    words = encode_table(TINY, (MicroBatchFacts(lengths=(1,) * 20),))
     cut = padded(words, 10)
     assert needed_capacity([cut]) == len(words) == 5 + 1 + 1 + 20
     with pytest.raises(ValueError, match="rank 0: found 10 of 27 words; gather again"):
@@ -113,14 +112,14 @@ def test_a_table_that_does_not_fit_is_known_by_all_and_refused() -> None:
 
 def test_an_item_takes_five_words() -> None:
     images = tuple(ItemFacts(num_tokens=3, cost=5, shape=1) for _ in range(1000))
-    assert len(encode_table(TINY, RankFacts((MicroBatchFacts(items={"image": images}),)))) == 5000 + 5 + 1 + 1 + 1
+    assert len(encode_table(TINY, (MicroBatchFacts(items={"image": images}),))) == 5000 + 5 + 1 + 1 + 1
 
 
 def test_unknown_losses_and_ports_and_negative_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"found \['imgae', 'txt'\]"):
-        encode_table(TINY, RankFacts((MicroBatchFacts(counts={"txt": 1}, items={"imgae": ()}),)))
+        encode_table(TINY, (MicroBatchFacts(counts={"txt": 1}, items={"imgae": ()}),))
     with pytest.raises(ValueError, match="negative number, but one is -1"):
-        encode_table(TINY, RankFacts((MicroBatchFacts(items={"image": (ItemFacts(num_tokens=-1, cost=1),)}),)))
+        encode_table(TINY, (MicroBatchFacts(items={"image": (ItemFacts(num_tokens=-1, cost=1),)}),))
 
 
 def test_a_shape_key_is_the_same_in_every_process() -> None:

@@ -13,7 +13,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     Placement,
-    RankFacts,
     StepTables,
     Topology,
     decode_tables,
@@ -37,8 +36,8 @@ def topology(ranks: int = 2) -> Topology:
 
 def tables(given: Topology, features: np.ndarray) -> StepTables:
     """Of ranks with one item per micro-batch that has these features, ``[M, ranks of a stage]``."""
-    empty = [RankFacts()] * (given.world_size - features.shape[1])
-    drawn = [RankFacts(tuple(map(micro_batch, of_rank))) for of_rank in features.T.tolist()]
+    empty = [()] * (given.world_size - features.shape[1])
+    drawn = [(tuple(map(micro_batch, of_rank))) for of_rank in features.T.tolist()]
     return decode_tables(given, [encode_table(given, facts) for facts in (*drawn, *empty)])
 
 

@@ -129,11 +129,6 @@ def test_a_torch_that_omnitrain_was_not_tested_with_is_said_and_is_no_problem(mo
     assert "tested with torch 2.11 to 2.15, and uses private names of it; found 2.16.0" in found("2.16.0").found
 
 
-@pytest.mark.parametrize(("version", "num_findings"), [("2.9.1", 1), ("2.10.0", 0), ("2.13.0+cpu", 0)])
-def test_torch_with_slow_conv3d_is_flagged(version: str, num_findings: int) -> None:
-    assert len(doctor._bad_pairs(lambda name: version)) == num_findings
-
-
 def test_torch_that_does_not_import_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert [finding.ok for finding in doctor._devices()] == [True, False]

@@ -73,7 +73,7 @@ def test_an_unknown_kind_is_refused():
 
 
 def test_speech_survives_the_mel_vq_tokenizer(fitted):
-    waveforms, labels = judges.media_of(HELDOUT, "speech")
+    waveforms, labels = (found[:50] for found in judges.media_of(HELDOUT, "speech"))  # five of each digit
     model = MelVQ.from_pretrained(QUICKSTART / "tokenizers" / "mel_vq")
     codes = [model.encode(model.log_mel(torch.from_numpy(waveform))) for waveform in waveforms]
     decoded = [model.decode(clip).numpy() for clip in codes]

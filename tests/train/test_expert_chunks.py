@@ -25,7 +25,7 @@ def chunks_of_steps(recipe: Path, overrides: Sequence[str], resume: bool) -> lis
     inner, seen = trainer.train_step, []
 
     def train_step(batch: Any) -> tuple[float, float]:
-        seen.append({dispatcher.chunks for dispatcher in trainer.measures.experts.chunks._dispatchers["foundation"]})
+        seen.append({dispatcher.chunks for dispatcher in trainer.measures.chunks._dispatchers["foundation"]})
         return inner(batch)
 
     trainer.train_step = train_step

@@ -13,7 +13,7 @@ from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
 from omnitrain.train.build_from_recipe import build_from_recipe
 from omnitrain.train.trainer import Trainer
-from omnitrain.train.verbs.answer import answer
+from omnitrain.train.verbs.answer import Answerer
 from omnitrain.train.verbs.check import check_recipe
 from tests.in_forward import FAMILIES
 from tests.tiny import TASKS, tiny_row, wav, write_parquet
@@ -51,7 +51,8 @@ def test_a_recipe_checks_trains_and_answers(recipe: Path, capsys: pytest.Capture
     assert len(losses) == 3
     sound = recipe.parent / "sound.wav"
     sound.write_bytes(wav(0, 0.5))
-    made, _ = answer(recipe.parent / "run", "say", [], [str(sound)], [], output_dir=recipe.parent, max_new_tokens=3)
+    answerer = Answerer(recipe.parent / "run", output_dir=recipe.parent, max_new_tokens=3)
+    made, _ = answerer.answer("say", {"audio": [str(sound)]})
     assert 1 <= len(made.tokens) <= 3
 
 

@@ -121,7 +121,10 @@ def failure_on_a_rank(recipe: Path, overrides: list[str], spoil: Spoil) -> tuple
 )
 @pytest.mark.parametrize(
     ("spoil", "where"),
-    [(encoder_output, "forward of image_encoder"), (foundation_backward, "backward of foundation")],
+    [
+        (encoder_output, "forward of image_encoder"),
+        pytest.param(foundation_backward, "backward of foundation", marks=pytest.mark.slow),
+    ],
 )
 def test_of_several_ranks_that_one_is_named_from_which_the_others_got_it(
     ranks: RankPool, tmp_path: Path, world: int, plan: str, spoil: Spoil, where: str

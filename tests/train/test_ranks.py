@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2.dp2": (4, ["parallel.components.foundation.tp=2"]),
     "pp2.dp2": (4, ["parallel.components.foundation.pp=2"]),
 }
-SLOW = {name for name, (world, _) in LAYOUTS.items() if world == 4}
+SLOW = {name for name, (world, _) in LAYOUTS.items() if world == 4} | {"replicate2.world"}
 
 
 def fit(
@@ -385,7 +385,7 @@ ON_VISION_RANK = "parallel.sections={vision: {components: [image_encoder], ranks
     ("world", "micro_batches", "overrides"),
     [
         (3, 4, []),
-        (4, 5, ["parallel.components.foundation.pp=2"]),
+        pytest.param(4, 5, ["parallel.components.foundation.pp=2"], marks=pytest.mark.slow),
         pytest.param(4, 4, [ON_VISION_RANK], marks=pytest.mark.slow),
         pytest.param(4, 3, [], marks=pytest.mark.slow),
         pytest.param(4, 5, ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2"], marks=pytest.mark.slow),
@@ -429,7 +429,7 @@ def test_idle_packs_do_not_count_in_the_balance_of_the_micro_batches(ranks: Rank
 
 def fit_elsewhere(recipe: Path, folder: Path, overrides: Sequence[str]) -> None:
     """Each rank has a folder of its own."""
-    with patch("omnitrain.checkpoint.shared_folder._TIMEOUT_S", 0.0):
+    with patch("omnitrain.checkpoint.store._TIMEOUT_S", 0.0):
         fit(recipe, [*overrides, f"output_dir={folder / str(dist.get_rank())}"])
 
 
@@ -456,7 +456,7 @@ def test_a_failing_scorer_ends_all_ranks(ranks: RankPool, text_recipe: Path, tmp
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_row_that_fails_on_some_ranks_ends_all_of_them(
     ranks: RankPool, recipe: Path, tmp_path: Path, workers: int
 ) -> None:

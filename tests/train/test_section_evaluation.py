@@ -77,7 +77,7 @@ def fit_twice(recipe: Path, overrides: Sequence[str], interrupted: Sequence[str]
     return [trainer.fit() for _ in range(2)]
 
 
-@pytest.mark.parametrize(("method", "step"), [("losses", 2), ("evaluate", 4)])
+@pytest.mark.parametrize(("method", "step"), [("losses", 2), pytest.param("evaluate", 4, marks=pytest.mark.slow)])
 def test_ctrl_c_in_an_evaluation_ends_all_ranks_together_and_the_run_can_go_on(
     ranks: RankPool, recipe: Path, tmp_path: Path, method: str, step: int
 ) -> None:

@@ -31,7 +31,7 @@ from omnitrain.train.metrics.console import console
 from omnitrain.train.run_state import save_times, snapshot
 from omnitrain.train.run_state.save import checkpoint_bytes
 from omnitrain.train.trainer import NonFiniteError, Trainer
-from omnitrain.train.verbs.answer import answer
+from omnitrain.train.verbs.answer import Answerer
 from tests.tiny import TASKS, png, tiny_recipe, tiny_row, write_parquet
 
 
@@ -384,18 +384,17 @@ def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(
 ) -> None:
     Trainer(load(tiny_recipe(tmp_path))).fit()
     (tmp_path / "eye.png").write_bytes(png(0))
-    made, shown = answer(
-        tmp_path / "run", "what?", [str(tmp_path / "eye.png")], [], [], output_dir=tmp_path, max_new_tokens=5
-    )
+    answerer = Answerer(tmp_path / "run", output_dir=tmp_path, max_new_tokens=5)
+    made, shown = answerer.answer("what?", {"image": [str(tmp_path / "eye.png")]})
     assert len(made.tokens) <= 5 and len(shown) == len(made.parts)
     with pytest.raises(UserError, match=r"no image at .*no.png"):
-        answer(tmp_path / "run", "what?", [str(tmp_path / "no.png")], [], [])
+        answerer.answer("what?", {"image": [str(tmp_path / "no.png")]})
     devices: list[torch.device] = []
     monkeypatch.setattr("omnitrain.train.verbs.answer.use_device", lambda settings: torch.device("meta"))
     monkeypatch.setattr(
         "omnitrain.train.verbs.answer.generate", lambda model, *_, **__: devices.append(model.device) or [Answer()]
     )
-    answer(tmp_path / "run", "what?", [], [], [], output_dir=tmp_path)
+    Answerer(tmp_path / "run", output_dir=tmp_path).answer("what?", {})
     assert devices == [torch.device("meta")]
 
 

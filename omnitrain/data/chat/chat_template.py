@@ -45,7 +45,6 @@ class ChatTemplate:
     """The chat template of a HF processor or tokenizer.
 
     Attributes:
-        generation_prompt: the text before an assistant's message.
         end: the special token after an assistant's last content. None: the template writes none.
         keys: strings and names after a dot in its code; the keys of messages and parts that it reads are among them.
     """
@@ -70,7 +69,6 @@ class ChatTemplate:
         self._takes_text = not self._takes_parts or _PROBE in self._probe([_asks(_PROBE)])
         self.keys = keys_of(self._source(())) | keys_of(self._source(_TOOLS))
         prompts = self._prompts([_asks("a")])
-        self.generation_prompt = prompts[0] if prompts else ""
         self._openings = tuple(dict.fromkeys([*prompts, *self._headers()])) if prompts else ()
         self.end = self._end()
 

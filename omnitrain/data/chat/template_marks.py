@@ -49,11 +49,7 @@ class MarkedText:
 
     @classmethod
     def of(cls, marked: str) -> MarkedText:
-        """Read the marks of ``marked``.
-
-        Raises:
-            ValueError: the marks do not form pairs.
-        """
+        """Read the marks of ``marked``; ValueError: the marks do not form pairs."""
         read, end = cls(), 0
         at: list[int] = []
         began: list[int] = []

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from omnitrain.data.sources.documents import Document
 from omnitrain.errors import UserError
 
 _SCRIPTS = "Hello WORLD 0123456789 +-=.,?! Привет γειά שלום مرحبا नमस्ते สวัสดี 你好 こんにちは 안녕"
@@ -69,22 +68,6 @@ def require_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str)
         )
 
 
-class DocumentEncoder:
-    """Encodes documents: their text, in which control tokens stay text, between the tokenizer's start and end."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token: int) -> None:
-        """Find the begin and end of a document; ``end_token`` ends it if the tokenizer has no `eos_token`."""
-        self._encode = TextEncoder(tokenizer, ())
-        start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self._start = [start] if start is not None and start in tokenizer("")["input_ids"] else []
-        self._end = [end_token if end is None else end]
-
-    def __call__(self, document: Document) -> list[int]:
-        """Return the ids of a document, or of a part of one; errors as of :class:`TextEncoder`."""
-        ids = self._encode(document.text)
-        return [*(self._start if document.begins else ()), *ids, *(self._end if document.ends else ())]
-
-
 class TextEncoder:
     """Encodes untrusted text, in which control tokens that are spelled out stay text.
 
@@ -104,11 +87,7 @@ class TextEncoder:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Return the ids of ``text``.
-
-        Raises:
-            ValueError: the text spells a control token, and the tokenizer cannot encode it as text.
-        """
+        """Return the ids of ``text``; ValueError: it spells a control token that cannot be encoded as text."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if found := self._control.intersection(ids):
             spelled = self._tokenizer.convert_ids_to_tokens(sorted(found))

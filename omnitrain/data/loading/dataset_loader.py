@@ -147,11 +147,7 @@ class DatasetLoader:
         self._failures = 0
 
     def __len__(self) -> int:
-        """Return the steps of an epoch.
-
-        Raises:
-            TypeError: the dataset is iterable, so its length is unknown.
-        """
+        """Return the steps of an epoch; TypeError: the dataset is iterable, so its length is unknown."""
         return math.ceil(len(self._dataset) / self.global_batch_size)
 
     def state_dict(self) -> dict[str, Any]:

@@ -260,16 +260,7 @@ def order_of(
     *,
     mixes_epochs: bool = False,
 ) -> SampleOrder:
-    """Return the order of a run's samples.
-
-    Args:
-        sources: the rows of each data set of ``data.train``.
-        data: the recipe's ``data`` node.
-        seed: seed of the shuffling.
-        slots: packers of the run.
-        tokens_per_draw: see :class:`LoaderState`.
-        mixes_epochs: see :class:`SampleOrder`.
-    """
+    """Return the order of a run's samples, of which ``sources`` are the rows of each data set of ``data.train``."""
     shares = _shares(sources, data, tokens_per_draw or [1.0] * len(sources))
     return SampleOrder(shares, seed, slots, [stage.from_step for stage in data.stages], mixes_epochs=mixes_epochs)
 
@@ -340,9 +331,7 @@ def first_samples(
 
 
 def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
-    """Prepare the first row of each kind (:meth:`RowSource.first_of_each_kind`).
-
-    This finds media that no component reads or writes before training, even if they come late in the data.
+    """Prepare the first row of each kind, to find media that no component reads or writes before training.
 
     Raises:
         UserError: the model cannot use the data; the message has one line per problem.

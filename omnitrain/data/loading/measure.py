@@ -121,14 +121,8 @@ def pack_measures(
 ) -> Packing:
     """Fill packs with measured rows, in the order in which the first slot of a run draws them.
 
-    Args:
-        measured: rows of each data set; a sample among them.
-        data: the recipe's ``data`` node.
-        budget: the most that a pack may hold.
-        seed: seed of the data order.
-        packs: number of packs.
-        alone: make packs of one sample.
-        slots: packs of a step. None: the rows are some of larger data sets, whose epochs end later.
+    ``measured`` are rows of each data set, a sample among them. ``packs``: how many; ``alone``: of one sample each;
+    ``slots``: packs of a step; None: the rows are some of larger data sets, whose epochs end later.
     """
     endless = [source.model_copy(update={"epochs": None}) for source in data.train]
     data = data.model_copy(update={"train": endless})

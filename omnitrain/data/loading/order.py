@@ -86,11 +86,7 @@ class SampleOrder:
         self._shares = (weights / weights.sum(axis=0)).T  # [stages, sources]
 
     def draw(self, index: int, begun: Sequence[int] = ()) -> Draw:
-        """Return the draw of one global index.
-
-        Raises:
-            IndexError: the sources end before it.
-        """
+        """Return the draw of one global index; IndexError: the sources end before it."""
         source, position = self._position(index, begun)
         return index, source, int(self.sources[source].rows(np.array([position]), self.seed)[0])
 

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar, cast
 from omnitrain.data.loading.order import Draw, SampleOrder
 from omnitrain.data.loading.slots import SlotState
 from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import Held, fill_pack, num_tokens
+from omnitrain.data.packing.fill_pack import Held, fill_pack
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import DataError
 from omnitrain.recipe import Data
@@ -96,7 +96,7 @@ class SlotPacker(Generic[Held]):
             raise DataError(self._why_ended())
         chosen = fill_pack(self._of_first_epochs(), self._budget, alone=self._alone)
         self._num_packs += 1
-        self._held_tokens -= num_tokens(chosen)
+        self._held_tokens -= sum(map(len, chosen))
         taken = {(sample.index, sample.piece) for sample in chosen}
         self._held = [sample for sample in self._held if (sample.index, sample.piece) not in taken]
         self._epoch_of = {sample.index: self._epoch_of[sample.index] for sample in self._held}

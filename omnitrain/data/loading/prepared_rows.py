@@ -20,12 +20,9 @@ Prepared = Sample | Rejected | UserError
 
 
 class PreparedRows:
-    """Prepares data rows, in any process.
+    """Prepares data rows, in any process. ``on_read`` is called with each row that has been read, before its media are.
 
     It returns a UserError instead of raising it, because it may have to travel to another process.
-
-    Attributes:
-        on_read: called with each row that has been read, before its media are.
     """
 
     def __init__(
@@ -38,16 +35,10 @@ class PreparedRows:
         overlong: Sequence[Overlong] | None = None,
         may_ask: bool = False,
     ) -> None:
-        """Prepare the rows of ``sources``.
+        """Prepare the rows of ``sources``, of which each process keeps ``cached`` samples.
 
-        Args:
-            sources: the data sets.
-            processor: turns rows into samples.
-            budget: the most that a pack may hold; None: no limit.
-            cached: number of prepared samples that each process keeps.
-            without_tails: see :meth:`Sample.without_tail`.
-            overlong: what to do with samples that exceed the budget, for each data set. None: reject them.
-            may_ask: see :meth:`OmniProcessor.sample`.
+        ``overlong`` is what to do with samples that exceed the budget, for each data set; None: reject them. Further
+        arguments as of :func:`~omnitrain.data.render.lengths.sample_within`.
         """
         self.sources, self.processor, self.budget, self.cached = sources, processor, budget, cached
         self.overlong = overlong or ["drop"] * len(sources)

@@ -87,11 +87,7 @@ class _RowProcess:
             send(self.connection, encode([request.draw for request in requests]))
 
     def receive(self) -> None:
-        """Receive some rows, or find that a row ended the process.
-
-        Raises:
-            TrainingError: the process was killed, or a row raised an error that is no reason to reject it.
-        """
+        """Receive some rows, or find that a row ended the process; errors as of :meth:`RowProcesses.prepare`."""
         try:
             rows = receive(self.connection)
         except (EOFError, ConnectionError):

@@ -16,17 +16,11 @@ Swap = Callable[[Sequence[bytes]], list[bytes]]
 
 @dataclass(frozen=True)
 class MadeStep:
-    """A step of some slots.
+    """A step of some slots."""
 
-    Attributes:
-        made: the packs of each share of the slots; at the end, what the training process gets.
-        slots: slot -> its state after the step.
-        rejected: rows that were rejected while the step was made.
-    """
-
-    made: Any
-    slots: Mapping[int, SlotState]
-    rejected: tuple[Rejected, ...]
+    made: Any  # the packs of each share of the slots; at the end, what the training process gets
+    slots: Mapping[int, SlotState]  # after the step
+    rejected: tuple[Rejected, ...]  # while the step was made
 
 
 @dataclass(frozen=True)
@@ -42,12 +36,8 @@ class SameSamples:
     def of(cls, data_ranks: Sequence[int | None], size: int, slots: int, rank: int, swap: Swap) -> SameSamples | None:
         """Return which ranks hold the same samples; None if every rank holds other ones.
 
-        Args:
-            data_ranks: each rank's rank among those that draw different samples; None: it draws none.
-            size: number of ranks that draw different samples.
-            slots: packs of a step.
-            rank: this rank.
-            swap: sends a parcel to every rank and returns those of all ranks; all ranks must call it.
+        ``data_ranks`` has each rank's rank among the ``size`` that draw different samples; None: it draws none. All
+        ranks must call ``swap``, which sends a parcel to every rank and returns those of all ranks.
         """
         shares = tuple(share_of_rank(data_rank, size, slots) for data_rank in data_ranks)
         first_of: dict[tuple[int, ...], int] = {}

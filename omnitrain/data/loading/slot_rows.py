@@ -26,9 +26,7 @@ class SlotRows:
     the fewest rows ahead, so the number of waiting rows stays bounded.
 
     A row that missed its deadline once, or crashed a decoder, is rejected whenever the slot draws it, even if it would
-    be ready in time now.
-
-    Use it in a ``with`` block, which ends the helpers.
+    be ready in time now. Use it in a ``with`` block, which ends the helpers.
     """
 
     def __init__(
@@ -40,14 +38,9 @@ class SlotRows:
         is_ahead: bool = True,
         fatal: Mapping[int, Fatal] | None = None,
     ) -> None:
-        """Prepare ``rows`` for the ``draws`` of each slot.
+        """Prepare ``rows`` for the ``draws`` of each slot, with a number of ``helpers``, perhaps ahead of their use.
 
-        Args:
-            rows: prepares the rows.
-            draws: slot -> its draws.
-            helpers: number of processes that prepare rows.
-            is_ahead: whether helpers prepare rows before they are taken.
-            fatal: slot -> the rows that missed their deadline, or crashed a decoder, before.
+        ``fatal``: slot -> the rows that missed their deadline, or crashed a decoder, before.
         """
         self._rows, self._draws, self._helpers, self._is_ahead = rows, dict(draws), helpers, is_ahead and helpers > 0
         self._fatal = {slot: dict((fatal or {}).get(slot, {})) for slot in draws}

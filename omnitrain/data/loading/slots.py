@@ -81,7 +81,6 @@ class LoaderState:
             of all ranks. Empty: the beginning of a run.
         rejected: rows skipped so far, each once. The state of one loader has those that its rank met, after those of
             the state from which it continues.
-        order_version: version of the order of the samples.
         tokens_per_draw: mean tokens of a draw of each source, by which weights of tokens become shares of draws.
             Empty: weights are shares of draws.
         skipped: number of first samples of each source that a run that goes on need not read again, if the source can
@@ -112,11 +111,7 @@ class LoaderState:
         return cls(**(dict(saved) | {"slots": slots, "rejected": rejected}))
 
     def of_slot(self, slot: int) -> SlotState:
-        """Return the state of one slot.
-
-        Raises:
-            ValueError: the state has other slots but not this one, which would draw its samples from the start.
-        """
+        """Return the state of one slot; ValueError: the state has other slots, so this one would begin anew."""
         if not self.slots:
             return SlotState(next_index=slot)
         if slot not in self.slots:
@@ -128,11 +123,7 @@ class LoaderState:
 
 
 def merge_states(states: Sequence[LoaderState]) -> LoaderState:
-    """Merge the states of all ranks after the same step. The result is valid for any number of ranks.
-
-    Raises:
-        ValueError: ranks that share a slot have different states of it.
-    """
+    """Merge the states of all ranks after the same step (else ValueError), for any number of ranks."""
     slots: dict[int, SlotState] = {}
     for state in states:
         for slot, slot_state in state.slots.items():

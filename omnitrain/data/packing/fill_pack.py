@@ -15,11 +15,6 @@ from omnitrain.plan.balance import assign_by_cost
 Held = TypeVar("Held", bound=Sample | Measure)
 
 
-def num_tokens(samples: Sequence[Held]) -> int:
-    """Return the number of tokens of all ``samples`` together."""
-    return sum(len(sample) for sample in samples)
-
-
 def fill_pack(held: Sequence[Held], budget: PackBudget, *, alone: bool = False) -> list[Held]:
     """Return the oldest sample and the largest others that still fit, so packs are dense and no sample waits forever.
 

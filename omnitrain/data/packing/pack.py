@@ -50,15 +50,13 @@ class MediaBatch:
     """All items of one component in a pack.
 
     Attributes:
-        groups: the items, grouped by shape; usually one group. No item is ever padded.
         positions: ``[rows]`` int64, index of the token that each output row of the component fills, in order of groups
             and items; always on the host.
-        samples: index in the pack of each item's sample, in the same order.
     """
 
-    groups: tuple[MediaGroup, ...]
+    groups: tuple[MediaGroup, ...]  # the items by shape; usually one group, and no item is ever padded
     positions: torch.Tensor
-    samples: tuple[int, ...]
+    samples: tuple[int, ...]  # index in the pack of each item's sample, in the same order
 
     @property
     def num_tokens(self) -> tuple[int, ...]:

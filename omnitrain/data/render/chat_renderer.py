@@ -39,15 +39,9 @@ class ChatRenderer(Renderer):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, refused: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Check the end token.
+        """Check that the end is one token of the tokenizer, or raise UserError.
 
-        Args:
-            tokenizer: tokenizer of the foundation.
-            chat: the format.
-            refused: modality that the foundation could read with another format -> why not with this one.
-
-        Raises:
-            UserError: the end is not one token of the tokenizer.
+        ``refused``: modality that the foundation could read with another format -> why not with this one.
         """
         self.tokenizer, self.chat = tokenizer, chat
         self.refused_modalities = dict(refused)  # a copy that can be pickled

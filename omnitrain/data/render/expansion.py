@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from transformers import BatchEncoding, PreTrainedTokenizerBase, ProcessorMixin, processing_utils
+from transformers import BatchEncoding, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.processing_utils import OmniModalProcessorMixin
 
 from omnitrain.data.packing.sample import Features
 from omnitrain.data.render.hf_visuals import FrameChoice, pixel_arguments
@@ -88,7 +89,7 @@ class MediaExpander:
                 f"{self.name} has no token for {missing}, which the foundation reads; set data.processor to the "
                 "processor of the foundation"
             )
-        if audio_in_video and _sound_arguments(processor) is None:
+        if audio_in_video and not isinstance(processor, OmniModalProcessorMixin):
             raise UserError(f"data.audio_in_video: {self.name} cannot read videos with their sound; remove the setting")
         if "video" in modalities:
             self.frame_choice(None).choose()
@@ -139,11 +140,7 @@ class MediaExpander:
         return pixel_arguments(component, self._arguments.get(_GROUP[modality], {}), reading, num_frames)
 
     def expand(self, medium: Medium) -> Expansion:
-        """Run the processor on ``medium`` alone.
-
-        Raises:
-            ValueError: the processor refuses the medium, or would cut it.
-        """
+        """Run the processor on ``medium`` alone; ValueError: the processor refuses the medium, or would cut it."""
         with costing_one_row(f"{self.name} cannot prepare this {medium.modality}"):
             output, text, per_token = self._call(self.tokens[medium.modality], [medium])
         if not text:
@@ -198,8 +195,6 @@ class MediaExpander:
     def _with_sound(self, media: Sequence[Medium]) -> dict[str, Any]:
         if all(medium.sound is None for medium in media):
             return {}
-        arguments = _sound_arguments(self._processor)
-        assert arguments is not None
         sounds: list[np.ndarray] = []
         sources: list[int | None] = []  # index of the video that a sound belongs to
         videos = 0
@@ -209,7 +204,7 @@ class MediaExpander:
                 sounds.append(sound)
                 sources.append(None if medium.modality == "audio" else videos)
             videos += medium.modality == "video"
-        return {"audio": sounds, **arguments(sources)}
+        return {"audio": sounds, "load_audio_from_video": True, "audio_from_video_indices": sources}
 
     @property
     def _audio_extractor(self) -> Any:
@@ -307,14 +302,3 @@ def _index_of(time: float, rate: float) -> float:
     """Return an index whose ``index / rate`` is not below ``time``, since processors cut off fractions of seconds."""
     index = time * rate
     return index if index / rate >= time else float(np.nextafter(index, np.inf))
-
-
-def _sound_arguments(processor: ProcessorMixin) -> Callable[[list[int | None]], dict[str, Any]] | None:
-    """Return what makes the arguments of videos with sound from the video of each sound, or None; None: it has none."""
-    mixes = getattr(processing_utils, "OmniModalProcessorMixin", None)
-    if mixes is not None and isinstance(processor, mixes):
-        return lambda sources: {"load_audio_from_video": True, "audio_from_video_indices": sources}
-    options = getattr(processor.valid_processor_kwargs, "__annotations__", {}).get("videos_kwargs")
-    if "use_audio_in_video" in getattr(options, "__annotations__", {}):  # before transformers 5.23
-        return lambda _: {"use_audio_in_video": True}
-    return None

@@ -34,11 +34,7 @@ class FrameChoice:
     reading: Reading  # what the video's part, its data set or the recipe says
 
     def choose(self) -> Choose:
-        """Return the function for ``decode_clip``.
-
-        Raises:
-            UserError: the processor reads no rate, and ``reading`` has one.
-        """
+        """Return the function for ``decode_clip``; UserError: the processor reads no rate, and ``reading`` has one."""
         if self.reading.num_frames is not None:
             return evenly(self.reading.num_frames)
         if self.reading.fps is not None and self._sampler is not None:

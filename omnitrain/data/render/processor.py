@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts
-from omnitrain.data.chat.text_tokenizer import DocumentEncoder, load_tokenizer
+from omnitrain.data.chat.text_tokenizer import TextEncoder, load_tokenizer
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.component_media import AttachedMedia, MediaAdapter
@@ -106,15 +106,22 @@ class OmniProcessor:
         return self._try(row, row.question, index, for_generation=True)
 
     @cached_property
-    def _encode_document(self) -> DocumentEncoder:
-        return DocumentEncoder(self.tokenizer, self.end_token)
+    def _encode_text(self) -> TextEncoder:
+        return TextEncoder(self.tokenizer, ())
+
+    def _ids_of(self, document: Document) -> list[int]:
+        """Return the ids of a document's text, between the tokenizer's start and end where it begins and ends."""
+        start, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        starts = document.begins and start is not None and start in self.tokenizer("")["input_ids"]
+        ends = [self.end_token if end is None else end] if document.ends else []
+        return [*([start] if starts else []), *self._encode_text(document.text), *ends]
 
     def _document(
         self, row: Row, document: Document, index: int, max_tokens: int | None, *, without_tail: bool
     ) -> Sample | Rejected:
         """Return the first piece of a document, which has the others. All but the last two are as long as possible."""
         try:
-            ids = self._encode_document(document)
+            ids = self._ids_of(document)
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
         if len(ids) < 2:

@@ -69,11 +69,7 @@ class Renderer(ABC):
 
 
 def single_token(tokenizer: PreTrainedTokenizerBase, field_name: str, text: str) -> int:
-    """Return the id of ``text``.
-
-    Raises:
-        UserError: it is not one token of the tokenizer.
-    """
+    """Return the id of ``text``; UserError: it is not one token of the tokenizer."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         raise UserError(

@@ -103,17 +103,13 @@ class TemplateRenderer(Renderer):
                 reading=Reading(fps, None, max_frames, min_pixels, max_pixels),
             )
             self._forward = ForwardEncoder(self._expander, self.tokenizer, self.native)
-        self.end_token = self._end_token()
-        self._verified: set[tuple[tuple[str, int], ...]] = set()
-
-    def _end_token(self) -> int:
-        if self.template.end is not None:
-            return int(self.tokenizer.convert_tokens_to_ids(self.template.end))
-        if self.tokenizer.eos_token_id is None:
+        end, eos = self.template.end, self.tokenizer.eos_token_id
+        if end is None and eos is None:
             raise UserError(
                 f"neither the chat template nor {type(self.tokenizer).__name__} has a token that ends an answer"
             )
-        return int(self.tokenizer.eos_token_id)
+        self.end_token = int(eos if end is None else self.tokenizer.convert_tokens_to_ids(end))
+        self._verified: set[tuple[tuple[str, int], ...]] = set()
 
     def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
         """See :meth:`Renderer.encode`."""

@@ -28,8 +28,8 @@ from omnitrain.data.sources.turns import MARKERS, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
 from omnitrain.recipe.data import VISUAL_KEYS, source_names
+from omnitrain.recipe.strict import Idle, idle_problems
 from omnitrain.recipe.suggest import nearest
-from omnitrain.recipe.useless_keys import Idle, idle_problems
 
 MODALITIES = ("image", "audio", "video")
 _OTHER_ROWS = ", or `columns.prompt` and `columns.response`, or `columns.text` for documents"

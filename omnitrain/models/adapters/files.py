@@ -1,12 +1,8 @@
 """Save and load adapters in peft's files: one folder per HF model, which ``PeftModel.from_pretrained`` reads.
 
-``E`` experts of rank ``r`` in peft's layout:
-
-    ours        A [E, r, in]              B [E, out, r]
-    peft's      lora_A.weight [E*r, in]   lora_B.weight [out, r*E]; column ``j*E + e`` is column j of expert e
-
-peft wraps a module once for each of its parameters with adapters: the adapters of the last parameter are at the module,
-those of the parameter before it at its ``base_layer``.
+Of ``E`` experts, our A ``[E, r, in]`` is peft's ``[E*r, in]``; our B ``[E, out, r]`` is peft's ``[out, r*E]``, where
+column ``j*E + e`` is column j of expert e. peft wraps a module once for each of its parameters with adapters: the
+adapters of the last parameter are at the module, those of the parameter before it at its ``base_layer``.
 """
 
 from __future__ import annotations
@@ -26,7 +22,16 @@ from transformers import PreTrainedModel
 from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.checkpoint.model_files import ADAPTERS
 from omnitrain.errors import UserError, WeightsError
-from omnitrain.models.adapters.lora import ADAPTER, Adapters, adapters_of, add_lora, peft, root_of, token_matrices
+from omnitrain.models.adapters.lora import (
+    ADAPTER,
+    Adapters,
+    adapters_of,
+    add_lora,
+    names_without_adapters,
+    peft,
+    root_of,
+    token_matrices,
+)
 from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.hf.load import folder_with, foundation_class
 from omnitrain.models.hf.stored_tensor import StoredTensor, read_or_left_in_file, replace_value
@@ -57,10 +62,8 @@ def split_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> tupl
     """Split a model's ``state_dict`` into the other weights, under their original names, and the adapters."""
     if not isinstance(model, ComponentModel):
         return dict(weights), {}
-    base_of = {names[0]: base for base, names in model.renamed.items()}
-    added = model.adapter_names
-    base = {base_of.get(name, name): tensor for name, tensor in weights.items() if name not in added}
-    return base, {name: tensor for name, tensor in weights.items() if name in added}
+    base = {name: weights[renamed] for name, renamed in names_without_adapters(model, weights).items()}
+    return base, {name: tensor for name, tensor in weights.items() if name in model.adapter_names}
 
 
 def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -68,15 +71,12 @@ def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Ten
 
     ``weights``: whole (unsharded) adapters, and embeddings with rows of added tokens, by their names in ``model``.
     """
-    for root, adapters in _by_root(model).items():
-        into = folder / ADAPTERS / root
-        into.mkdir(parents=True)
-        tensors = {
-            key: entry.to_peft(weights[name]).contiguous() for key, (name, entry) in _entries(model, root, adapters)
-        }
-        save_file(tensors, into / _WEIGHTS, metadata={"format": "pt"})
-        set_default_modes([into / _WEIGHTS])
-        _config(model, root, adapters).save_pretrained(str(into))
+    for file, entries in adapter_tensors(model).items():
+        (folder / file).parent.mkdir(parents=True)
+        tensors = {key: to_peft(weights[name]).contiguous() for key, (name, to_peft) in entries.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        set_default_modes([folder / file])
+    save_adapter_configs(model, folder)
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, dict[str, tuple[str, Conversion]]]:
@@ -96,10 +96,9 @@ def save_adapter_configs(model: PreTrainedModel, folder: Path) -> None:
 
 
 def stored_adapters(model: ComponentModel, path: str | Path) -> dict[str, Adapters]:
-    """Return component of ``model`` -> its adapters in a checkpoint, without reading weights.
+    """Return component of ``model`` -> its adapters in a checkpoint (folder or Hub id), without reading weights.
 
-    ``model``: a model with or without adapters; ``path``: folder or Hub id of the checkpoint. Raises UserError: the
-    checkpoint is missing, a file cannot be read, or the model lacks a layer that has adapters.
+    Raises UserError: the checkpoint is missing, a file cannot be read, or the model lacks a layer that has adapters.
     """
     return _stored(model, _folders_at(path))
 
@@ -150,10 +149,7 @@ def _read(file: Path, read: Callable[[Path], T]) -> T:
 
 @dataclass(frozen=True)
 class _Entry:
-    """How a tensor is stored in the file. ``num_experts`` is 0 for linear layers, which need no conversion.
-
-    Of an embedding only ``rows`` are stored; the file of the base has all of it.
-    """
+    """How a tensor is stored: of an embedding only ``rows``; of a linear layer (``num_experts`` is 0) as it is."""
 
     is_a: bool = True
     num_experts: int = 0
@@ -219,20 +215,16 @@ def _config(model: PreTrainedModel, root: str, adapters: list[Adapters]) -> Any:
     has_experts = any(True for _ in experts_in(model.get_submodule(root)))
     modules, parameters = {}, {}
     for each in adapters:
-        for name in each.linears:
-            if has_experts and name.endswith(tuple(f".{taken}" for taken in _TAKEN_FOR_EXPERTS)):
-                parameters[_below(root, name) + _WEIGHT] = each
+        for name in (_below(root, linear) for linear in each.linears):
+            if has_experts and name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS:
+                parameters[name + _WEIGHT] = each
             else:
-                modules[_below(root, name)] = each
+                modules[name] = each
         parameters |= {_below(root, name): each for name in each.experts}
-    differing = {
-        name: each
-        for name, each in (modules | parameters).items()
-        if (each.rank, each.alpha) != (first.rank, first.alpha)
-    }
-    tokens = {
-        _below(root, name).removesuffix(_WEIGHT): list(rows) for name, rows in _token_matrices(model, root).items()
-    }
+    all_adapted = (modules | parameters).items()
+    differing = {name: each for name, each in all_adapted if (each.rank, each.alpha) != (first.rank, first.alpha)}
+    matrices = _token_matrices(model, root).items()
+    tokens = {_below(root, name).removesuffix(_WEIGHT): list(rows) for name, rows in matrices}
     config = peft().LoraConfig(
         r=first.rank,
         lora_alpha=first.alpha,

@@ -71,18 +71,18 @@ def adapters_of(model: ComponentModel) -> dict[str, Adapters]:
     found = dict[str, Adapters](getattr(model, _APPLIED, {}))
     for encoder in (name for name in model.divided if name in found):
         whole = found.pop(encoder)
-        for part, is_tower in ((f"{encoder}.tower", True), (f"{encoder}.projector", False)):
+        for part in ("tower", "projector"):
             linears, experts = (
-                tuple(name for name in names if name.startswith(f"{encoder}.tower.") == is_tower)
+                tuple(name for name in names if name.startswith(f"{encoder}.tower.") == (part == "tower"))
                 for names in (whole.linears, whole.experts)
             )
             if linears or experts:
-                found[part] = replace(whole, linears=linears, experts=experts)
+                found[f"{encoder}.{part}"] = replace(whole, linears=linears, experts=experts)
     return found
 
 
 def adapters_within(model: ComponentModel, adapters: Mapping[str, Adapters]) -> dict[str, Adapters]:
-    """Return ``adapters`` without those of matrices that ``model`` does not have, such as with fewer layers."""
+    """Return ``adapters`` without matrices that ``model``, with fewer layers or experts, does not have."""
     names = {name for name, _ in model.named_parameters()}
     return {
         component: replace(
@@ -121,22 +121,15 @@ def root_of(model: ComponentModel, component: str) -> str:
 
 
 def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters:
-    """Find the layers of the component that the globs of ``lora`` match.
-
-    Raises UserError: one line per glob that matches nothing, with the nearest name that exists.
-    """
+    """Find the layers of a component that the globs of ``lora`` match; a glob that matches nothing raises UserError."""
     return find_in_all(model, [component], lora)[component]
 
 
 def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) -> dict[str, Adapters]:
-    """Find the layers of ``components`` that the globs of ``lora`` match; components without a match are omitted.
-
-    Raises UserError: one line per glob that matches nothing in any component.
-    """
+    """Find the layers that the globs match, by component; raise UserError if a glob matches in no component."""
     candidates = {component: _candidates(model, component) for component in components}
     every = [name for linears, experts in candidates.values() for name in (*linears, *experts)]
-    if lora.targets == ALL_LINEAR:
-        candidates = {name: (linears, []) for name, (linears, _) in candidates.items()}
+    all_linear = lora.targets == ALL_LINEAR
     globs = ["*"] if lora.targets == ALL_LINEAR else lora.targets
     if problems := [unmatched(g, every) for g in globs if not any(matches(g, name) for name in every)]:
         raise UserError(*problems)
@@ -144,26 +137,19 @@ def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) ->
     def matching(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted(name for name in names if any(matches(glob, name) for glob in globs)))
 
-    adapters = {
-        name: Adapters(
-            lora.rank,
-            lora.alpha,
-            matching(linears),
-            matching(experts),
-            lora.rslora,
-            lora.dropout,
-            model.added_tokens if name == FOUNDATION else (),
-        )
-        for name, (linears, experts) in candidates.items()
-    }
-    return {name: each for name, each in adapters.items() if each.linears or each.experts}
+    found = {}
+    for name, (linears, experts) in candidates.items():
+        tokens = model.added_tokens if name == FOUNDATION else ()
+        names = matching(linears), () if all_linear else matching(experts)
+        if any(names):
+            found[name] = Adapters(lora.rank, lora.alpha, *names, lora.rslora, lora.dropout, tokens)
+    return found
 
 
 def _candidates(model: ComponentModel, component: str) -> tuple[list[str], list[str]]:
     """Linear layers and matrices of experts that can get adapters.
 
-    The loss reads the weights of the output head and of decoders' heads without calling the module, and media
-    tokenizers run without gradients, so these are excluded.
+    The loss reads the weights of heads without calling the module, and media tokenizers run without gradients: none.
     """
     if component in model.decoder_names:
         return [], []
@@ -199,7 +185,7 @@ def add_lora(model: ComponentModel, adapters: Mapping[str, Adapters]) -> None:
             f"({new[taken[0]].summary}); build a new model"
         )
     peft()
-    # Read the components first: the model finds those of its foundation by runs without adapters.
+    # Read the components first: the model finds the foundation's components by runs without adapters.
     frozen = {name: model.components[name] for name in new}
     for parameters in frozen.values():
         for parameter in parameters.values():
@@ -226,10 +212,7 @@ def token_matrices(model: ComponentModel) -> dict[str, tuple[int, ...]]:
 
 
 def train_rows(model: ComponentModel) -> None:
-    """Let the rows of added tokens train, and no other row; call it again when parameters were replaced.
-
-    The gradients of the other rows are zero. The optimizer must have no weight decay for these matrices.
-    """
+    """Let only the rows of added tokens train, without weight decay; call it again when parameters were replaced."""
     for name, rows in token_matrices(model).items():
         parameter = model.get_parameter(name)
         parameter.requires_grad_()

@@ -50,11 +50,7 @@ class StageContract:
     readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def require(self, model: str, cut: int) -> None:
-        """Refuse a cut at which the model would not be exact.
-
-        ``model``: name of the model, for the message; ``cut``: index of the block after it; 0 and the number of blocks
-        are the ends of the model. Raises UserError: names the model, the cut and the measurement.
-        """
+        """Raise UserError unless the model is exact if cut before the block ``cut``; its ends are no cuts."""
         if self.problem:
             raise UserError(f"{model} cannot be cut into pipeline stages: {self.problem}; set pp to 1")
         if cut in self.refused:

@@ -14,27 +14,18 @@ from omnitrain.transformers_private import ContainerModel
 
 
 class ComponentModel(ContainerModel):
-    """A foundation with encoders and decoders, which are submodules with the component's name.
+    """A foundation with encoders and decoders, which are submodules with the component's name."""
 
-    Attributes:
-        foundation: an HF causal language model.
-        encoder_names: names of encoders, sorted.
-        decoder_names: names of decoders, sorted.
-        divided: encoders whose tower and projector are components by themselves (:meth:`divide`).
-        renamed: parameter -> its name after adapters were added, then the names of its adapters. Parameters without
-            adapters keep their names and are not in it.
-        added_tokens: ids of tokens that the checkpoint of the foundation does not know, whose rows of its embeddings
-            start with random values, sorted.
-    """
-
-    foundation: PreTrainedModel
+    foundation: PreTrainedModel  # a causal language model
 
     def __init__(self, config: PreTrainedConfig, encoders: Iterable[str], decoders: Iterable[str]) -> None:
         """Set the names; the subclass adds the submodules."""
         super().__init__(config)
         self.encoder_names, self.decoder_names = sorted(encoders), sorted(decoders)
-        self.divided: tuple[str, ...] = ()
+        self.divided: tuple[str, ...] = ()  # encoders whose tower and projector are components by themselves
+        # Parameter with adapters -> its name after they were added, then the names of its adapters.
         self.renamed: dict[str, tuple[str, ...]] = {}
+        # Ids of tokens that the foundation's checkpoint lacks: their rows of its embeddings start with random values.
         self.added_tokens: tuple[int, ...] = ()
 
     @property
@@ -67,10 +58,7 @@ class ComponentModel(ContainerModel):
         return {name: self.get_submodule(name) for name in self.decoder_names}
 
     def divide(self, encoders: Iterable[str]) -> None:
-        """Make two components of each of these encoders: ``NAME.tower``, and ``NAME.projector``, all the rest of it.
-
-        Raises UserError: an encoder has no ``lm_tower`` and ``lm_project`` to run them apart.
-        """
+        """Make ``NAME.tower`` and ``NAME.projector`` components; UserError: an encoder cannot run them apart."""
         names = tuple(sorted(encoders))
         for name in names:
             kind = type(self.get_submodule(name))
@@ -95,8 +83,8 @@ class ComponentModel(ContainerModel):
     def components(self) -> dict[str, dict[str, nn.Parameter]]:
         """Component name -> its parameters by their names in this model, the foundation first.
 
-        Towers inside the foundation are separate components (``image_encoder``, ...); ``foundation`` has its other
-        parameters. Raises UserError: an encoder or decoder has the name of a component inside the foundation.
+        Towers inside the foundation are separate components (``image_encoder``, ...). Raises UserError: an encoder or
+        decoder has the name of a component inside the foundation.
         """
         parameters = dict(self.foundation.named_parameters(prefix="foundation"))
         native = {

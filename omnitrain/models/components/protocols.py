@@ -1,4 +1,4 @@
-"""The component protocols: methods of an encoder and a decoder besides those of ``PreTrainedModel``."""
+"""The component protocols: methods that an encoder and a decoder add to ``PreTrainedModel``."""
 
 from __future__ import annotations
 
@@ -13,57 +13,46 @@ TensorFeatures = dict[str, torch.Tensor]
 
 
 class ComponentAdapter:
-    """Converts media to the inputs of a component; it has no weights and runs in data workers.
+    """Converts media to the inputs of a component; it has no weights and runs in data workers."""
 
-    Attributes:
-        modalities: the modalities it handles, of ``image``, ``audio``, ``video``.
-        max_frames: the most frames to read from a video.
-        fps: frames to read from a second of a video; None: all, up to ``max_frames``.
-    """
-
-    modalities: tuple[str, ...] = ()
-    max_frames: int = 1
-    fps: float | None = None
+    modalities: tuple[str, ...] = ()  # of ``image``, ``audio``, ``video``
+    max_frames: int = 1  # the most frames to read from a video
+    fps: float | None = None  # frames to read from a second of a video; None: all, up to ``max_frames``
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Return the input features of one item, and its number of tokens.
 
-        Args:
-            modality: one of :attr:`modalities`.
-            media: RGB ``PIL.Image`` (image), ``Waveform`` (audio), list of RGB images (video).
-
-        Raises:
-            ValueError: this item cannot be used; the data row is skipped.
+        ``media``: RGB ``PIL.Image`` (image), ``Waveform`` (audio), list of RGB images (video). Raises ValueError: this
+        item cannot be used; the data row is skipped.
         """
         raise NotImplementedError
 
 
-class EncoderMixin:
-    """A component that encodes media as features in the foundation's embedding space.
-
-    Attributes:
-        is_teacher: it encodes the tokens of samples instead, as rows that losses read (``Teacher``).
-    """
-
-    is_teacher: ClassVar[bool] = False
+class ComponentMixin:
+    """A component that reads media."""
 
     def adapter(self) -> ComponentAdapter:
         """Return the converter from media to input features, for data workers."""
         raise NotImplementedError
 
-    def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
-        """Encode all items, in order.
+    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
+        """Return the smallest valid ``(features, num_tokens)``, for a rank without data; called once."""
+        raise NotImplementedError
 
-        ``features``: the adapter's features, items concatenated along dim 0; ``num_tokens``: number of features of each
-        item. Returns ``[sum(num_tokens), hidden]``.
-        """
+
+class EncoderMixin(ComponentMixin):
+    """A component that encodes media as features in the foundation's embedding space."""
+
+    is_teacher: ClassVar[bool] = False  # it encodes tokens instead, as rows that losses read (``Teacher``)
+
+    def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
+        """Encode items, concatenated along dim 0, with ``num_tokens`` features each: ``[sum(num_tokens), hidden]``."""
         raise NotImplementedError
 
     def lm_tower(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> TensorFeatures:
         """Return what :meth:`lm_project` needs; an encoder that has both can have its tower on ranks of its own.
 
-        ``features``: see :meth:`lm_encode`; ``num_tokens``: see :meth:`lm_encode`. Returns name -> ``[sum(num_tokens),
-        ...]``. ``main`` comes first: ``[sum(num_tokens), width]`` of the tower.
+        Returns name -> ``[sum(num_tokens), ...]``. ``main`` comes first: ``[sum(num_tokens), width]`` of the tower.
         """
         raise NotImplementedError
 
@@ -75,23 +64,14 @@ class EncoderMixin:
         """Return the smallest ``rows`` for :meth:`lm_project`, for a rank without data."""
         raise NotImplementedError
 
-    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """Return the smallest valid ``(features, num_tokens)``, for a rank without data; called once."""
-        raise NotImplementedError
 
-
-class DecoderMixin:
+class DecoderMixin(ComponentMixin):
     """A component that generates media: it embeds targets, predicts tokens from hidden states, and decodes tokens."""
 
-    def adapter(self) -> ComponentAdapter:
-        """Return the converter from target media to input features, for data workers."""
-        raise NotImplementedError
-
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return embeddings of target media for the foundation's input, and their labels.
+        """Return embeddings ``[sum(num_tokens), hidden]`` of target media for the foundation's input.
 
-        ``features``: the adapter's features, items concatenated along dim 0; ``num_tokens``: number of tokens of each
-        item. Returns ``[sum(num_tokens), hidden]`` embeddings and ``[sum(num_tokens)]`` int64 labels.
+        And their labels, ``[sum(num_tokens)]`` int64. Items are concatenated along dim 0, with ``num_tokens`` each.
         """
         raise NotImplementedError
 
@@ -100,11 +80,10 @@ class DecoderMixin:
         raise NotImplementedError
 
     def lm_embed(self, hidden: torch.Tensor, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample the next token of each sequence.
+        """Sample the next token of each sequence from the states that predict it, ``[batch, hidden]``.
 
-        ``hidden``: ``[batch, hidden]``, the states that predict the next token; ``sample``: ``logits [batch, classes]
-        -> tokens [batch]``. Returns embeddings ``[batch, hidden]`` of the sampled tokens, and the tokens ``[batch]``
-        int64.
+        ``sample``: ``logits [batch, classes] -> tokens [batch]``. Returns embeddings ``[batch, hidden]`` of the sampled
+        tokens, and the tokens ``[batch]`` int64.
         """
         raise NotImplementedError
 
@@ -114,10 +93,6 @@ class DecoderMixin:
 
     def lm_generate(self, tokens: list[int]) -> Any:
         """Decode ``tokens`` to a ``PIL.Image`` or a ``Waveform``."""
-        raise NotImplementedError
-
-    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """Return the smallest valid ``(features, num_tokens)``, for a rank without data; called once."""
         raise NotImplementedError
 
 

@@ -27,10 +27,7 @@ T = TypeVar("T")
 
 
 def cached(model: PreTrainedModel, suffix: str, kind: type[T], check: Callable[[], T]) -> T:
-    """Return what ``check`` finds out about a model's class and config, a dataclass ``kind``; from its file if written.
-
-    ``suffix``: ends the name of the file of this check, such as ``.stages.json``.
-    """
+    """Return what ``check`` finds out about a model's class and config, from the file with this suffix if kept."""
     path = contract_path(type(model), model.config).with_suffix(suffix)
     found = kept(path, kind)
     if found is None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.cache import cached
@@ -25,12 +28,18 @@ from omnitrain.models.contract.checks_packing import (
     unread_side_features,
     unused_parameters,
 )
-from omnitrain.models.contract.checks_reads import read_from_outside
-from omnitrain.models.contract.checks_unread import skipped_modules_of, tokenwise_modules, unread_by_short_samples
-from omnitrain.models.contract.tiny_model import tiny_configs
+from omnitrain.models.contract.checks_unread import (
+    read_from_outside,
+    skipped_modules_of,
+    tokenwise_modules,
+    unread_by_short_samples,
+)
+from omnitrain.models.contract.tiny_model import tiny_config, tiny_configs
 from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.foundation.in_forward import outermost_unreached
+from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.hf.hub_kernels import kernels_of
+from omnitrain.ops.attention.install import use_omnitrain_attention
 
 _MOST_SEGMENTED_CLASSES = 3
 
@@ -38,8 +47,7 @@ _MOST_SEGMENTED_CLASSES = 3
 def contract_of(model: PreTrainedModel, key: str = "model.foundation") -> Contract:
     """Return the contract of a foundation, from the cache or by checking a tiny model of its class.
 
-    ``model``: a causal language model; ``key``: key of the recipe that names it, for the message. Raises UserError:
-    omnitrain cannot train it; names every check that refused it and its measurement.
+    ``key``: of the recipe, for the message. Raises UserError: names every check that refused it, and the measurement.
     """
 
     def accepted() -> Contract:
@@ -50,6 +58,25 @@ def contract_of(model: PreTrainedModel, key: str = "model.foundation") -> Contra
         return contract
 
     return cached(model, ".json", Contract, accepted)
+
+
+def require_attention_backend(runner: FoundationRunner, backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Run two packed texts through a tiny model of the foundation with ``backend``, as training on ``device`` would.
+
+    ``runner``: on any device including ``meta``. Raises UserError: the backend, which is not ``auto``, cannot compute a
+    layer (the message names the layer, the reason and the backends that can), or the model keeps its own attention.
+    """
+    model, contract = runner.model, runner.contract
+    if contract.attention != "omnitrain":
+        raise UserError(
+            f"attention backend {backend!r}: {type(model).__name__} keeps its own attention; set the backend to auto"
+        )
+    tiny = Trial.of(type(model), tiny_config(model.config), contract)
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), tiny as trial:
+        use_omnitrain_attention(trial.ours, backend)
+        trial.ours.to(device, dtype)
+        texts = [probe.sample for probe in trial.probes if not probe.modalities]
+        trial.runner.text_loss(Pack.from_samples(texts[: 2 if contract.packs else 1]).to(device))
 
 
 def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:
@@ -87,6 +114,9 @@ def _contract_on(model_class: type[PreTrainedModel], config: PreTrainedConfig) -
 
 def _checks() -> dict[str, Callable[[Trial], None]]:
     """Return check name -> check, in order: outputs, then computations that can be skipped, then gradients."""
+    outside = "parameters are read while their module does not run: {}"  # an outer module must gather them
+    skipping = "these modules skip tokens that no loss reads: {}"  # gradients are then checked without these tokens
+    no_tails = "tokens after the last supervised token are skipped"  # as here
     return {
         "modalities": _modalities,
         "attention": _attention,
@@ -95,10 +125,10 @@ def _checks() -> dict[str, Callable[[Trial], None]]:
         "side features": _side_features,
         "packing": _packing,
         "skipped modules": _skipped_modules,
-        "units": _units,
+        "units": partial(_noting, "units", read_from_outside, outside, "read_outside"),
         "own loss": _own_loss,
-        "unread tokens": _unread_tokens,
-        "tails": _tails,
+        "unread tokens": partial(_noting, "unread tokens", tokenwise_modules, skipping, "tokenwise"),
+        "tails": partial(_noting, "tails", needs_no_tails, no_tails, "without_tails"),
         "gradients": _gradients,
     }
 
@@ -156,11 +186,9 @@ def _items(trial: Trial) -> None:
 def _side_features(trial: Trial) -> None:
     """Check that the model reads its side features (deepstack levels)."""
     for modality, interface in trial.native.interfaces.items():
-        if not interface.side:
-            continue
-        if unread := unread_side_features(trial, modality):
+        if unread := unread_side_features(trial, modality) if interface.side else []:
             trial.note("side features", "refused", f"{modality}: the model does not read {', '.join(unread)}")
-        else:
+        elif interface.side:
             trial.note("side features", "passed", f"{modality}: {', '.join(interface.side)} reach the logits")
 
 
@@ -176,11 +204,9 @@ def _packing(trial: Trial) -> None:
             return
         segmented = (*segmented, leak)
         trial.use(segmented=segmented)
-    if segmented:
-        fact = f"packed samples give the same losses as single ones; {' and '.join(segmented)} run sample by sample"
-        trial.note("packing", "fallback", fact)
-    else:
-        trial.note("packing", "passed", "packed samples give the same losses as single ones")
+    alone = f"; {' and '.join(segmented)} run sample by sample" if segmented else ""
+    fact = f"packed samples give the same losses as single ones{alone}"
+    trial.note("packing", "fallback" if segmented else "passed", fact)
 
 
 def _skipped_modules(trial: Trial) -> None:
@@ -196,22 +222,18 @@ def _skipped_modules(trial: Trial) -> None:
         prefixes = tuple(f"{module.module}." for module in skipped)
         skipped += tuple(module for module in short if not f"{module.module}.".startswith(prefixes))
     trial.use(skipped_modules=skipped)
-    if not skipped:
-        return
     names = ", ".join(module.module for module in skipped)
-    problems = dict.fromkeys(module.problem for module in skipped if module.problem)
-    if problems:
-        trial.note("skipped modules", "fallback", f"some samples skip {names}; {'; '.join(problems)}: one rank only")
-    else:
-        trial.note("skipped modules", "passed", f"some samples skip {names}; they call them on empty inputs")
+    problems = "; ".join(dict.fromkeys(module.problem for module in skipped if module.problem))
+    if skipped:
+        how = f"{problems}: one rank only" if problems else "they call them on empty inputs"
+        trial.note("skipped modules", "fallback" if problems else "passed", f"some samples skip {names}; {how}")
 
 
-def _units(trial: Trial) -> None:
-    """Find modules whose parameters are read while they do not run; an outer module must gather these parameters."""
-    modules = attempt(read_from_outside, trial)
-    if modules and not isinstance(modules, Failure):
-        fact = f"parameters are read while their module does not run: {', '.join(modules)}"
-        trial.note("units", "passed", fact, read_outside=modules)
+def _noting(check: str, measure: Callable[[Trial], Any], said: str, use: str, trial: Trial) -> None:
+    """Note and use what a measure finds; nothing if the model's code fails in it."""
+    found = attempt(measure, trial)
+    if found and not isinstance(found, Failure):
+        trial.note(check, "passed", said.format(", ".join(found) if isinstance(found, tuple) else ""), **{use: found})
 
 
 def _own_loss(trial: Trial) -> None:
@@ -221,22 +243,8 @@ def _own_loss(trial: Trial) -> None:
         trial.note("own loss", "left out", f"{fact}; omnitrain trains only the loss of the tokens")
 
 
-def _unread_tokens(trial: Trial) -> None:
-    """Find modules that may skip tokens whose output no loss reads; gradients are then checked without these tokens."""
-    modules = attempt(tokenwise_modules, trial)
-    if modules and not isinstance(modules, Failure):
-        fact = f"these modules skip tokens that no loss reads: {', '.join(modules)}"
-        trial.note("unread tokens", "passed", fact, tokenwise=modules)
-
-
-def _tails(trial: Trial) -> None:
-    """Check that tokens after the last supervised token can be skipped; gradients are then checked without them."""
-    if attempt(needs_no_tails, trial) is True:
-        trial.note("tails", "passed", "tokens after the last supervised token are skipped", without_tails=True)
-
-
 def _gradients(trial: Trial) -> None:
-    """Check that the loss and all gradients equal those of plain transformers; list parameters that never get one."""
+    """Compare the loss and all gradients with plain transformers'; list parameters that never get a gradient."""
     fact = attempt(gradient_fact, trial)
     skipping = {"unread tokens": trial.contract.tokenwise, "tails": trial.contract.without_tails}
     if fact is not None and any(skipping.values()):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.models.contract.trial import Case, Trial, compare, largest, relative, worst
+from omnitrain.models.contract.trial import Trial, compare, largest, relative, worst
 from omnitrain.models.discovery import config_nodes, float_tensors, raise_if_ours, watching
 from omnitrain.models.foundation.recurrent_segments import cut_tokens
 from omnitrain.models.foundation.runner import EncodedMedia
@@ -62,17 +62,14 @@ def head_fact(trial: Trial) -> str | None:
 @torch.no_grad()
 def mixing_modalities(trial: Trial) -> tuple[str, ...]:
     """Return the modalities in which a second item of a call changes the features of the first."""
-    return tuple(modality for modality in trial.native.interfaces if _mixes(trial, modality))
-
-
-def _mixes(trial: Trial, modality: str) -> bool:
-    interface = trial.native.interfaces[modality]
-    if not interface.items_are_independent:  # measured in evaluation mode
-        return True
-    if not any(isinstance(module, BatchNorm) for module in trial.plain.modules()):
-        return False
-    alone, together = (interface.encode(trial.plain, interface.probe_batch(count)).main for count in (1, 2))
-    return relative(together[: len(alone)], alone) > TOLERANCE
+    mixing = []
+    for modality, interface in trial.native.interfaces.items():
+        mixes = not interface.items_are_independent  # measured in evaluation mode
+        if not mixes and any(isinstance(module, BatchNorm) for module in trial.plain.modules()):
+            alone, together = (interface.encode(trial.plain, interface.probe_batch(count)).main for count in (1, 2))
+            mixes = relative(together[: len(alone)], alone) > TOLERANCE
+        mixing += [modality] * mixes
+    return tuple(mixing)
 
 
 @torch.no_grad()
@@ -97,22 +94,22 @@ def packing_fact(trial: Trial) -> str | None:
     pack = Pack.from_samples(trial.samples)
     media = trial.media(pack)
     together = trial.losses(pack, media)
-    for case in trial.cases:
-        error = relative(together[case.probe.sample.index], case.losses)
+    cases = {case.probe.sample.index: case for case in trial.cases}
+    name = {
+        index: f"a sample of {len(case.probe.sample)} tokens ({' and '.join(case.probe.modalities) or 'text'})"
+        for index, case in cases.items()
+    }
+    for index, case in cases.items():
+        error = relative(together[index], case.losses)
         if not error <= TOLERANCE:
-            return f"the loss of {_description(case)} differs by {error:.1e} when it is packed"
+            return f"the loss of {name[index]} differs by {error:.1e} when it is packed"
     for changed in (pack.info.indices[::2], pack.info.indices[1::2]):
         losses = trial.losses(Pack.from_samples(trial.reworded(changed)), media)
-        for case in trial.cases:
-            index = case.probe.sample.index
+        for index in cases.keys() - set(changed):
             error = relative(losses[index], together[index])
-            if index not in changed and not error <= ROUNDING:
-                return f"other words in neighbouring samples change the loss of {_description(case)} by {error:.1e}"
+            if not error <= ROUNDING:
+                return f"other words in neighbouring samples change the loss of {name[index]} by {error:.1e}"
     return None
-
-
-def _description(case: Case) -> str:
-    return f"a sample of {len(case.probe.sample)} tokens ({' and '.join(case.probe.modalities) or 'text'})"
 
 
 def leaking_class(trial: Trial) -> str | None:
@@ -165,7 +162,7 @@ def own_loss_fact(trial: Trial) -> str | None:
 
 
 def gradient_fact(trial: Trial) -> str | None:
-    """Check that the loss and gradients of all samples equal those of plain transformers."""
+    """Compare the loss and gradients of all samples with plain transformers'."""
     samples = [case.probe.sample for case in trial.telling_cases]
     if trial.contract.without_tails:
         samples = [sample.without_tail() for sample in samples]
@@ -188,18 +185,13 @@ _SAME = 1e-4
 
 
 class _Watch:
-    """Records the inputs and outputs of every module at the tokens ``start`` to ``stop`` of ``length`` tokens.
-
-    Attributes:
-        calls: ``(name, index of the call)`` -> inputs and outputs with a dim for tokens, in the order of the returns:
-            inner modules come before outer ones.
-        running: names of the modules that were called and have not returned.
-    """
+    """Records the inputs and outputs of every module at the tokens ``start`` to ``stop`` of ``length`` tokens."""
 
     def __init__(self, trial: Trial, length: int, start: int, stop: int) -> None:
         self._trial, self._length, self._start, self._stop = trial, length, start, stop
+        # (name, index of the call) -> inputs and outputs with a dim for tokens; inner modules return before outer ones.
         self.calls: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = {}
-        self.running: list[str] = []
+        self.running: list[str] = []  # were called and have not returned
 
     @torch.no_grad()
     def run(self, pack: Pack, packed: PackedSequence | None = None) -> None:

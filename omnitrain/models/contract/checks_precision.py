@@ -36,10 +36,7 @@ _Context = Callable[..., AbstractContextManager[object]]
 
 
 def precision_problem_of(model: PreTrainedModel, contract: Contract) -> str:
-    """Return why a foundation may not compute in bf16, or nothing; from the cache or by checking a tiny model.
-
-    ``contract``: the foundation's contract, by which the tiny model runs.
-    """
+    """Return why a foundation may not compute in bf16, or nothing; cached, or by a tiny model under ``contract``."""
     check = partial(check_precision, type(model), model.config, contract)
     return cached(model, ".precision.json", SequenceContract, lambda: SequenceContract(check())).problem
 

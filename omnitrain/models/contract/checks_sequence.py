@@ -1,9 +1,8 @@
 """Check that ranks may share a sequence: a slice must give the same logits as the whole.
 
 The tiny model runs a whole sequence, and we record the inputs and outputs of all attentions and recurrent layers. Then
-it runs slices of that sequence, in which these layers return the recorded outputs. The inputs of attention in a slice,
-and its logits, must equal those of the whole sequence. A model that counts its tokens, or looks at its neighbours,
-fails.
+it runs slices of that sequence, in which these layers return the recorded outputs. Their inputs, and the logits, must
+equal those of the whole. A model that counts its tokens, or looks at its neighbours, fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Find modules that work on each token alone up to the last hidden states, and modules that some samples skip."""
+"""Find modules that work on each token alone up to the last hidden states, that samples skip, or that others read.
+
+The parameters of a module that does not run while they are read cannot be an FSDP unit, which gathers only for itself.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.contract import SkippedModule
 from omnitrain.models.contract.trial import Case, Trial
-from omnitrain.models.discovery import watching
-from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.discovery import ParameterReads, watching
 from omnitrain.ops.cpu.unread_rows import name_from_end
 from omnitrain.ops.fused.rms_norm import rms_norm_form
 from omnitrain.ops.fused.swiglu import is_swiglu
@@ -37,14 +39,13 @@ def tokenwise_modules(trial: Trial) -> tuple[str, ...]:
     calls: dict[str, list[Tensor]] = {name: [] for name in names}
     watched = [(name, model.get_submodule(name)) for name in names]
     with watching(watched, after=lambda name, *args: calls[name].append(args[-1])):
-        hidden = _last_hidden_states(trial)
-    outputs = {
-        name: seen[0] for name, seen in calls.items() if len(seen) == 1 and seen[0].shape[:2] == hidden.shape[:2]
-    }
-    if not outputs:
+        hidden = trial.runner.text_loss(Pack.from_samples(trial.samples[:1])).hidden
+    if hidden is None:
         return ()
+    once = {name: seen[0] for name, seen in calls.items() if len(seen) == 1}
+    outputs = {name: output for name, output in once.items() if output.shape[:2] == hidden.shape[:2]}
     local = set(outputs)
-    for token in (0, hidden.size(1) // 2, hidden.size(1) - 1):
+    for token in (0, hidden.size(1) // 2, hidden.size(1) - 1) if outputs else ():
         target = hidden[0, token] @ torch.randn(hidden.size(-1), generator=torch.Generator().manual_seed(token))
         gradients = torch.autograd.grad(target, list(outputs.values()), retain_graph=True, allow_unused=True)
         local &= {name for name, gradient in zip(outputs, gradients, strict=True) if _reaches_only(gradient, token)}
@@ -64,22 +65,8 @@ def _candidates(model: Any) -> Iterator[str]:
             yield name
 
 
-def _last_hidden_states(trial: Trial) -> Tensor:
-    states: list[Tensor] = []
-
-    def head(hidden: Tensor, lm_head: nn.Module) -> Tensor:
-        states.append(hidden)
-        return lm_head.forward(hidden)
-
-    trial.runner.run_pack(Pack.from_samples(trial.samples[:1]), EncodedMedia(), head)
-    return states[0]
-
-
 def _reaches_only(gradient: Tensor | None, token: int) -> bool:
-    """Whether ``gradient`` ``[1, T, ...]`` is zero at all other tokens.
-
-    It may be zero at token 0, too: in a causal model that token sees only itself, whatever its query is.
-    """
+    """Whether ``gradient`` ``[1, T, ...]`` is zero at other tokens. Token 0, which sees only itself, may have none."""
     if gradient is None:
         return False
     reached = gradient[0].flatten(1).any(1).nonzero().flatten().tolist()
@@ -96,8 +83,7 @@ _SHORTEST = 2  # tokens: one to read, one to predict
 def skipped_modules_of(trial: Trial) -> tuple[SkippedModule, ...]:
     """Return the outermost modules with parameters that the forward calls for some samples and not for others.
 
-    Media are encoded before the forward, so towers are not among them. The shapes of empty arguments follow from the
-    calls: a size that differs between calls is a number of rows, which becomes zero.
+    A size of arguments that differs between calls is a number of rows, which becomes zero in empty arguments.
     """
     calls = [_calls_of(trial, case) for case in trial.cases]
     always = set.intersection(*(set(seen) for seen in calls))
@@ -117,35 +103,22 @@ def skipped_modules_of(trial: Trial) -> tuple[SkippedModule, ...]:
 
 
 def unread_by_short_samples(trial: Trial) -> tuple[SkippedModule, ...]:
-    """Return modules whose parameters a long text reads and the shortest does not, such as a compressor of many tokens.
-
-    Their parameters get a gradient only on some ranks, so the ranks' gradient reductions would not match.
-    """
+    """Return modules whose parameters only long texts read, so that ranks' gradient reductions would not match."""
     texts = [case.probe.sample for case in trial.cases if not case.probe.modalities]
-    longest = max(texts, key=len, default=None)
-    if longest is None:
+    if not texts:
         return ()
-    reads = [_parameters_read(trial, sample) for sample in (_shortest_part(longest), longest)]
-    modules = dict.fromkeys(any_layer(name.rpartition(".")[0]) for name in sorted(reads[1] - reads[0]))
+    longest, first = max(texts, key=len), slice(_SHORTEST)
+    shortest = replace(
+        longest,
+        input_ids=longest.input_ids[first],
+        loss_mask=np.array([False] * (_SHORTEST - 1) + [True]),
+        position_ids=longest.position_ids[..., first],
+        token_inputs={name: values[first] for name, values in longest.token_inputs.items()},
+    )
+    short, long = (trial.step([Pack.from_samples([sample])]).gradients for sample in (shortest, longest))
+    modules = dict.fromkeys(any_layer(name.rpartition(".")[0]) for name in sorted(long.keys() - short.keys()))
     problem = f"samples of {_SHORTEST} tokens do not read its parameters"
     return tuple(SkippedModule(module, "", problem=problem) for module in modules)
-
-
-def _shortest_part(sample: Sample) -> Sample:
-    first = slice(_SHORTEST)
-    inputs = {name: values[first] for name, values in sample.token_inputs.items()}
-    trained = np.array([False] * (_SHORTEST - 1) + [True])
-    ids, positions = sample.input_ids[first], sample.position_ids[..., first]
-    return replace(sample, input_ids=ids, loss_mask=trained, position_ids=positions, token_inputs=inputs)
-
-
-def _parameters_read(trial: Trial, sample: Sample) -> set[str]:
-    """The names of parameters that get a gradient."""
-    trial.ours.zero_grad()
-    trial.runner.text_loss(Pack.from_samples([sample]))[0].sum.backward()
-    read = {name for name, parameter in trial.ours.named_parameters() if parameter.grad is not None}
-    trial.ours.zero_grad()
-    return read
 
 
 def _calls_of(trial: Trial, case: Case) -> _Calls:
@@ -191,3 +164,33 @@ def _with_sizes(skipped: SkippedModule, calls: Sequence[dict[str, Any]], can_be_
 
 def _is_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+@torch.no_grad()
+def read_from_outside(trial: Trial) -> tuple[str, ...]:
+    """Return the names of these modules, with ``*`` for indices in module lists; tied parameters are ignored."""
+    reads = _Outside(trial.ours)
+    begin, end = (lambda _, m, *__: reads.running.append(m)), (lambda _, m, *__: reads.running.remove(m))
+    with watching(trial.ours.named_modules(), begin, end), reads:
+        for case in trial.telling_cases:
+            pack = Pack.from_samples([case.probe.sample])
+            trial.logits(pack, trial.media(pack))
+    called = [name for name, module in trial.ours.named_modules() if not isinstance(module, nn.ModuleList)]
+    return tuple(dict.fromkeys(any_layer(name) for name in called if name in reads.names))
+
+
+class _Outside(ParameterReads):
+    """Records, for each parameter that is read, the modules around it that are not running."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.running: list[nn.Module] = []
+        holders = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+        self._tied = {name for name, parameter in model.named_parameters() if holders[parameter] > 1}
+        self._modules = dict(model.named_modules())
+
+    def note(self, name: str) -> None:
+        """Record the modules around the parameter ``name`` that are not running."""
+        if name not in self._tied:
+            around = [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
+            self.names |= {outer for outer in around if self._modules[outer] not in self.running}

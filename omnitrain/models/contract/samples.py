@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from omnitrain.data.packing.sample import NATIVE_PREFIX, Features, MediaItem, MediaSpan, Sample
+from omnitrain.data.packing.sample import NATIVE_PREFIX, MediaItem, MediaSpan, Sample
 from omnitrain.errors import UserError
 from omnitrain.models.contract.tiny_model import TINY_THRESHOLD
 from omnitrain.models.discovery import Discovery, config_nodes, special_ids
@@ -51,11 +52,9 @@ def probe_samples(model: PreTrainedModel, native: Discovery) -> list[Probe]:
 
 def reworded(probe: Probe, words: np.ndarray) -> Sample:
     """Return the sample with other words at its supervised tokens; its length and media stay the same."""
-    sample = probe.sample
-    other = words[(np.searchsorted(words, sample.input_ids) + 1) % len(words)]
-    return replace(
-        sample, input_ids=np.where(sample.loss_mask & np.isin(sample.input_ids, words), other, sample.input_ids)
-    )
+    ids = probe.sample.input_ids
+    other = words[(np.searchsorted(words, ids) + 1) % len(words)]
+    return replace(probe.sample, input_ids=np.where(probe.sample.loss_mask & np.isin(ids, words), other, ids))
 
 
 def ordinary_words(model: PreTrainedModel) -> np.ndarray:
@@ -77,10 +76,7 @@ class _ProbeMaker:
         self._items: dict[tuple[str, int], MediaItem] = {}
 
     def probe(self, index: int, mixture: tuple[str, ...]) -> Probe:
-        """Make sample ``index``: text with the media of a mixture in between.
-
-        Some models require text between the frames of a video and otherwise raise; then it is added.
-        """
+        """Make sample ``index``: text with media in between; text between the frames of a video if it must be."""
         try:
             return self._probe(index, mixture, between_frames=False)
         except UserError:
@@ -93,11 +89,9 @@ class _ProbeMaker:
         for position, modality in enumerate(mixture):
             interface = self.native.interfaces[modality]
             item = self._item(modality, mixture[:position].count(modality))
-            num_runs = _num_frames(item.features) if between_frames else 1
-            start, end = (
-                [token for token in _marks(self.model.config, modality, forms) if token < self.vocabulary]
-                for forms in (_STARTS, _ENDS)
-            )
+            grids = (array for name, array in item.features.items() if "grid" in name and array.ndim == 2)
+            num_runs = next((int(grid[0, 0]) for grid in grids), 1) if between_frames else 1  # temporal patches
+            start, end = (self._marks(modality, forms) for forms in (_STARTS, _ENDS))
             run = [*[interface.token_id] * (item.num_tokens // num_runs), *self._text(generator, 1)]
             tokens = np.array([*start, *(run * num_runs)[:-1], *end], dtype=np.int64)
             where = sum(map(len, ids)) + np.flatnonzero(tokens == interface.token_id)
@@ -146,18 +140,10 @@ class _ProbeMaker:
         arguments |= {name: values[None] for name, values in token_inputs.items()}
         return Probe(sample, {name: torch.from_numpy(values) for name, values in arguments.items()})
 
-
-def _marks(config: PreTrainedConfig, modality: str, forms: Sequence[str]) -> list[int]:
-    """The token that the config names for the start or the end of an item; empty if it names none."""
-    for stem in _STEMS[modality]:
-        for form in forms:
-            name = form.format(stem if form.startswith("{") else stem[0])
-            for node in config_nodes(config):
-                if isinstance(value := config_value(node, name), int):
-                    return [value]
-    return []
-
-
-def _num_frames(features: Features) -> int:
-    """The number of temporal patches of a video, from its grid ``[1, 3]``; 1 if it has no grid."""
-    return next((int(array[0, 0]) for name, array in features.items() if "grid" in name and array.ndim == 2), 1)
+    def _marks(self, modality: str, forms: Sequence[str]) -> list[int]:
+        """The token that the config names for the start or the end of an item; empty if it names none."""
+        pairs = product(_STEMS[modality], forms)
+        names = [form.format(stem if form.startswith("{") else stem[0]) for stem, form in pairs]
+        values = (config_value(node, name) for name in names for node in config_nodes(self.model.config))
+        first = next((value for value in values if isinstance(value, int)), self.vocabulary)
+        return [first] if first < self.vocabulary else []

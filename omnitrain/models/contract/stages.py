@@ -1,4 +1,4 @@
-"""Check where a foundation may be cut into pipeline stages: the loss and all gradients must equal those of the whole.
+"""Check where a foundation may be cut into pipeline stages: the whole model's loss and gradients must stay.
 
 A tiny model runs a pack as a whole, then in two stages for each cut, then in as many stages as it can be cut into. What
 each stage needs is measured, too: whether it needs the input embeddings, and which side features it reads.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -58,7 +58,9 @@ def check_stages(
     if not found.problem and not found.refused:
         return replace(found, cuts=tuple(range(1, num_blocks)))
     deep = tiny_config(config, least_layers=num_blocks)
-    if not found.problem and _num_parameters(model_class, deep) <= _MOST_PARAMETERS:
+    with torch.device("meta"):
+        num_parameters = 0 if found.problem else sum(p.numel() for p in model_class(deep).parameters())
+    if not found.problem and num_parameters <= _MOST_PARAMETERS:
         found = _checked(model_class, deep, contract)
     if len(found.cuts) + len(found.refused) < num_blocks - 1:
         fact = found.problem or "; ".join(f"cut before block {cut}, {fact}" for cut, fact in found.refused.items())
@@ -68,18 +70,8 @@ def check_stages(
 
 def _checked(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> StageContract:
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        found = attempt(_measured, model_class, config, contract)
+        found = attempt(_StageTrial.measured_on, model_class, config, contract)
     return StageContract(str(found)) if isinstance(found, Failure) else found
-
-
-def _measured(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> StageContract:
-    with Trial.of(model_class, config, contract) as trial:
-        return _StageTrial(trial).measured()
-
-
-def _num_parameters(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in model_class(config).parameters())
 
 
 class _StageTrial:
@@ -90,31 +82,31 @@ class _StageTrial:
         self.count = len(text_blocks(self.model))
         self.whole = self.step((), StageContract())
 
+    @classmethod
+    def measured_on(cls, *of_trial: Any) -> StageContract:
+        with Trial.of(*of_trial) as trial:
+            return cls(trial).measured()
+
     def measured(self) -> StageContract:
         """Measure all cuts, with the fewest inputs of a stage that make most cuts exact."""
         if skipped := self.skipped_blocks():
             return StageContract(f"some samples skip whole blocks: {', '.join(skipped)}")
-        plain = StageContract(returns=self.returns())
-        levels = self.levels()
-        found = None
-        for needs_embeddings in (False, True):
-            for known in (levels, {}) if levels else ({},):
-                tried = self.tried(replace(plain, needs_embeddings=needs_embeddings, levels=known))
-                if found is None or len(tried.cuts) > len(found.cuts):
-                    found = tried
-                if not tried.refused:
-                    return self.cut_everywhere(tried)
-        assert found is not None
-        if not found.cuts:
-            return replace(found, problem=next(iter(found.refused.values())))
-        return self.cut_everywhere(found)
+        plain, levels = StageContract(returns=self.returns()), self.levels()
+        found: list[StageContract] = []
+        for needs_embeddings, known in product((False, True), (levels, {}) if levels else ({},)):
+            found.append(self.tried(replace(plain, needs_embeddings=needs_embeddings, levels=known)))
+            if not found[-1].refused:
+                break
+        best = max(found, key=lambda contract: len(contract.cuts))
+        if not best.cuts:
+            return replace(best, problem=next(iter(best.refused.values())))
+        return self.cut_everywhere(best)
 
     def skipped_blocks(self) -> list[str]:
         """Return the modules with blocks that a forward skips for some samples; ranks call them on empty tensors."""
         blocks = set(text_blocks(self.model))
         names = tuple({f"{any_layer(name)}." for name, module in self.model.named_modules() if module in blocks})
-        skipped = self.runner.contract.skipped_modules
-        called = [each for each in skipped if not each.problem]
+        called = [each for each in self.runner.contract.skipped_modules if not each.problem]
         return [s.module for s in called if f"{s.module}.".startswith(names) and not f"{s.parent}.".startswith(names)]
 
     def tried(self, contract: StageContract) -> StageContract:
@@ -125,13 +117,12 @@ class _StageTrial:
 
     def cut_everywhere(self, contract: StageContract) -> StageContract:
         """Measure all cuts together."""
-        fact = self.fact(contract.cuts, contract) if len(contract.cuts) > 1 else ""
-        if fact:
+        if fact := self.fact(contract.cuts, contract) if len(contract.cuts) > 1 else "":
             return replace(contract, problem=f"cut before blocks {contract.cuts}, {fact}")
         return replace(contract, readers=self.readers(contract))
 
     def fact(self, cuts: Sequence[int], contract: StageContract) -> str:
-        """Return how the loss or a gradient differs from that of the whole model; empty if they are equal."""
+        """Return how the loss or a gradient differs from the whole model's; empty if all are equal."""
         step = attempt(self.step, cuts, contract)
         if isinstance(step, Failure):
             return f"it fails: {step}"
@@ -146,7 +137,10 @@ class _StageTrial:
         loss, gradients = 0.0, dict[str, Tensor]()
         spans = [BlockSpan(start, stop, self.count) for start, stop in pairwise((0, *cuts, self.count))]
         for index, pack in enumerate(self.packs):
-            leaves = {name: _leaves(features) for name, features in self.runner.encode(pack).items()}
+            leaves = {
+                name: features.with_tensors([t.detach().requires_grad_() for t in features.tensors()], features.counts)
+                for name, features in self.runner.encode(pack).items()
+            }
             loss += self._forward_backward(pack, EncodedMedia(leaves), spans, contract)
             for modality, features in leaves.items():
                 for name, leaf in zip(features.layout.names, features.tensors(), strict=True):
@@ -157,18 +151,15 @@ class _StageTrial:
     def _forward_backward(
         self, pack: Pack, media: EncodedMedia, spans: Sequence[BlockSpan], contract: StageContract
     ) -> float:
-        """Run a pack through all stages and back; return its loss."""
-        if len(spans) == 1:
-            loss = self.runner.text_loss(pack, media).text.sum
-            loss.backward()
-            return loss.item()
+        """Run a pack through all stages, or the whole model, and back; return its loss."""
         sent: list[Tensor] = []
         arrived: list[Tensor] = []
         for span in spans[:-1]:
             stage = Stage(span, contract, arrived[-1] if arrived else None)
             sent.append(self.runner.stage_output(pack, media, None, stage))
             arrived.append(sent[-1].detach().requires_grad_())
-        loss = self.runner.text_loss(pack, media, None, Stage(spans[-1], contract, arrived[-1])).text.sum
+        last = Stage(spans[-1], contract, arrived[-1]) if arrived else None
+        loss = self.runner.text_loss(pack, media, None, last).text.sum
         loss.backward()
         while sent:
             sent.pop().backward(arrived.pop().grad)
@@ -231,7 +222,3 @@ class _StageTrial:
         with watching(blocks, before=lambda _, __, args, kwargs: found.append(hidden_among(args, kwargs))):
             self.runner.text_loss(pack, EncodedMedia(media))
         return found
-
-
-def _leaves(features: MediaFeatures) -> MediaFeatures:
-    return features.with_tensors([tensor.detach().requires_grad_() for tensor in features.tensors()], features.counts)

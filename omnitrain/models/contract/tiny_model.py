@@ -65,25 +65,18 @@ def tiny_config(
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
     # Each level of side features enters after a different layer.
-    levels = [
-        len(v)
-        for node in config_nodes(small)
-        for k, v in vars(node).items()
-        if "deepstack" in k and isinstance(v, list)
-    ]
-    _cut_depth(text, least=max(least_layers, 1 + max(levels, default=1)))
+    _cut_depth(text, least=max(least_layers, 1 + _num_levels(small)))
     towers = [node for node in config_nodes(small) if node is not text and node is not small] if cut_towers else []
     for tower in towers:
         _cut_tower(tower)
     for node in (text, *towers) if cut_mlps else ():
-        for name, value in list(vars(node).items()):
-            if name.endswith(_INNER_WIDTHS) and isinstance(value, int) and value > TINY_INNER_WIDTH:
-                setattr(node, name, TINY_INNER_WIDTH)
-    _cut_experts(text)
-    _cut_thresholds(text)
+        _cap(node, [name for name in vars(node) if name.endswith(_INNER_WIDTHS)], TINY_INNER_WIDTH)
+    _cap(text, _EXPERTS, _TINY_EXPERTS * int(config_value(text, "n_group") or 1))
+    _cap(text, CHOSEN_EXPERTS, _TINY_CHOSEN_EXPERTS)
+    _cap(text, _THRESHOLDS, TINY_THRESHOLD)
+    _cut_positions(text)
     for node in config_nodes(small):
-        for name in _random_keys(node):
-            setattr(node, name, 0.0)
+        _cap(node, _random_keys(node), 0.0)
     _cut_vocabulary(small)
     return small
 
@@ -102,17 +95,14 @@ def tiny_configs(config: PreTrainedConfig, least_layers: int = 2) -> list[PreTra
 
 def drawn_in_training(config: PreTrainedConfig) -> tuple[str, ...]:
     """Return the keys of the language model's config that turn on dropout or other random draws in training."""
-    return _drawn(config.get_text_config(decoder=True))
+    node = config.get_text_config(decoder=True)
+    return tuple(name for name in _random_keys(node) if getattr(node, name))
 
 
 def draws_in_training(model: PreTrainedModel) -> bool:
-    """Whether a model draws random numbers in training, such as those of dropout, by the keys that we know."""
-    modules = (module for module in model.modules() if isinstance(module, Dropout))
-    return any(_drawn(node) for node in config_nodes(model.config)) or any(module.p for module in modules)
-
-
-def _drawn(node: PreTrainedConfig) -> tuple[str, ...]:
-    return tuple(name for name in _random_keys(node) if getattr(node, name))
+    """Whether a model draws random numbers in training, such as dropout's, by the keys that we know."""
+    drawn = any(getattr(node, name) for node in config_nodes(model.config) for name in _random_keys(node))
+    return drawn or any(module.p for module in model.modules() if isinstance(module, Dropout))
 
 
 def _random_keys(node: PreTrainedConfig) -> list[str]:
@@ -163,7 +153,7 @@ def moved_tokens(config: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[int, 
     return {
         old: new
         for node, small in zip(config_nodes(config), config_nodes(tiny), strict=True)
-        for (_, olds), (_, news) in zip(_tokens(node), _tokens(small), strict=True)
+        for olds, news in zip(_tokens(node).values(), _tokens(small).values(), strict=True)
         for old, new in zip(olds, news, strict=True)
     }
 
@@ -182,6 +172,11 @@ class _SkipInit(TorchFunctionMode):
 
 
 _DRAWS = {f"{prefix}{kind}_" for prefix in ("", "kaiming_", "xavier_", "trunc_") for kind in ("normal", "uniform")}
+
+
+def _num_levels(config: PreTrainedConfig) -> int:
+    entries = [entry for node in config_nodes(config) for entry in vars(node).items()]
+    return max((len(value) for name, value in entries if "deepstack" in name and isinstance(value, list)), default=1)
 
 
 def _cut_depth(text: PreTrainedConfig, least: int) -> None:
@@ -221,7 +216,7 @@ def _per_layer_values(text: PreTrainedConfig, depth: int) -> list[dict[str, Any]
     """The values of each layer that differ between layers (transformers' ``per_layer_config``)."""
     names = getattr(text, "per_layer_attributes", None)
     if names is None:
-        return [{} for _ in range(depth)]
+        return [{}] * depth
     return [{name: getattr(layer, name) for name in ("skip", *sorted(names))} for layer in text.per_layer_config]
 
 
@@ -244,10 +239,14 @@ def _cut_tower(node: PreTrainedConfig) -> None:
     setattr(node, name, kept)
 
 
-def _cut_thresholds(text: PreTrainedConfig) -> None:
-    for name in _THRESHOLDS:
-        if isinstance(value := config_value(text, name), int) and value > TINY_THRESHOLD:
-            setattr(text, name, TINY_THRESHOLD)
+def _cap(node: PreTrainedConfig, names: Sequence[str], most: float) -> None:
+    for name in names:
+        if isinstance(value := config_value(node, name), int | float) and value > most:
+            setattr(node, name, most)
+
+
+def _cut_positions(text: PreTrainedConfig) -> None:
+    """Cut the lengths above which the frequencies of positions change."""
     rope = config_value(text, "rope_parameters") or {}
     for values in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
         if values.get("rope_type") == "longrope":
@@ -257,40 +256,27 @@ def _cut_thresholds(text: PreTrainedConfig) -> None:
             text.max_position_embeddings = TINY_THRESHOLD
 
 
-def _cut_experts(text: PreTrainedConfig) -> None:
-    groups = int(config_value(text, "n_group") or 1)
-    for names, most in ((_EXPERTS, _TINY_EXPERTS * groups), (CHOSEN_EXPERTS, _TINY_CHOSEN_EXPERTS)):
-        for name in names:
-            if isinstance(value := config_value(text, name), int) and value > most:
-                setattr(text, name, most)
-
-
 def _cut_vocabulary(config: PreTrainedConfig) -> None:
     nodes = config_nodes(config)
-    special = sorted({token for node in nodes for _, values in _tokens(node) for token in values})
+    special = sorted({token for node in nodes for values in _tokens(node).values() for token in values})
     text = config.get_text_config(decoder=True)
     if text.vocab_size <= TINY_VOCABULARY and all(token < text.vocab_size for token in special):
         return
     moved = {token: TINY_VOCABULARY - 1 - index for index, token in enumerate(special)}
-    for node in nodes:
-        for name, values in _tokens(node):
-            new = [moved[token] for token in values]
-            setattr(node, name, new if isinstance(getattr(node, name), (list, tuple)) else new[0])
     full = text.vocab_size
     for node in nodes:
-        for name, value in list(vars(node).items()):
-            if name.startswith("vocab_size") and value == full:
-                setattr(node, name, TINY_VOCABULARY)
+        for name, values in _tokens(node).items():
+            new = [moved[token] for token in values]
+            setattr(node, name, new if isinstance(getattr(node, name), (list, tuple)) else new[0])
+        for name in [name for name, value in vars(node).items() if name.startswith("vocab_size") and value == full]:
+            setattr(node, name, TINY_VOCABULARY)
 
 
-def _tokens(node: PreTrainedConfig) -> list[tuple[str, list[int]]]:
-    """``(attribute, token ids)`` of every special token that ``node`` names."""
-    tokens: list[tuple[str, list[int]]] = []
-    for name, value in vars(node).items():
-        values = list(value) if isinstance(value, (list, tuple)) else [value]
-        if name.endswith(_TOKEN_SUFFIXES) and values and all(isinstance(token, int) and token >= 0 for token in values):
-            tokens.append((name, values))
-    return tokens
+def _tokens(node: PreTrainedConfig) -> dict[str, list[int]]:
+    """Attribute -> token ids, of every special token that ``node`` names."""
+    named = {name: value for name, value in vars(node).items() if name.endswith(_TOKEN_SUFFIXES)}
+    ids = {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in named.items()}
+    return {name: each for name, each in ids.items() if each and all(isinstance(i, int) and i >= 0 for i in each)}
 
 
 def _first(node: Any, names: tuple[str, ...]) -> str | None:

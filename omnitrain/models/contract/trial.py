@@ -53,22 +53,12 @@ class Case:
 
 
 class Trial:
-    """Two copies of a tiny model with shared parameters, and the results so far.
-
-    Attributes:
-        plain: the copy that transformers runs, in training mode.
-        native: the modalities that it reads by itself.
-        cases: the probes that it accepts, with its outputs for them.
-        contract: the findings so far.
-        ours: the copy that omnitrain runs, with the same parameters.
-        runner: runs ``ours`` by the contract.
-    """
+    """Two copies of a tiny model with shared parameters, ``plain`` and ``ours``, and the findings so far."""
 
     def __init__(self, tiny_model: PreTrainedModel, contract: Contract) -> None:
-        """``tiny_model``: a model built by :func:`build_tiny_model`; ``contract``: how to run it."""
-        self.plain = tiny_model.train()
+        self.plain = tiny_model.train()  # transformers runs it
         self.native = discover(self.plain)
-        self.cases: list[Case] = []
+        self.cases: list[Case] = []  # the probes that it accepts
         self._unused = self._copy_of(self.plain)  # never run: a forward may leave state in a model
         self.contract = contract
         self._attach()
@@ -144,7 +134,7 @@ class Trial:
         return [*texts[:2], *several, *(case for case in single if case.probe.modalities[0] not in covered)]
 
     def reworded(self, indices: Sequence[int]) -> list[Sample]:
-        """Return all samples, with other words in those of the given indices."""
+        """Return all samples; the samples with these indices have other words."""
         words = ordinary_words(self.plain)
         return [
             reworded(case.probe, words) if case.probe.sample.index in indices else case.probe.sample
@@ -275,22 +265,16 @@ def worst(errors: Iterable[float]) -> float:
 
 
 class Recorded:
-    """A whole pack as a :class:`~omnitrain.ops.attention.SequenceSlice`, which records the layers that mix tokens.
-
-    Attributes:
-        heads: numbers of query heads of the attentions.
-        attended: calls and outputs of all attentions, in order.
-        gathered: inputs and outputs of recurrent layers, and gathered tensors, in order.
-    """
+    """A whole pack as a :class:`~omnitrain.ops.attention.SequenceSlice`, which records the layers that mix tokens."""
 
     num_ranks = 1
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens, self.num_local_tokens, self.attention = num_tokens, num_tokens, self
         self.positions = self.host_positions = torch.arange(num_tokens)
-        self.heads: set[int] = set()
-        self.attended: list[tuple[Call, Tensor]] = []
-        self.gathered: list[Tensor] = []
+        self.heads: set[int] = set()  # numbers of query heads
+        self.attended: list[tuple[Call, Tensor]] = []  # calls and outputs of all attentions, in order
+        self.gathered: list[Tensor] = []  # inputs and outputs of recurrent layers, and gathered tensors, in order
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
         """Compute attention, and record the call and its output."""
@@ -311,11 +295,7 @@ class Recorded:
 
 
 class Replayed:
-    """A :class:`~omnitrain.ops.attention.SequenceSlice` of a recorded pack; its layers return recorded outputs.
-
-    Attributes:
-        errors: relative errors of the slice's inputs to these layers.
-    """
+    """A :class:`~omnitrain.ops.attention.SequenceSlice` of a recorded pack; its layers return recorded outputs."""
 
     num_ranks = 1
 
@@ -323,7 +303,7 @@ class Replayed:
         self.positions = self.host_positions = positions
         self.num_tokens, self.num_local_tokens, self.attention = whole.num_tokens, len(positions), self
         self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)
-        self.errors = [0.0]
+        self.errors = [0.0]  # of the slice's inputs to these layers
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
         """Compare the inputs with the recorded call, and return the recorded output of the slice's tokens."""

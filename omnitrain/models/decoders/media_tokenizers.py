@@ -25,17 +25,11 @@ from omnitrain.recipe.component_configs import MelVQConfig
 
 @runtime_checkable
 class MediaTokenizer(Protocol):
-    """A model that converts items of one modality to codes and back.
+    """A model that converts items of one modality to codes and back."""
 
-    Attributes:
-        modality: ``image`` or ``audio``.
-        num_codes: size of the vocabulary.
-        fixed_length: number of codes of every item; None: items differ in length and end with an extra class.
-    """
-
-    modality: str
-    num_codes: int
-    fixed_length: int | None
+    modality: str  # ``image`` or ``audio``
+    num_codes: int  # size of the vocabulary
+    fixed_length: int | None  # number of codes of every item; None: items differ in length and end with an extra class
 
     def adapter(self) -> ComponentAdapter:
         """Return the converter from media to input features; it has no weights, for data workers."""
@@ -65,7 +59,7 @@ def media_tokenizer(model: PreTrainedModel, image_size: int | None, num_codebook
     if isinstance(model, MediaTokenizer):
         return model
     if isinstance(model, MelVQ):
-        return MelTokenizer(model)
+        return _MelTokenizer(model)
     if not hasattr(model, "encode"):
         raise UserError(
             f"{type(model).__name__} is no media tokenizer: it has no `encode`. If the tokenizer is part of a larger "
@@ -73,17 +67,17 @@ def media_tokenizer(model: PreTrainedModel, image_size: int | None, num_codebook
         )
     if "pixel_values" in inspect.signature(model.encode).parameters:
         _require_settings(model, ("channel_multiplier",), ("num_embeddings", "codebook_size"))
-        return ImageVQTokenizer(model, image_size)
+        return _ImageVQTokenizer(model, image_size)
     _require_settings(model, ("codebook_size",), ("sampling_rate",), ("hop_length", "frame_rate"))
-    return CodecTokenizer(model, num_codebooks)
+    return _CodecTokenizer(model, num_codebooks)
 
 
 def settings_of(codec: MediaTokenizer) -> set[str]:
     """Return the keys of a recipe's decoder that a media tokenizer uses."""
-    if isinstance(codec, ImageVQTokenizer):
+    if isinstance(codec, _ImageVQTokenizer):
         return {"image_size"}
     ends = set() if codec.fixed_length else {"max_tokens"}
-    return ends | ({"num_codebooks"} if isinstance(codec, CodecTokenizer) else set())
+    return ends | ({"num_codebooks"} if isinstance(codec, _CodecTokenizer) else set())
 
 
 def _require_settings(model: PreTrainedModel, *settings: tuple[str, ...]) -> None:
@@ -97,17 +91,15 @@ def _require_settings(model: PreTrainedModel, *settings: tuple[str, ...]) -> Non
         )
 
 
-class ImageTargetAdapter(ComponentAdapter):
+class _ImageTargetAdapter(ComponentAdapter):
     """Convert images to ``pixel_values`` ``[1, channels, size, size]`` in [-1, 1]."""
 
     modalities = ("image",)
 
     def __init__(self, size: int, num_tokens: int) -> None:
-        """``size``: side in pixels; ``num_tokens``: number of codes of an image."""
         self.size, self.num_tokens = size, num_tokens
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """Return the pixels of one target image, resized (bicubic) if needed."""
         image = media.convert("RGB")
         if image.size != (self.size, self.size):
             image = image.resize((self.size, self.size), Image.Resampling.BICUBIC)
@@ -115,7 +107,7 @@ class ImageTargetAdapter(ComponentAdapter):
         return {"pixel_values": np.ascontiguousarray(pixels[None])}, self.num_tokens
 
 
-class ImageVQTokenizer:
+class _ImageVQTokenizer:
     """An HF VQ model for square images of one size."""
 
     modality = "image"
@@ -136,9 +128,8 @@ class ImageVQTokenizer:
         self.fixed_length: int | None = self.side**2
         self.num_codes = getattr(config, "num_embeddings", None) or config.codebook_size
 
-    def adapter(self) -> ImageTargetAdapter:
-        """Return the converter from images to pixels."""
-        return ImageTargetAdapter(self.image_size, self.side**2)
+    def adapter(self) -> _ImageTargetAdapter:
+        return _ImageTargetAdapter(self.image_size, self.side**2)
 
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode ``pixel_values`` ``[n, 3, size, size]`` -> ``[n * side * side]`` codes, row-major."""
@@ -164,17 +155,15 @@ class ImageVQTokenizer:
         return Image.fromarray(values.permute(1, 2, 0).cpu().numpy())
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """Return the pixels of a black image."""
         return one_item(self.adapter(), "image", Image.new("RGB", (1, 1)))
 
 
-class MelTargetAdapter(ComponentAdapter):
+class _MelTargetAdapter(ComponentAdapter):
     """Convert waveforms to log-mel frames, padded to whole codes."""
 
     modalities = ("audio",)
 
     def __init__(self, config: MelVQConfig) -> None:
-        """``config``: config of the mel-VQ."""
         self.config = config
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
@@ -184,42 +173,37 @@ class MelTargetAdapter(ComponentAdapter):
         return {"frames": frames}, len(frames) // self.config.frames_per_code + 1
 
 
-class MelTokenizer:
+class _MelTokenizer:
     """Encode mel frames by the nearest vector of a codebook, and decode codes by Griffin-Lim."""
 
     modality = "audio"
     fixed_length: int | None = None
 
     def __init__(self, model: MelVQ) -> None:
-        """``model``: the mel-VQ, which holds the codebook."""
         self.model = model
         self.num_codes = model.config.codebook_size
 
-    def adapter(self) -> MelTargetAdapter:
-        """Return the converter from waveforms to log-mel frames."""
-        return MelTargetAdapter(self.model.config)
+    def adapter(self) -> _MelTargetAdapter:
+        return _MelTargetAdapter(self.model.config)
 
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode ``frames`` ``[codes * frames_per_code, mels]`` -> ``[codes]``."""
         return self.model.encode(features["frames"])
 
     def decode(self, codes: torch.Tensor) -> Waveform:
-        """Decode ``[n]`` codes to sound."""
         return Waveform(self.model.decode(codes).cpu().numpy(), self.model.config.sampling_rate)
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """Return the features of the shortest silent clip."""
         silence = Waveform(np.zeros(1, dtype=np.float32), self.model.config.sampling_rate)
         return one_item(self.adapter(), "audio", silence)
 
 
-class CodecTargetAdapter(ComponentAdapter):
+class _CodecTargetAdapter(ComponentAdapter):
     """Convert waveforms to the codec's sampling rate, padded with silence to whole codec frames."""
 
     modalities = ("audio",)
 
     def __init__(self, sampling_rate: int, hop: int, num_codebooks: int) -> None:
-        """``hop``: audio samples per codec frame."""
         self.sampling_rate, self.hop, self.num_codebooks = sampling_rate, hop, num_codebooks
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
@@ -230,7 +214,7 @@ class CodecTargetAdapter(ComponentAdapter):
         return {"waveform": samples}, count
 
 
-class CodecTokenizer:
+class _CodecTokenizer:
     """An HF residual codec; the code of codebook ``q`` in frame ``t`` is token ``t * num_codebooks + q``.
 
     Each codebook has its own range of the vocabulary.
@@ -249,9 +233,8 @@ class CodecTokenizer:
         hop = getattr(config, "hop_length", None)
         self.hop = int(hop if hop is not None else round(config.sampling_rate / config.frame_rate))
 
-    def adapter(self) -> CodecTargetAdapter:
-        """Return the converter from waveforms to audio samples."""
-        return CodecTargetAdapter(self.sampling_rate, self.hop, self.num_codebooks)
+    def adapter(self) -> _CodecTargetAdapter:
+        return _CodecTargetAdapter(self.sampling_rate, self.hop, self.num_codebooks)
 
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode ``waveform`` ``[samples of all clips]`` -> ``[n]`` codes.
@@ -289,5 +272,4 @@ class CodecTokenizer:
         return Waveform(audio.flatten().float().cpu().numpy(), self.sampling_rate)
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """Return the features of one silent frame."""
         return one_item(self.adapter(), "audio", Waveform(np.zeros(self.hop, dtype=np.float32), self.sampling_rate))

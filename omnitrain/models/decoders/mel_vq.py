@@ -2,12 +2,7 @@
 
 There is no network: the codebook comes from k-means, and Griffin-Lim finds a phase for the decoded magnitudes. This is
 enough for short, clean speech, trains in seconds, and lets a language model generate sound with one code per 40 ms.
-
-With ``frames_per_code = 2``::
-
-    samples    |..........................|      ceil to whole codes, zeros at the end
-    frames     | f0 | f1 | f2 | f3 | f4 | f5 |   [num_frames, num_mels], frame i centred on sample i * hop_length
-    codes      |    c0   |    c1   |    c2   |   [num_codes]
+The waveform is padded with zeros to whole codes; frame ``i`` is centred on sample ``i * hop_length``.
 """
 
 from __future__ import annotations
@@ -37,10 +32,7 @@ class MelVQ(PreTrainedModel):
     main_input_name = "log_mel"
 
     def __init__(self, config: MelVQConfig) -> None:
-        """Draw a random codebook; k-means or ``from_pretrained`` replaces it.
-
-        Raises ValueError: the hop is too long for the window.
-        """
+        """Draw a random codebook; k-means or ``from_pretrained`` replaces it. ValueError: hop too long for window."""
         super().__init__(config)
         if 2 * config.hop_length > config.n_fft:
             raise ValueError(f"hop_length {config.hop_length} is more than half of n_fft {config.n_fft}")
@@ -54,10 +46,9 @@ class MelVQ(PreTrainedModel):
 
     @torch.no_grad()
     def encode(self, log_mel: torch.Tensor) -> torch.Tensor:
-        """Return the index of the nearest codebook vector of each group of frames.
+        """Return the index ``[n]`` int64 of the nearest codebook vector of each group of frames.
 
-        ``log_mel``: ``[n * frames_per_code, num_mels]``; several clips may lie end to end. Returns ``[n]`` int64.
-        Raises ValueError: the frames have another shape, or are no whole number of codes.
+        ``log_mel``: ``[n * frames_per_code, num_mels]``, several clips end to end; another shape raises ValueError.
         """
         num_frames, num_bands = log_mel.shape
         if num_bands != self.config.num_mels or num_frames % self.config.frames_per_code:
@@ -70,10 +61,7 @@ class MelVQ(PreTrainedModel):
 
     @torch.no_grad()
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Decode ``codes`` ``[n]`` int64 to float32 ``[n * frames_per_code * hop_length]``, within [-1, 1].
-
-        Raises ValueError: a code is outside the codebook.
-        """
+        """Decode codes ``[n]`` to float32 ``[n * frames_per_code * hop_length]`` in [-1, 1], or raise ValueError."""
         if codes.numel() == 0:
             return torch.zeros(0, device=codes.device)
         if codes.min() < 0 or codes.max() >= self.config.codebook_size:
@@ -119,7 +107,7 @@ def linear_magnitude(log_mel: torch.Tensor, config: MelVQConfig) -> torch.Tensor
 def griffin_lim(magnitude: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
     """Convert magnitudes ``[n_fft // 2 + 1, num_frames]`` to ``[num_frames * hop_length]`` audio samples.
 
-    Fast Griffin-Lim (Perraudin, Balazs, Sondergaard 2013) from a fixed random phase, so the result is deterministic.
+    Fast Griffin-Lim (Perraudin, Balazs, Sondergaard 2013) from a fixed random phase.
     """
     num_samples = magnitude.size(1) * config.hop_length
     generator = torch.Generator().manual_seed(0)

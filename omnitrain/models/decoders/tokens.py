@@ -64,10 +64,7 @@ class TokenDecoder(ContainerModel, DecoderMixin):
         return self.codec.adapter()
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return embeddings ``[sum(num_tokens), hidden]`` and labels ``[sum(num_tokens)]`` of target media.
-
-        Raises ValueError: the tokenizer gives another number of codes.
-        """
+        """Return embeddings ``[sum(num_tokens), hidden]``, and labels; ValueError: codes for other numbers."""
         with torch.no_grad():
             labels = self._with_ends(self.codec.encode(features, num_tokens), num_tokens)
         return self.embedding(labels), labels

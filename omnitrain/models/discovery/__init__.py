@@ -1,7 +1,6 @@
 """Discover how an HF model reads media: components, features, positions; from signatures, configs and tiny runs."""
 
-from omnitrain.models.discovery.data_inputs import native_inputs
-from omnitrain.models.discovery.discover import Discovery, discover
+from omnitrain.models.discovery.discover import Discovery, discover, native_inputs
 from omnitrain.models.discovery.features import MediaFeatures, check_rows
 from omnitrain.models.discovery.geometry import config_nodes
 from omnitrain.models.discovery.interface import override

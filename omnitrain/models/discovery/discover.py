@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from omnitrain.data.packing.sample import Features
+from omnitrain.data.render.native import NativeInputs
 from omnitrain.errors import UserError
 from omnitrain.models.discovery.find_interface import InterfaceSearch
 from omnitrain.models.discovery.interface import ModalityInterface, method_name
@@ -62,8 +64,7 @@ class Discovery:
 def discover(model: PreTrainedModel) -> Discovery:
     """Run every feature method of a model on tiny inputs, and record the parameters it reads and the features it gives.
 
-    The model does not change. It may be on the meta device. A process runs them once for models of one class, config
-    and tree of modules. ``model``: a causal language model of transformers, with or without other modalities.
+    The model, which may be on the meta device, does not change. A process runs them once per class, config and modules.
     """
     modules = ((name, type(module)) for name, module in model.named_modules())
     parameters = ((name, p.shape, p.dtype, p.device) for name, p in model.named_parameters())
@@ -105,18 +106,14 @@ def _interface_or_reason(model: PreTrainedModel, modality: str) -> ModalityInter
 
 
 def _extras(model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface]) -> TokenExtras:
+    """Types tell prompt from answer if, with all of them zero, the first token sees the second."""
     names = extra_arguments(type(model))
     tokens = {modality: interface.token_id for modality, interface in interfaces.items()}
-    extras = TokenExtras(names, tokens, video_marks(model.config, tokens))
-    return replace(extras, marks_answer=bool(names) and _zeros_open_the_prompt(model))
-
-
-def _zeros_open_the_prompt(model: PreTrainedModel) -> bool:
-    """Whether, with all types zero, the first token sees the second: then the types tell prompt from answer."""
     with eager_attention(model):
-        arguments = _text_call(model)
+        arguments = _text_call(model) if names else {}
     masks = [value for value in tree_iter(arguments) if isinstance(value, Tensor) and value.ndim == 4]
-    return any(bool(m[0, 0, 0, 1]) if m.dtype == torch.bool else float(m[0, 0, 0, 1]) == 0.0 for m in masks)
+    sees = [bool(m[0, 0, 0, 1]) if m.dtype == torch.bool else float(m[0, 0, 0, 1]) == 0.0 for m in masks]
+    return TokenExtras(names, tokens, video_marks(model.config, tokens), any(sees))
 
 
 def _text_call(model: PreTrainedModel) -> dict[str, Any]:
@@ -163,7 +160,7 @@ def _axes_with(
 def _components(
     model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface], text: set[str]
 ) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """Modality -> its component: that of the first modality with shared parameters; component -> its parameters."""
+    """Modality -> its component, shared with the first modality that reads its parameters; component -> parameters."""
     reads = {modality: set(interface.parameters) - text for modality, interface in interfaces.items()}
     component: dict[str, str] = {}
     for modality, names in reads.items():
@@ -178,7 +175,7 @@ def _components(
 
 
 def _taken_by(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the arguments of the forward, and those of feature methods, which it may pass on by ``**kwargs``."""
+    """Yield the arguments of the forward, and of feature methods, to which it may pass ``**kwargs``."""
     functions = [type(model).forward]
     for modality in MODALITIES:
         hosts = [type(model.get_submodule(host)) for host in feature_hosts(model, modality)]
@@ -194,3 +191,53 @@ def _text_parameters(model: PreTrainedModel) -> set[str]:
         modules.append(decoder)
     ids = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+
+
+def native_inputs(discovery: Discovery) -> NativeInputs:
+    """Return placeholders, per-token arguments and positions of a foundation for data workers (picklable)."""
+    return NativeInputs(
+        placeholders=discovery.token_ids,
+        token_inputs=discovery.extras.names,
+        positions=SamplePositions(discovery.positions),
+        token_types=discovery.extras,
+        in_forward=frozenset(discovery.in_forward),
+        forward_arguments=discovery.forward_arguments,
+        refused=discovery.refused,
+        media_arguments={modality: interface.arguments for modality, interface in discovery.interfaces.items()},
+    )
+
+
+@dataclass(frozen=True)
+class SamplePositions:
+    """Computes the position ids of a sample from the features of its items."""
+
+    function: PositionFunction  # the model's position function
+
+    def __call__(
+        self,
+        input_ids: np.ndarray,
+        token_inputs: Mapping[str, np.ndarray],
+        features: Mapping[str, Sequence[Features]],
+        *,
+        audio_in_video: bool,
+    ) -> np.ndarray:
+        """See :class:`omnitrain.data.render.native.PositionFunction`."""
+        joined: dict[str, Any] = {}
+        for items in features.values():
+            for name in dict.fromkeys(name for item in items for name in item):
+                arrays = [item[name] for item in items if name in item]
+                # Positions depend on grids, lengths, times and masks, not on pixels and spectrograms.
+                if not (arrays[0].ndim > 1 and np.issubdtype(arrays[0].dtype, np.floating)):
+                    joined[name] = _concatenated(arrays)
+        if audio_in_video:
+            joined["use_audio_in_video"] = True
+        return self.function(input_ids, joined, token_inputs)
+
+
+def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate along axis 0; masks of different lengths are padded with zeros at the end."""
+    if arrays[0].ndim < 2:
+        return np.concatenate(arrays)
+    longest = max(array.shape[1] for array in arrays)
+    rest = [(0, 0)] * (arrays[0].ndim - 2)
+    return np.concatenate([np.pad(array, [(0, 0), (0, longest - array.shape[1]), *rest]) for array in arrays])

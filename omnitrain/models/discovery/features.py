@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from omnitrain.errors import UserError
 from omnitrain.ops.device import to_device
+from omnitrain.torch_private import tree_iter
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class MediaFeatures:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors with one row per placeholder: ``main``, then those of ``side``."""
+        """Return all tensors with one row per placeholder: ``main``, then the values of ``side``."""
         return [self.main, *self.side.values()]
 
     def with_tensors(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> MediaFeatures:
@@ -139,10 +141,7 @@ class MediaFeatures:
 
 
 def check_rows(modality: str, expected: Sequence[int], got: Sequence[int], samples: Sequence[str]) -> None:
-    """Check that each item has as many features as placeholders; transformers silently accepts surplus features.
-
-    Raises UserError: names the samples, and their numbers of placeholders (``expected``) and features (``got``).
-    """
+    """Raise UserError unless each item has as many features as placeholders; transformers accepts surplus ones."""
     if len(expected) != len(got):
         raise UserError(f"{len(got)} {modality} items were encoded, but the samples have {len(expected)}")
     wrong = [
@@ -155,19 +154,16 @@ def check_rows(modality: str, expected: Sequence[int], got: Sequence[int], sampl
 
 
 def describe(output: Any, used: Sequence[str], rows: int, *, joined: bool = True) -> RowLayout | None:
-    """Return the layout of an output with ``rows`` features, or None if no tensor in it has as many.
-
-    ``used``: the fields that the model's forward reads. ``joined``: see :class:`RowLayout`.
-    """
+    """Return the layout of an output with ``rows`` features; None: no tensor in the fields ``used`` has as many."""
     values = _fields(output, used)
-    masks = _masks(values, rows)
-    names: list[str] = []
-    shared: list[str] = []
-    fields = {name: _node(value, name, rows, masks, names, shared) for name, value in values.items()}
-    if not names:
-        return None
+    masks: dict[torch.Size, _Validity] = {}
+    for value, valid in product(filter(_is_mask, values.values()), (True, False)):
+        if int((value.bool() == valid).sum()) == rows:
+            masks.setdefault(value.shape, _Validity(valid, value.dtype, value.ndim))
+    fields = {name: _node(value, name, rows, masks) for name, value in values.items()}
+    names, shared = (tuple(m.name for m in tree_iter(fields) if isinstance(m, kind)) for kind in (_Rows, _Shared))
     kind = type(output) if isinstance(output, ModelOutput) else None
-    return RowLayout(kind, fields, tuple(names), tuple(shared), joined)
+    return RowLayout(kind, fields, names, shared, joined) if names else None
 
 
 def flatten(output: Any, layout: RowLayout) -> MediaFeatures:
@@ -193,13 +189,12 @@ def flatten(output: Any, layout: RowLayout) -> MediaFeatures:
 
 def row_numbers(output: Any, used: Sequence[str]) -> Iterator[int]:
     """Yield the numbers of features that an output may have, the likeliest first."""
-    values = _fields(output, used)
-    for value in values.values():
+    values = _fields(output, used).values()
+    for value in values:
         yield from _row_numbers(value)
-    for value in values.values():
-        if _is_mask(value):
-            yield int(value.bool().sum())
-            yield int((~value.bool()).sum())
+    for mask in filter(_is_mask, values):
+        yield int(mask.bool().sum())
+        yield int((~mask.bool()).sum())
 
 
 def _row_numbers(value: Any) -> Iterator[int]:
@@ -239,32 +234,15 @@ def _num_rows(value: Tensor) -> int:
     return value.numel() // value.size(-1)
 
 
-def _masks(values: dict[str, Any], rows: int) -> dict[torch.Size, _Validity]:
-    masks: dict[torch.Size, _Validity] = {}
-    for value in values.values():
-        if _is_mask(value):
-            for valid in (True, False):
-                if int((value.bool() == valid).sum()) == rows:
-                    masks.setdefault(value.shape, _Validity(valid, value.dtype, value.ndim))
-    return masks
-
-
-def _node(
-    value: Any, name: str, rows: int, masks: dict[torch.Size, _Validity], names: list[str], shared: list[str]
-) -> Any:
+def _node(value: Any, name: str, rows: int, masks: dict[torch.Size, _Validity]) -> Any:
     if isinstance(value, Tensor):
         if _is_rows(value) and (_num_rows(value) == rows or value.shape[:-1] in masks):
-            names.append(name)
             return _Rows(name, value.ndim, None)
-        if value.shape in masks and _is_mask(value):
-            return masks[value.shape]
-        shared.append(name)
-        return _Shared(name)
+        return masks[value.shape] if value.shape in masks and _is_mask(value) else _Shared(name)
     if isinstance(value, (list, tuple)) and value:
         if all(_is_rows(item) for item in value) and sum(_num_rows(item) for item in value) == rows:
-            names.append(name)
             return _Rows(name, value[0].ndim, tuple if isinstance(value, tuple) else list)
-        return type(value)(_node(v, f"{name}.{i}", rows, masks, names, shared) for i, v in enumerate(value))
+        return type(value)(_node(v, f"{name}.{i}", rows, masks) for i, v in enumerate(value))
     return value
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout, describe, flatten, row_numbers, watched
-from omnitrain.models.discovery.interface import ModalityInterface, method_name
+from omnitrain.models.discovery.interface import ModalityInterface, method_name, methods_replaced
 from omnitrain.models.discovery.model_errors import failure_of_model
 from omnitrain.models.discovery.parameter_reads import ParameterReads, float_tensors
 from omnitrain.models.discovery.placeholders import token_ids
@@ -24,9 +24,9 @@ from omnitrain.models.discovery.text_run import (
     StopRunError,
     called_with,
     feature_hosts,
-    methods_replaced,
+    first_block,
+    separate_decoder,
     text_arguments,
-    text_core,
     typed,
     watching,
 )
@@ -196,7 +196,8 @@ class InterfaceSearch:
     def _decoder_inputs(self, token: int, rows: int, features: Mapping[str, Tensor], output: Any) -> list[Tensor]:
         """All floating-point inputs of the text decoder when the method returns ``output``."""
         with methods_replaced(self.model, self.hosts, self.method, lambda *args, **kwargs: output):
-            return float_tensors(called_with(self.model, text_core(self.model), self._forward(token, rows, features)))
+            core = separate_decoder(self.model) or first_block(self.model)  # gets the embeddings unchanged
+            return float_tensors(called_with(self.model, core, self._forward(token, rows, features)))
 
     def _forward(self, token: int | None, rows: int, features: Mapping[str, Tensor]) -> dict[str, Any]:
         arguments = text_arguments(self.model, self.modality, token, rows)
@@ -228,11 +229,7 @@ class InterfaceSearch:
         raise WrongGuessError("no argument makes the forward take features that were computed before")
 
     def _with_independence(self, interface: ModalityInterface, output: Any) -> ModalityInterface:
-        """Add whether items are independent: items of any size, only items of equal size, or none.
-
-        ``interface``: the interface without this fact and without ``minimal_rows``; ``output``: output of the feature
-        method for the first two items.
-        """
+        """Add whether items are independent: of any size, of equal size, or not. ``output``: of the first two items."""
         apart, together = self._encoded(interface, interface.probe_items(2)), [flatten(output, interface.layout)]
         if interface.probe.variable and not _same_rows(apart, together):
             interface = replace(interface, probe=replace(interface.probe, variable=False))

@@ -69,7 +69,7 @@ def _vision_sizes(nodes: list[PreTrainedConfig]) -> VisionSizes:
     patch = _integer(_first(nodes, _PATCH), 14)
     side = _integer(_first(nodes, _SIDE), 0)
     merge = _integer(_first(nodes, _MERGE), 1)
-    shrink = math.prod({name: max(1, _inverse(_first(nodes, (name,), 1))) for name in _SHRINK}.values())
+    shrink = math.prod(max(1, _inverse(_first(nodes, (name,), 1))) for name in _SHRINK)
     unit = max(merge, shrink)
     return VisionSizes(
         patch=patch,
@@ -82,21 +82,13 @@ def _vision_sizes(nodes: list[PreTrainedConfig]) -> VisionSizes:
 
 
 def audio_sizes(config: PreTrainedConfig) -> list[AudioSizes]:
-    """Return the possible sizes of the audio tower: several if the config does not name the number of bins.
-
-    The number of bins is then a customary number, or any number in the tower's config.
-    """
+    """Return the possible sizes of the audio tower; several if the config does not name the number of bins."""
     nodes = [*_nodes_for(config, "audio"), config]
     bins = _first(nodes, _MEL)
     positions = _first(nodes, _SOURCE)
-    return [
-        AudioSizes(
-            bins=_integer(choice, 80),
-            chunk=2 * _integer(_first(nodes, _WINDOW), 4),
-            full_frames=None if positions is None else 2 * positions,
-        )
-        for choice in ((bins,) if bins is not None else dict.fromkeys((*_CUSTOMARY_BINS, *_numbers(nodes[:-1]))))
-    ]
+    chunk, full_frames = 2 * _integer(_first(nodes, _WINDOW), 4), None if positions is None else 2 * positions
+    choices = (bins,) if bins is not None else dict.fromkeys((*_CUSTOMARY_BINS, *_numbers(nodes[:-1])))
+    return [AudioSizes(_integer(choice, 80), chunk, full_frames) for choice in choices]
 
 
 def _named_nodes(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
@@ -115,20 +107,15 @@ def _nodes_for(config: PreTrainedConfig, modality: str) -> list[PreTrainedConfig
 
 
 def _first(nodes: list[PreTrainedConfig], names: tuple[str, ...], default: Any = None) -> Any:
-    for node in nodes:
-        for name in names:
-            if (value := config_value(node, name)) is not None:
-                return value
-    return default
+    values = (config_value(node, name) for node in nodes for name in names)
+    return next((value for value in values if value is not None), default)
 
 
 def _numbers(nodes: list[PreTrainedConfig]) -> Iterator[int]:
     """All integers in these configs that may be a number of spectrogram bins."""
-    for node in nodes:
-        for value in vars(node).values():
-            for number in value if isinstance(value, (list, tuple)) else (value,):
-                if type(number) is int and 4 <= number <= 256:
-                    yield number
+    values = [value for node in nodes for value in vars(node).values()]
+    numbers = (number for value in values for number in (value if isinstance(value, (list, tuple)) else (value,)))
+    yield from (number for number in numbers if type(number) is int and 4 <= number <= 256)
 
 
 def _integer(value: Any, default: int) -> int:

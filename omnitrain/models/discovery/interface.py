@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
@@ -53,11 +53,9 @@ class ModalityInterface:
         return self.layout.names[1:]
 
     def encode(self, model: PreTrainedModel, features: Mapping[str, Any]) -> MediaFeatures:
-        """Compute the features of some items by the model's own method.
+        """Compute the features of some items by the model's own method; one item if its output has no pieces per item.
 
-        If its output has no pieces per item, all features count as one item. ``model``: the HF model; ``features``:
-        values of the forward's media arguments (as the HF processor returns them). Raises UserError: an argument is
-        missing.
+        ``features``: the forward's media arguments (as the HF processor returns them); a missing one raises UserError.
         """
         arguments = dict(self.constants)
         for parameter, (name, inverted) in self.bindings.items():
@@ -86,46 +84,43 @@ class ModalityInterface:
 def override(
     model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface], rows: Mapping[str, MediaFeatures]
 ) -> Iterator[dict[str, Any]]:
-    """Let the model's feature methods return the given features instead of running its towers.
+    """Let the model's feature methods return ``rows`` instead of running its towers, or raise UserError.
 
-    Yields further arguments for the model's forward::
-
-        with override(model, interfaces, {"image": rows}) as arguments:
-            model(input_ids=ids, position_ids=positions, **arguments)
-
-    Args:
-        model: the HF model.
-        interfaces: modality -> interface of the model.
-        rows: modality -> features, in the order of their placeholders; the caller has checked their number.
-
-    Raises:
-        UserError: the model does not read one of the modalities.
+    Yields further arguments for the model's forward. ``rows``: modality -> features, as many as placeholders.
     """
     unknown = [modality for modality in rows if modality not in interfaces]
     if unknown:
         raise UserError(
             f"{type(model).__name__} has no {unknown[0]} input; it reads {sorted(interfaces) or 'only text'}"
         )
-    patched: list[tuple[torch.nn.Module, str]] = []
     arguments: dict[str, Any] = {}
-    try:
+    with ExitStack() as stack:
         for modality, value in rows.items():
             interface = interfaces[modality]
-            output = value.as_output()
-            for name in interface.overridden:
-                module = model.get_submodule(name)
-                object.__setattr__(module, interface.method, _returning(output))
-                patched.append((module, interface.method))
+            give = partial(_given, value.as_output())
+            stack.enter_context(methods_replaced(model, interface.overridden, interface.method, give))
             device = value.main.device
             arguments |= {name: to_device(tensor, device) for name, tensor in interface.trigger.items()}
         yield arguments
+
+
+def _given(output: Any, *args: Any, **kwargs: Any) -> Any:
+    return output
+
+
+@contextmanager
+def methods_replaced(
+    model: nn.Module, names: Sequence[str], method: str, function: Callable[..., Any]
+) -> Iterator[None]:
+    """Replace a method of the named modules by ``function``."""
+    modules = [model.get_submodule(name) for name in names]
+    for module in modules:
+        object.__setattr__(module, method, function)
+    try:
+        yield
     finally:
-        for module, name in patched:
-            object.__delattr__(module, name)
-
-
-def _returning(output: Any) -> Any:
-    return lambda *args, **kwargs: output
+        for module in modules:
+            object.__delattr__(module, method)
 
 
 def method_name(modality: str) -> str:

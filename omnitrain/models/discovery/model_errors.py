@@ -1,4 +1,4 @@
-"""Tell exceptions of a model's code, which are facts about the model, from those of omnitrain and the machine."""
+"""Tell exceptions of a model's code, which are facts about the model, from exceptions of omnitrain and the machine."""
 
 from __future__ import annotations
 
@@ -18,19 +18,13 @@ _MACHINE = (MemoryError, torch.OutOfMemoryError)
 
 
 def raise_if_ours(error: Exception) -> None:
-    """Raise ``error`` again unless the model's code may have caused it.
-
-    Raises Exception: ``error`` itself: memory ran out, or it is a name or assertion error in omnitrain's code.
-    """
+    """Raise ``error`` again if memory ran out, or it is a name or assertion error in omnitrain's code."""
     if isinstance(error, _MACHINE) or (isinstance(error, _BUGS) and _OURS in Path(_origin(error)[0]).parents):
         raise error
 
 
 def failure_of_model(error: Exception) -> str:
-    """Describe an exception of a model's code in one line, with its file and line.
-
-    Raises Exception: see :func:`raise_if_ours`.
-    """
+    """Describe an exception of a model's code in one line, with its place; raise others (:func:`raise_if_ours`)."""
     raise_if_ours(error)
     file, line = _origin(error)
     message = next(iter(str(error).splitlines()), "")[:200]
@@ -48,10 +42,7 @@ def suppress_errors_of_models() -> Iterator[None]:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn exceptions of a model's code into a :class:`ModelError` whose message begins with ``what``.
-
-    Raises ModelError: the model's code raised an exception; Exception: see :func:`raise_if_ours`.
-    """
+    """Turn exceptions of a model's code into a :class:`ModelError` whose message begins with ``what``; raise others."""
     try:
         yield
     except UserError:

@@ -20,14 +20,11 @@ _SMALL = 2**16
 
 
 class ParameterReads(TorchFunctionMode):
-    """Context that records every parameter that enters a computation.
+    """Context that records the ``names`` of all parameters that enter a computation.
 
     Only calls that return tensors count, so reading a parameter's dtype or device does not. During a call, parameters
     and buffers on the meta device are replaced by small random values, so that code which depends on values runs on a
     model without weights. Large tensors are views of shared values and take no memory.
-
-    Attributes:
-        names: names of the parameters read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,10 +61,7 @@ class ParameterReads(TorchFunctionMode):
 
 
 def _random(like: Tensor, seed: int) -> Tensor:
-    """Values in [-0.1, 0.1) with the shape and dtype of ``like``, the same for each call with this seed.
-
-    Large tensors share memory, so a write to one changes others.
-    """
+    """Values in [-0.1, 0.1), the same for each call with this seed; a write to a large tensor changes other ones."""
     size = like.numel()
     if size <= _SMALL:
         generator = torch.Generator().manual_seed(seed)

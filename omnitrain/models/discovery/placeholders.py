@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,18 +29,10 @@ _FORMS = ("{}_token_id", "{}_token_index", "{}_placeholder_id", "{}_placeholder_
 
 
 def token_ids(config: PreTrainedConfig, modality: str, vocabulary: int) -> Iterator[int]:
-    """Yield ids below ``vocabulary`` that may be the modality's placeholder, the likeliest first.
-
-    Some models use the image placeholder for videos.
-    """
-    seen: set[int] = set()
-    for stem in _STEMS[modality]:
-        for form in _FORMS:
-            for node in config_nodes(config):
-                value = getattr(node, form.format(stem), None)
-                if isinstance(value, int) and 0 <= value < vocabulary and value not in seen:
-                    seen.add(value)
-                    yield value
+    """Yield ids below ``vocabulary`` that may be the placeholder, the likeliest first; also the images' placeholder."""
+    names = [form.format(stem) for stem in _STEMS[modality] for form in _FORMS]
+    values = [getattr(node, name, None) for name in names for node in config_nodes(config)]
+    yield from dict.fromkeys(value for value in values if isinstance(value, int) and 0 <= value < vocabulary)
 
 
 def special_ids(config: PreTrainedConfig) -> set[int]:
@@ -70,14 +63,15 @@ class TokenExtras:
     marks_answer: bool = False
 
     def __call__(self, ids: _Ids, answer: _Ids | None = None) -> dict[str, _Ids]:
-        """Return the per-token arguments of one sample.
-
-        ``ids``: ``[T]`` token ids; ``answer``: ``[T]`` bool, the supervised tokens; None: none. Returns argument name
-        -> ``[T]`` int64.
-        """
+        """Return argument -> ``[T]`` int64 for ids ``[T]``; ``answer``: ``[T]`` bool, the supervised tokens."""
         if not self.names:
             return {}
-        types = self._answers(ids, answer) if self.marks_answer else self.modalities(ids)
+        if not self.marks_answer:
+            types = self.modalities(ids)
+        elif answer is None or not answer.any():
+            types = np.zeros(ids.shape, dtype=np.int64)
+        else:
+            types = (np.arange(ids.size) >= int(np.argmax(answer))).astype(np.int64)
         return dict.fromkeys(self.names, types)
 
     def modalities(self, ids: _Ids) -> _Ids:
@@ -91,20 +85,15 @@ class TokenExtras:
             types[opened & (ids == self.tokens["video"])] = MODALITY_CODES["video"]
         return types
 
-    def _answers(self, ids: _Ids, answer: _Ids | None) -> _Ids:
-        if answer is None or not answer.any():
-            return np.zeros(ids.shape, dtype=np.int64)
-        return (np.arange(ids.size) >= int(np.argmax(answer))).astype(np.int64)
-
 
 def marks(config: PreTrainedConfig, modality: str) -> tuple[int, int] | None:
     """Return the ids before and after an item's placeholders, if the config names them."""
     stems = (modality,) if modality == "audio" else (modality, "vision")
-    for stem in stems:
-        for opening, closing in _MARKS:
-            first, last = (_first_id(config, f"{stem}_{name}") for name in (opening, closing))
-            if first is not None and last is not None:
-                return first, last
+    for stem, pair in product(stems, _MARKS):
+        named = [[getattr(node, f"{stem}_{name}", None) for node in config_nodes(config)] for name in pair]
+        first, last = (next((value for value in values if isinstance(value, int)), None) for values in named)
+        if first is not None and last is not None:
+            return first, last
     return None
 
 
@@ -113,8 +102,3 @@ def video_marks(config: PreTrainedConfig, tokens: Mapping[str, int]) -> tuple[in
     if "video" not in tokens or tokens["video"] != tokens.get("image"):
         return None
     return marks(config, "video")
-
-
-def _first_id(config: PreTrainedConfig, name: str) -> int | None:
-    values = (getattr(node, name, None) for node in config_nodes(config))
-    return next((value for value in values if isinstance(value, int)), None)

@@ -32,10 +32,7 @@ _DEPTHS = ("num_hidden_layers", "depth", "encoder_layers", "num_layers")
 
 @dataclass(frozen=True)
 class PositionFunction:
-    """Computes the position ids of one unpacked sample, equal to those the model would compute.
-
-    It can be pickled. Each process builds a model instance without weights at the first call.
-    """
+    """Computes the position ids of one sample as the model would, by an instance without weights; can be pickled."""
 
     model: type[PreTrainedModel]  # class of the model
     # its config as JSON (with ``model_type``); None: positions are a plain count, with or without media
@@ -83,11 +80,8 @@ class PositionFunction:
 
 def own_function(model: PreTrainedModel) -> Any:
     """Return the model's method that computes positions of media, or None."""
-    for name in METHODS:
-        for module in model.modules():
-            if hasattr(type(module), name):
-                return getattr(module, name)
-    return None
+    methods = ((module, name) for name in METHODS for module in model.modules() if hasattr(type(module), name))
+    return next((getattr(module, name) for module, name in methods), None)
 
 
 @functools.lru_cache(maxsize=4)
@@ -116,10 +110,7 @@ def _shallow(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _named(name: str, known: Mapping[str, Tensor]) -> Tensor | None:
     """The value of a parameter: by its name, by an alias, or as the lengths of a mask."""
-    for names in ((name,), *(alias for alias in _ALIASES if name in alias)):
-        for candidate in names:
-            if candidate in known:
-                return known[candidate]
-    if name in _ALIASES[1]:
-        return next((known[mask].sum(-1).long() for mask in _LENGTH_MASKS if mask in known), None)
-    return None
+    names = [name, *(other for alias in _ALIASES if name in alias for other in alias)]
+    masks = [known[mask] for mask in _LENGTH_MASKS if mask in known and name in _ALIASES[1]]
+    values = (known[candidate] for candidate in names if candidate in known)
+    return next(values, masks[0].sum(-1).long() if masks else None)

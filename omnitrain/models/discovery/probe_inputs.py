@@ -115,10 +115,7 @@ def _joined(arrays: Sequence[Tensor], dim: int = 0, fill: int = 0) -> Tensor:
 
 
 def candidates(config: PreTrainedConfig, modality: str, main: str, accepted: Sequence[str]) -> Iterator[ProbeInput]:
-    """Yield ways to make inputs of a feature method with the media argument ``main``, the likeliest first.
-
-    ``accepted``: names of the arguments that the model's forward takes.
-    """
+    """Yield ways to make inputs of a feature method from arguments ``accepted`` by the forward, likeliest first."""
     companions = tuple(name for name in accepted if name in _COMPANIONS_OF[modality])
     choices = [companions, *(tuple(n for n in companions if n != omitted) for omitted in companions), ()]
     for chosen in dict.fromkeys(choices):

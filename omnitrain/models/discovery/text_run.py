@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -38,11 +38,6 @@ def separate_decoder(model: PreTrainedModel) -> nn.Module | None:
     return None if any(feature_hosts(decoder, modality) for modality in MODALITIES) else decoder
 
 
-def text_core(model: PreTrainedModel) -> nn.Module:
-    """Return a module that gets the embeddings unchanged: the text decoder, else its first layer."""
-    return separate_decoder(model) or first_block(model)
-
-
 def first_block(model: PreTrainedModel) -> nn.Module:
     """Return the first layer of the text decoder."""
     return text_blocks(model)[0]
@@ -53,26 +48,19 @@ def text_blocks(model: PreTrainedModel) -> nn.ModuleList:
     decoder = separate_decoder(model)
     if decoder is not None:
         return max(_stacks(decoder), key=len)
-    towers = {id(inner) for tower in _towers(model) for inner in tower.modules()}
-    return max((stack for stack in _stacks(model) if id(stack) not in towers), key=len)
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
+    towers = [part for part in parts if part.config is not part.config.get_text_config()]
+    alone = [tower for tower in towers if not any(feature_hosts(tower, modality) for modality in MODALITIES)]
+    in_towers = {id(inner) for tower in alone for inner in tower.modules()}
+    return max((stack for stack in _stacks(model) if id(stack) not in in_towers), key=len)
 
 
 def _stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
     return (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module))
 
 
-def _towers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    for module in model.modules():
-        is_tower = isinstance(module, PreTrainedModel) and module.config is not module.config.get_text_config()
-        if is_tower and module is not model and not any(feature_hosts(module, m) for m in MODALITIES):
-            yield module
-
-
 def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the positional and keyword arguments with which the model's forward calls ``module``; stop it there.
-
-    Raises RuntimeError: the forward does not call the module; Exception: the model's code raises it before the call.
-    """
+    """Return the arguments with which the forward calls ``module``, and stop there; RuntimeError: it does not."""
     caught: list[tuple[Any, dict[str, Any]]] = []
 
     def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -87,11 +75,10 @@ def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, 
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """Return the position from which a model counts if it gets no positions.
+    """Return the position from which a model counts if it gets no positions; 0 if no guess fits.
 
     With positions from there, its first layer gets the same arguments as without. Some models start after the id of
-    their padding token, in a table or a formula. 0 for a model that takes no positions, or if no guess fits. Raises
-    Exception: the model's code raises it.
+    their padding token, in a table or a formula. Raises what the model's code raises.
     """
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return 0
@@ -109,10 +96,7 @@ def first_position(model: PreTrainedModel) -> int:
 
 
 def text_arguments(model: PreTrainedModel, modality: str = "image", token: int | None = None, rows: int = 2) -> Any:
-    """Return arguments of a forward: ids with ``rows`` placeholders between text, a mask, and per-token arguments.
-
-    ``token``: id of the placeholder; None: ordinary text.
-    """
+    """Return arguments of a forward: ids with ``rows`` placeholders (None: text), a mask, per-token arguments."""
     plain = plain_ids(model, 4)
     size = model.get_input_embeddings().weight.size(0)
     opening, closing = marks(model.config, modality) or (plain[1], plain[2])
@@ -145,21 +129,6 @@ def typed(model: PreTrainedModel, features: dict[str, Tensor]) -> dict[str, Tens
 def input_device(model: PreTrainedModel) -> torch.device:
     """Return the device of tiny runs: the model's device; the CPU for a model without weights."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
-
-
-@contextmanager
-def methods_replaced(
-    model: nn.Module, names: Sequence[str], method: str, function: Callable[..., Any]
-) -> Iterator[None]:
-    """Replace a method of the named modules by ``function``."""
-    modules = [model.get_submodule(name) for name in names]
-    for module in modules:
-        object.__setattr__(module, method, function)
-    try:
-        yield
-    finally:
-        for module in modules:
-            object.__delattr__(module, method)
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from omnitrain.data.packing.sample import Features
 from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
-from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_frames
-from omnitrain.models.encoders.towers import tower_from_config
+from omnitrain.models.encoders.towers import Projector, ProjectorSettings, merge_frames, tower_from_config
 from omnitrain.models.hf.load import as_config
 from omnitrain.recipe.component_configs import AudioEncoderConfig
 from omnitrain.torch_private import assert_async
@@ -28,10 +27,7 @@ class AudioAdapter(ComponentAdapter):
     modalities = ("audio",)
 
     def __init__(self, config: AudioEncoderConfig) -> None:
-        """Build the feature extractor, and the tower without weights, for its length function.
-
-        Raises UserError: the tower has no length function, or see :func:`feature_extractor`.
-        """
+        """Build the extractor, and the tower without weights for its length function; UserError: it has none."""
         settings = dict(config.processor or {})
         self.extractor = feature_extractor(settings)
         self.merge = ProjectorSettings(**(config.projector or {})).merge
@@ -63,10 +59,7 @@ class AudioAdapter(ComponentAdapter):
 
 
 def feature_extractor(settings: dict[str, Any]) -> Any:
-    """Build the HF feature extractor of ``settings``.
-
-    Raises UserError: ``feature_extractor_type`` is unknown, or it does not make chunks of a fixed length.
-    """
+    """Build the HF feature extractor; raise UserError if it is unknown or makes no chunks of a fixed length."""
     name = settings.pop("feature_extractor_type")
     extractor_class = feature_extractor_class_from_name(name)
     if extractor_class is None:
@@ -99,15 +92,11 @@ class AudioEncoder(ContainerModel, EncoderMixin):
         return AudioAdapter(self.config)
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
-        """Encode all clips; features of the padding in a clip's last chunk are dropped.
+        """Encode clips of ``num_tokens`` features each, without padding: ``[sum(num_tokens), hidden]``.
 
-        Returns ``[sum(num_tokens), hidden]``. Raises RuntimeError: the tower gives another number of features. On CUDA
-        a device assertion raises it.
-
-        Args:
-            features: ``input_features`` ``[chunks, mels, frames]`` fp32; ``num_rows`` ``[chunks]`` int64, the number of
-                features of each chunk without its padding.
-            num_tokens: number of features of each clip.
+        ``features``: ``input_features`` ``[chunks, mels, frames]`` fp32; ``num_rows`` ``[chunks]`` int64, the number of
+        features of each chunk without its padding. Raises RuntimeError: the tower gives another number of features. On
+        CUDA a device assertion raises it.
         """
         return self.lm_project(self.lm_tower(features, num_tokens))
 

@@ -1,8 +1,11 @@
-"""Find the tower in an HF model: the model itself, or the encoder of a larger model (CLIP, Whisper, Qwen-VL)."""
+"""Find the tower in an HF model (itself, or the encoder of CLIP, Whisper, ...), and project its features."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
@@ -11,10 +14,7 @@ from omnitrain.models.hf.stored_tensor import read_weights, weights_left_in_file
 
 
 def tower_from_source(source: Source, modality: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the tower of a model for ``modality``; ``source`` as in :func:`omnitrain.models.hf.load.resolve`.
-
-    Weights of other parts of the model are not read. Raises UserError: the model has no encoder for the modality.
-    """
+    """Load the tower of a model (see :func:`resolve`), and no other weights; raise UserError if it has none."""
     with weights_left_in_files():
         tower = _tower_of(resolve(source, dtype=dtype), modality)
     read_weights(tower)
@@ -34,3 +34,50 @@ def _tower_of(model: PreTrainedModel, modality: str) -> PreTrainedModel:
     if tower is None or tower is model:
         raise UserError(f"{type(model).__name__} has no {modality} encoder: its `get_encoder` returns none")
     return tower
+
+
+class ProjectorSettings(NamedTuple):
+    """The kind of a projector."""
+
+    kind: str  # ``linear``, ``mlp`` or ``pixel_shuffle``
+    factor: int  # neighbours along a dim that ``pixel_shuffle`` joins
+
+    @property
+    def merge(self) -> int:
+        """Neighbours along a dim that become one feature."""
+        return self.factor if self.kind == "pixel_shuffle" else 1
+
+
+class Projector(nn.Module):
+    """A ``linear``, ``mlp`` or ``pixel_shuffle`` projector (join neighbours, then MLP; Chen et al. 2024, InternVL 1.5).
+
+    The caller joins ``factor`` neighbours along a dim, by :func:`merge_grid` for images and :func:`merge_frames` for
+    sound. ``width``: size of its inputs.
+    """
+
+    def __init__(self, settings: ProjectorSettings, dims: int, tower_size: int, hidden_size: int) -> None:
+        """``dims``: number of dims along which neighbours are joined, 2 for images, 1 for sound."""
+        super().__init__()
+        self.factor = settings.merge
+        self.width = tower_size * settings.merge**dims
+        layers: list[nn.Module] = [nn.Linear(self.width, hidden_size)]
+        if settings.kind != "linear":
+            layers = [nn.LayerNorm(self.width), *layers, nn.GELU(), nn.Linear(hidden_size, hidden_size)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Project ``[..., width] -> [..., hidden]``. A tower on other ranks may have computed in another dtype."""
+        return self.layers(features.to(next(self.parameters()).dtype))
+
+
+def merge_grid(patches: torch.Tensor, factor: int) -> torch.Tensor:
+    """Join each ``factor`` x ``factor`` block: ``[N, H, W, D] -> [N, H/f * W/f, f*f*D]``, row-major."""
+    n, height, width, dim = patches.shape
+    blocks = patches.unflatten(2, (width // factor, factor)).unflatten(1, (height // factor, factor))
+    return blocks.transpose(2, 3).reshape(n, (height // factor) * (width // factor), factor * factor * dim)
+
+
+def merge_frames(frames: torch.Tensor, factor: int) -> torch.Tensor:
+    """Join ``factor`` neighbours, padded with zeros at the end: ``[N, P, D] -> [N, ceil(P/f), f*D]``."""
+    missing: Any = -frames.size(1) % factor
+    return nn.functional.pad(frames, (0, 0, 0, missing)).unflatten(1, (-1, factor)).flatten(2)

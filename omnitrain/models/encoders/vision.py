@@ -16,8 +16,7 @@ from transformers.models.auto.image_processing_auto import get_image_processor_c
 from omnitrain.data.packing.sample import Features
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
-from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_grid
-from omnitrain.models.encoders.towers import tower_from_config
+from omnitrain.models.encoders.towers import Projector, ProjectorSettings, merge_grid, tower_from_config
 from omnitrain.models.hf.load import as_config
 from omnitrain.recipe.component_configs import VisionEncoderConfig
 from omnitrain.transformers_private import ContainerModel
@@ -38,10 +37,9 @@ class VisionAdapter(ComponentAdapter):
         self.merge = ProjectorSettings(**(config.projector or {})).merge
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """Return the pixels of an image or of a video's frames, and the number of tokens.
+        """Return pixels of an image or of a video's frames (:meth:`VisionEncoder.lm_encode`), and the number of tokens.
 
-        Shapes: :meth:`VisionEncoder.lm_encode`. Raises ValueError: the patches cannot be joined in blocks of the
-        projector's factor.
+        ValueError: the patches cannot be joined in blocks of the projector's factor.
         """
         frames = media if modality == "video" else [media]
         index = np.arange(len(frames)) if modality == "video" else np.array([STILL])
@@ -61,10 +59,7 @@ class VisionAdapter(ComponentAdapter):
 
 
 def image_processor(settings: dict[str, Any]) -> Any:
-    """Build the HF image processor of ``settings``, with its Pillow backend if it has one.
-
-    Raises UserError: ``image_processor_type`` is unknown.
-    """
+    """Build the HF image processor, with its Pillow backend if it has one; raise UserError if it is unknown."""
     name = settings.pop("image_processor_type")
     base = name.removesuffix("Fast").removesuffix("Pil")
     for candidate in (f"{base}Pil", base):
@@ -85,10 +80,7 @@ class VisionEncoder(ContainerModel, EncoderMixin):
     main_input_name = "pixel_values"
 
     def __init__(self, config: VisionEncoderConfig, tower: PreTrainedModel | None = None) -> None:
-        """``tower``: a tower with weights; None: one with random weights.
-
-        Raises UserError: the tower merges patches itself and the projector would do it again.
-        """
+        """``tower``: with weights; None: random ones. UserError: both it and the projector would merge patches."""
         super().__init__(config)
         self.tower = tower if tower is not None else tower_from_config(as_config(config.tower or {}), "image")
         self.takes_grid = "grid_thw" in inspect.signature(self.tower.forward).parameters
@@ -106,16 +98,12 @@ class VisionEncoder(ContainerModel, EncoderMixin):
         return VisionAdapter(self.config)
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
-        """Encode all images and frames in one call of the tower.
+        """Encode images and frames in one call: ``num_tokens`` features per item, ``[sum(num_tokens), hidden]``.
 
-        Returns ``[sum(num_tokens), hidden]``. Raises ValueError: the tower gives another number of features; UserError:
-        the tower has side outputs (deepstack), which the foundation cannot take.
-
-        Args:
-            features: ``pixel_values`` ``[frames, channels, height, width]`` fp32, or for towers with ``grid_thw``
-                ``[patches, channels * patch_volume]`` with ``image_grid_thw`` ``[frames, 3]`` int64; ``frame_index``
-                ``[frames]`` int64, -1 for still images.
-            num_tokens: number of features of each item (an image, or a whole video).
+        ``features``: ``pixel_values`` ``[frames, channels, height, width]`` fp32, or for towers with ``grid_thw``
+        ``[patches, channels * patch_volume]`` with ``image_grid_thw`` ``[frames, 3]`` int64; ``frame_index``
+        ``[frames]`` int64, -1 for still images. Raises ValueError: the tower gives another number of features;
+        UserError: the tower has side outputs (deepstack), which the foundation cannot take.
         """
         encoded, tokens_per_frame = self._encoded(features, num_tokens)
         return self.projector(encoded) + self._time(features["frame_index"]).repeat_interleave(

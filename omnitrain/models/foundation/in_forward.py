@@ -25,8 +25,7 @@ from omnitrain.recipe.globs import any_layer
 def outermost_unreached(reached: Iterable[str], unreached: Iterable[str]) -> tuple[str, ...]:
     """Return the outermost modules without any reached parameter, and unreached parameters of other modules.
 
-    ``reached``: parameters that get a gradient; ``unreached``: parameters that never get a gradient. Returns names with
-    ``*`` for indices in module lists. A name is omitted if it is reached in another layer of the list.
+    Names have ``*`` for indices in module lists; a name that is reached in another layer of the list is omitted.
     """
     around = {prefix for name in reached for prefix in _prefixes(any_layer(name))}
     outermost = (next((p for p in _prefixes(any_layer(name)) if p not in around), None) for name in unreached)
@@ -37,8 +36,7 @@ def outermost_unreached(reached: Iterable[str], unreached: Iterable[str]) -> tup
 def beyond_text(names: tuple[str, ...], unreached: tuple[str, ...]) -> frozenset[str]:
     """Return the parameters that only some samples reach: those in ``unreached``, and all others in their layers.
 
-    ``names``: names of all parameters of a foundation; names of adapters start with the name of the adapted module;
-    ``unreached``: see :func:`outermost_unreached`.
+    ``names``: of all parameters of a foundation; names of adapters start with the name of the adapted module.
     """
     not_reached = {name for name in names if any(prefix in unreached for prefix in _prefixes(any_layer(name)))}
     layers = {layer for name in not_reached if (layer := _layer_of(name))}
@@ -60,16 +58,12 @@ def _layer_of(name: str) -> str:
 class ForwardReader:
     """Checks and gradients for samples that the foundation's own forward reads.
 
-    Attributes:
-        modalities: modalities that only the foundation's own forward reads; often none.
-        read: names of those :attr:`parameters` that samples reached.
+    ``modalities``: those that only this forward reads; often none. ``read``: names of :attr:`parameters` that samples
+    reached.
     """
 
     def __init__(self, model: PreTrainedModel, modalities: Collection[str], unreached: tuple[str, ...]) -> None:
-        """Attach to ``model``, the foundation.
-
-        ``modalities``: those that only its own forward reads. ``unreached``: see :func:`outermost_unreached`.
-        """
+        """Attach to ``model``, the foundation. ``unreached``: see :func:`outermost_unreached`."""
         self._model, self._name = model, type(model).__name__  # sharding changes the class
         self.modalities, self._unreached = modalities, unreached
         self.read = set[str]()
@@ -77,17 +71,11 @@ class ForwardReader:
             model.register_forward_pre_hook(_cast_floats, with_kwargs=True)
 
     def require_whole_sequence(self, pack: Pack) -> None:
-        """Refuse a pack that ranks share if the foundation's own forward reads its media.
-
-        Raises UserError: names the sample.
-        """
+        """Raise UserError for a pack that ranks share if the foundation's own forward reads its media."""
         self._refuse(pack, "and needs the whole pack, but ranks share its sequence; set ulysses and cp to 1")
 
     def require_whole_model(self, pack: Pack) -> None:
-        """Refuse a pack for a rank with a part of the model if the foundation's own forward reads its media.
-
-        Raises UserError: names the sample.
-        """
+        """Raise UserError on a rank with a part of the model if the foundation's own forward reads a pack's media."""
         self._refuse(pack, "and a rank that has a part of the model cannot run it; set pp to 1 without sections")
 
     def _refuse(self, pack: Pack, reason: str) -> None:
@@ -102,10 +90,7 @@ class ForwardReader:
         return bool(self.modalities) and any(prefix in self._unreached for prefix in _prefixes(any_layer(name)))
 
     def with_zero_gradients(self, output: Tensor) -> Tensor:
-        """Return the output of a sharded model with a gradient of zeros for what only some samples reach.
-
-        ``output``: a loss, or the hidden states for the next pipeline stage.
-        """
+        """Return a loss or hidden states; if sharded, with gradients of zeros for what only some samples reach."""
         if output.grad_fn is None or not self._gives_zeros:
             return output
         live = {n: p for n, p in self._named_parameters().items() if p.requires_grad and not p.is_meta}
@@ -128,7 +113,7 @@ class ForwardReader:
         return list(self._named_parameters().values())
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """Not cached, because a gathered module has other tensors; those of other stages are on the meta device."""
+        """Not cached, because a gathered module has other tensors; other stages' parameters are on the meta device."""
         parameters = dict(self._model.named_parameters()) if self.modalities else {}
         names = beyond_text(tuple(parameters), self._unreached)
         return {name: parameter for name, parameter in parameters.items() if name in names}
@@ -145,10 +130,7 @@ def _reached(node: Node) -> set[Tensor]:
 
 
 def require_length(pack: Pack, hidden: Tensor) -> None:
-    """Refuse a forward that changed the number of tokens: its labels would belong to other tokens.
-
-    Raises UserError: names the sample and both numbers of tokens.
-    """
+    """Raise UserError if the forward changed the number of tokens: its labels would belong to other tokens."""
     if pack.forward_inputs and hidden.size(1) != pack.num_tokens:
         raise UserError(
             f"sample {pack.info.ids[0]!r}: the model gave {hidden.size(1)} hidden states for {pack.num_tokens} tokens; "

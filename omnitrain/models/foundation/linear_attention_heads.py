@@ -1,9 +1,8 @@
 """Linear attention when ranks share a sequence: each rank runs the kernels over all tokens, for some of the heads.
 
 Only two kernels of such a layer mix tokens: a short convolution, channel by channel, and the delta rule, head by head.
-transformers' files look them up by name; we recognize them by their arguments. A layer gets a copy of its forward in
-which these names refer to functions that exchange tokens for heads around the kernel. The rest of the layer works token
-by token, on this rank's tokens.
+We recognize them by their arguments. A layer gets a copy of its forward in which their names refer to functions that
+exchange tokens for heads around the kernel. The rest of the layer works on this rank's tokens.
 """
 
 from __future__ import annotations
@@ -29,17 +28,14 @@ _PACKING = {"cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max
 
 @cache
 def by_heads(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a layer's forward for a slice of the sequence; None: it does not use both kernels.
-
-    ``forward``: forward of the layer's class.
-    """
+    """Return a layer class's forward for a slice of the sequence; None: it does not use both kernels."""
     plain = inspect.unwrap(forward)
     if not isinstance(plain, FunctionType):
         return None
     wrappers = {name: _wrapper_of(plain.__globals__.get(name)) for name in plain.__code__.co_names}
     # Look a kernel up at each call: another implementation may replace it.
     kernels = {
-        name: partial(wrapper, partial(_call_by_name, plain.__globals__, name))
+        name: partial(wrapper, lambda *args, name=name, **kwargs: plain.__globals__[name](*args, **kwargs))
         for name, wrapper in wrappers.items()
         if wrapper
     }
@@ -60,10 +56,6 @@ def _wrapper_of(function: Any) -> Callable[..., Any] | None:
     if arguments[:4] == _CONVOLUTION:
         return _convolved
     return _delta_rule if arguments[:5] == _DELTA_RULE and "chunk_size" in arguments else None
-
-
-def _call_by_name(functions: dict[str, Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    return functions[name](*args, **kwargs)
 
 
 def _convolved(

@@ -29,11 +29,7 @@ from omnitrain.torch_private import tree_map, tree_map_only
 
 
 def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
-    """Make every module of these classes run the samples of a packed sequence one by one.
-
-    Only the ``forward`` of the modules changes: classes, parameters and names stay. Unpacked input runs as before.
-    Idempotent. ``model``: the model, changed in place; ``class_names``: names of module classes.
-    """
+    """Make every module of these classes run the samples of a packed sequence one by one; only its forward changes."""
     for module in model.modules():
         if type(module).__name__ in class_names:
             set_forward(module, _segmented_forward(type(module)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -55,56 +55,36 @@ class EncodedMedia:
 
 
 class FoundationRunner:
-    """Runs an HF causal language model, multimodal or not, by its contract.
-
-    Attributes:
-        model: the HF model, unmodified.
-        contract: the result of its contract check.
-        native: the modalities that it reads by itself.
-        in_forward: handles samples that only its own forward reads.
-        own_attention: classes of its models that do not use the registered attention.
-        loss_backend: backend of :func:`linear_cross_entropy`.
-        loss_function: the text's loss in place of cross entropy. None: cross entropy.
-        token_metrics: name -> metric of the predicted text tokens.
-        give_zeros: what gives gradients of zeros to parameters that some samples do not read; often nothing.
-    """
+    """Runs an HF causal language model, multimodal or not, by its contract."""
 
     def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
-        """Attach to ``model``; its attention and the forwards that the contract names are replaced.
-
-        ``native``: result of :func:`discover` for the model; None: run it.
-        """
-        self.model = model
-        self.contract = contract
+        """Replace the attention of ``model`` and the forwards that the contract names; ``native``: None: discovered."""
+        self.model, self.contract = model, contract
         self.native: Discovery = native or discover(model)  # before we replace the model's attention
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._parameters = frozenset(parameters)
-        self.loss_backend = "auto"
-        self.loss_function: TokenFunction | None = None
-        self.token_metrics: Mapping[str, TokenFunction] = {}
+        self.loss_backend = "auto"  # of linear_cross_entropy
+        self.loss_function: TokenFunction | None = None  # of the text; None: cross entropy
+        self.token_metrics: Mapping[str, TokenFunction] = {}  # of the predicted text tokens
         self.in_forward = ForwardReader(model, self.native.in_forward, contract.beyond_text)
-        self.own_attention: tuple[str, ...] = ()
+        self.own_attention: tuple[str, ...] = ()  # classes of models that do not use the registered attention
         if self.contract.attention == "omnitrain":
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
         found = [skipped for skipped in self.contract.skipped_modules if not skipped.problem]
-        self.give_zeros: list[GivesZeros] = list(call_skipped_modules(model, found))
+        self.give_zeros: list[GivesZeros] = list(call_skipped_modules(model, found))  # often nothing does
         if self.in_forward.modalities:
             self.give_zeros.append(self.in_forward)
 
     def skip_unread_rows(self) -> Counter[str]:
-        """Let modules that the contract lists as tokenwise compute only the tokens that a loss reads.
-
-        Returns class name -> number of such modules.
-        """
+        """Let tokenwise modules compute only tokens that a loss reads; return class name -> number of these modules."""
         return skip_unread_rows(self.model, self.contract.tokenwise)
 
     def encode(self, pack: Pack) -> dict[str, MediaFeatures]:
-        """Encode all media of a pack that the model reads by itself, by its own feature methods.
+        """Encode all media of a pack that the model reads by itself: modality -> features in the order of placeholders.
 
-        Returns modality -> features in the order of their placeholders. Modalities that share a placeholder are joined.
-        Raises UserError: the model has no such modality, or the numbers of features and placeholders differ.
+        Modalities that share a placeholder are joined. Errors: see :meth:`encode_call`.
         """
         batches = {name: batch for name, batch in pack.inputs.items() if name.startswith(NATIVE_PREFIX)}
         features = {
@@ -122,16 +102,16 @@ class FoundationRunner:
     @property
     def apart(self) -> dict[str, Apart]:
         """Modalities (``foundation.image``, ...) -> whether a call takes one sample or one item; often empty."""
-        samples: dict[str, Apart] = {NATIVE_PREFIX + modality: "samples" for modality in self.contract.by_sample}
-        return samples | {
-            NATIVE_PREFIX + m: "items" for m, interface in self.native.interfaces.items() if not interface.items_stack
-        }
+        apart: dict[str, Apart] = {NATIVE_PREFIX + modality: "samples" for modality in self.contract.by_sample}
+        for modality, interface in self.native.interfaces.items():
+            if not interface.items_stack:
+                apart[NATIVE_PREFIX + modality] = "items"
+        return apart
 
     def encode_call(self, name: str, items: MediaGroup) -> MediaFeatures:
-        """Run one call of a modality (``foundation.image``, ...); see :meth:`encode`.
+        """Run one call of a modality (``foundation.image``, ...); features are in the order of the items.
 
-        Returns the features in the order of the items. Raises UserError: the model does not read the modality, or the
-        numbers of features and placeholders differ.
+        Raises UserError: the model does not read the modality, or the numbers of features and placeholders differ.
         """
         modality = name.removeprefix(NATIVE_PREFIX)
         interface = self.native.interfaces.get(modality)
@@ -148,31 +128,27 @@ class FoundationRunner:
     def joined(
         self, features: Mapping[str, MediaFeatures], positions: Mapping[str, Tensor]
     ) -> dict[str, MediaFeatures]:
-        """Join the features of calls as :meth:`encode` returns them.
-
-        ``features``: modality (``foundation.image``, ...) -> features; ``positions``: modality -> ``[n]`` int64, the
-        tokens that the features replace.
-        """
-        by_token: dict[int, list[str]] = {}
-        for name in features:
-            by_token.setdefault(self.native.interfaces[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(name)
+        """Join features of calls as :meth:`encode`; ``positions``: modality -> ``[n]`` int64, the replaced tokens."""
         native = {}
-        for names in by_token.values():
-            together = _end_to_end([features[name] for name in names])
-            order = torch.cat([positions[name] for name in names]).argsort()
-            native[names[0].removeprefix(NATIVE_PREFIX)] = together.at(order)
+        for group in self._by_placeholder(features.items()):
+            order = torch.cat([positions[name] for name, _ in group]).argsort()
+            native[group[0][0].removeprefix(NATIVE_PREFIX)] = _end_to_end(group).at(order)
         return native
 
     def one_batch(self, encoded: Sequence[Mapping[str, MediaFeatures]]) -> dict[str, MediaFeatures]:
-        """Join the features of several packs for a batch with one row per pack.
+        """Join results of :meth:`encode` for a batch with one row per pack, by placeholder: modalities may share it."""
+        groups = self._by_placeholder(item for media in encoded for item in media.items())
+        return {group[0][0]: _end_to_end(group) for group in groups}
 
-        Features are joined by placeholder: prompts with different modalities may share one. ``encoded``: results of
-        :meth:`encode`.
-        """
-        by_token: dict[int, list[tuple[str, MediaFeatures]]] = {}
-        for modality, features in (item for media in encoded for item in media.items()):
-            by_token.setdefault(self.native.interfaces[modality].token_id, []).append((modality, features))
-        return {entries[0][0]: _end_to_end([features for _, features in entries]) for entries in by_token.values()}
+    def _by_placeholder(
+        self, features: Iterable[tuple[str, MediaFeatures]]
+    ) -> Iterable[list[tuple[str, MediaFeatures]]]:
+        groups: dict[int, list[tuple[str, MediaFeatures]]] = {}
+        for name, each in features:
+            groups.setdefault(self.native.interfaces[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(
+                (name, each)
+            )
+        return groups.values()
 
     def text_loss(
         self,
@@ -191,21 +167,17 @@ class FoundationRunner:
         foundation's own forward reads, or such a sample is given to a stage.
         """
         with self._local(pack, sequence_slice, stage) as (local, packed):
-            loss = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
             media = media or EncodedMedia()
             run = partial(self.run_pack, local, media, packed=packed, stage=stage)
-            term, hidden = loss(local, media.teachers, lambda head: run(head=head))
+            term, hidden = self._loss(local, media.teachers, lambda head: run(head=head))
         return FoundationOutput(replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden)
 
     def stage_output(
         self, pack: Pack, media: EncodedMedia | None, sequence_slice: SequenceSlice | None, stage: Stage
     ) -> Tensor:
-        """Run a stage that is not the last; arguments and errors are those of :meth:`text_loss`.
-
-        Returns ``[1, t, hidden]``, the hidden states for the next stage.
-        """
+        """Run a stage that is not the last, as :meth:`text_loss`; return the states ``[1, t, hidden]`` for the next."""
         with self._local(pack, sequence_slice, stage) as (local, packed):
-            hidden: Tensor = self.run_pack(local, media or EncodedMedia(), _unreached, packed, stage)
+            hidden: Tensor = self.run_pack(local, media or EncodedMedia(), _stop, packed, stage)
         return self.in_forward.with_zero_gradients(hidden)
 
     @contextmanager
@@ -226,56 +198,32 @@ class FoundationRunner:
         with reading(None if pack.forward_inputs else ReadRows(read, local.num_tokens)):
             yield local, self.packed_sequence_of(pack, sequence_slice)
 
-    def _loss_in_head(
-        self, pack: Pack, teachers: Mapping[str, Tensor], run: Callable[[Head], Any]
-    ) -> tuple[LossTerm, Tensor]:
-        """Compute logits only for supervised tokens, chunk by chunk."""
-        results: list[tuple[LossTerm, Tensor]] = []
-
-        def head(hidden: Tensor, lm_head: Any) -> Tensor:
-            require_length(pack, hidden)
-            term = linear_cross_entropy(
-                hidden[0, to_device(pack.text_rows, hidden.device)],
-                lm_head.weight,
-                pack.text_labels,
-                getattr(lm_head, "bias", None),
-                count=pack.text_labels.numel(),
-                backend=self.loss_backend,
-                function=self.loss_function,
-                metrics=self.token_metrics,
-                teachers=teachers,
-            )
-            results.append((term, hidden))
-            return hidden  # in place of logits; its gradient is always the first to arrive, with media or without
-
-        run(head)
-        (result,) = results
-        return result
-
-    def _loss_on_logits(
+    def _loss(
         self, pack: Pack, teachers: Mapping[str, Tensor], run: Callable[[Head], Any]
     ) -> tuple[LossTerm, Tensor | None]:
-        """Let the model compute logits of the supervised tokens; of all tokens if it does not call its head."""
+        """The loss, inside the head chunk by chunk, or on logits of supervised tokens; and the hidden states."""
         states: list[Tensor] = []
-        text_rows = to_device(pack.text_rows, pack.input_ids.device)
+        terms: list[LossTerm] = []
+        text_rows, labels = to_device(pack.text_rows, pack.input_ids.device), pack.text_labels
+        how: dict[str, Any] = {"function": self.loss_function, "metrics": self.token_metrics, "teachers": teachers}
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             require_length(pack, hidden)
             states.append(hidden)
-            logits: Tensor = lm_head.forward(hidden[:, text_rows])
-            return logits
+            if self.contract.head != "inside":
+                logits: Tensor = lm_head.forward(hidden[:, text_rows])
+                return logits
+            weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+            options = how | {"count": labels.numel(), "backend": self.loss_backend}
+            terms.append(linear_cross_entropy(hidden[0, text_rows], weight, labels, bias, **options))
+            return hidden  # in place of logits; its gradient is always the first to arrive, with media or without
 
-        logits = run(head).logits[0]
-        supervised = logits if states else logits[text_rows]
-        term = cross_entropy_rows(
-            supervised,
-            pack.text_labels,
-            count=pack.text_labels.numel(),
-            function=self.loss_function,
-            metrics=self.token_metrics,
-            teachers=teachers,
-        )
-        return term, states[0] if states else None
+        output = run(head)
+        if self.contract.head == "inside":
+            (term,), (hidden,) = terms, states
+            return term, hidden
+        logits = output.logits[0] if states else output.logits[0][text_rows]  # all logits: the head was not called
+        return cross_entropy_rows(logits, labels, count=labels.numel(), **how), states[0] if states else None
 
     def packed_sequence_of(self, pack: Pack, sequence_slice: SequenceSlice | None) -> PackedSequence | None:
         """Describe a sequence that samples or ranks share; None for others. Uses only host values."""
@@ -287,10 +235,7 @@ class FoundationRunner:
 
     @torch.no_grad()
     def _whole_masks(self, pack: Pack, offsets: tuple[int, ...]) -> list[MaskSpec]:
-        """Collect the model's masks over a whole pack by a forward that stops at the first block.
-
-        Embeddings are zeros that take no memory. The model's own hooks are skipped, so no collective runs.
-        """
+        """The masks over a whole pack, by a forward that stops at the first block, without hooks or collectives."""
         embedding: Any = self.model.get_input_embeddings()
         zero = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
         packed = PackedSequence(offsets)
@@ -327,18 +272,12 @@ class FoundationRunner:
     ) -> Any:
         """Run one forward of the HF model with ``head(hidden, lm_head)`` instead of its language-model head.
 
-        The replacement runs inside the model's forward, so it need not compute all logits, and FSDP has gathered the
-        head's weight. Returns the model's own output; of a stage that is not the last, the hidden states for the next
-        one.
-
-        Args:
-            input_ids: ``[B, T]``; arbitrary at positions of inserted features.
-            head: gets the hidden states ``[B, T, hidden]`` and the head; returns the head's output.
-            media: encoded media.
-            arguments: further arguments of the model's forward; those that it does not accept are ignored.
-            packed: the packed sequence that ``input_ids`` has, or has a slice of; None: each row of the batch is one
-                sample.
-            stage: the stage of a pipeline to run; None: the whole model.
+        ``head`` runs inside the model's forward, where FSDP has gathered the head's weight; it gets the hidden states
+        ``[B, T, hidden]``. ``input_ids``: ``[B, T]``; arbitrary at positions of inserted features. ``arguments`` that
+        the model's forward does not accept are ignored. ``packed``: the packed sequence that ``input_ids`` has, or has
+        a slice of; None: each row of the batch is one sample. ``stage``: the stage of a pipeline to run; None: the
+        whole model. Returns the model's own output; of a stage that is not the last, the hidden states for the next
+        stage.
         """
         accepted = self._accepted(arguments, packed, input_ids.device)
         lm_head: Any = self.model.get_output_embeddings()
@@ -376,17 +315,13 @@ def _of_pack(pack: Pack) -> dict[str, Any]:
     return {"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs}
 
 
-def _stop(*_: Any) -> None:
+def _stop(*_: Any) -> Any:
     raise StopRunError
 
 
-def _unreached(hidden: Tensor, lm_head: nn.Module) -> Tensor:
-    raise AssertionError("a stage that is not the last must not reach the head")
-
-
-def _end_to_end(parts: Sequence[MediaFeatures]) -> MediaFeatures:
+def _end_to_end(group: Sequence[tuple[str, MediaFeatures]]) -> MediaFeatures:
     """Concatenate the features for one placeholder, in the layout of the first."""
-    return MediaFeatures.cat([replace(features, layout=parts[0].layout) for features in parts])
+    return MediaFeatures.cat([replace(features, layout=group[0][1].layout) for _, features in group])
 
 
 def _inserting(

@@ -17,10 +17,10 @@ from omnitrain.ops.device import to_device
 
 
 def local_positions(sequence_slice: SequenceSlice | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the tokens that are on this rank, and their positions in its slice. All tensors are on the host.
+    """Return which of the tokens ``positions`` ``[n]`` of the whole sequence are on this rank, and where in its slice.
 
-    ``sequence_slice``: the slice; None: all tokens; ``positions``: ``[n]`` int64, tokens of the whole sequence, in any
-    order. Returns ``[m]`` int64, indices into ``positions``; ``[m]`` int64, positions in the slice.
+    All tensors are on the host: ``[m]`` int64, indices into ``positions``; ``[m]`` int64. ``sequence_slice``: None: all
+    tokens.
     """
     if sequence_slice is None:
         return torch.arange(len(positions)), positions
@@ -31,7 +31,7 @@ def local_positions(sequence_slice: SequenceSlice | None, positions: Tensor) -> 
 
 
 def cut_pack(pack: Pack, sequence_slice: SequenceSlice) -> Pack:
-    """Return the tokens of a slice, without media; ``cu_seqlens`` and ``info`` stay those of the whole sequence."""
+    """Return the tokens of a slice, without media; ``cu_seqlens`` and ``info`` still describe the whole sequence."""
     index, rows = local_positions(sequence_slice, pack.text_rows)
     return replace(
         pack,

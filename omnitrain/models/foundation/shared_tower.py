@@ -25,17 +25,13 @@ from omnitrain.torch_private import tree_map_only
 MakeSlice = Callable[[int, torch.device], SequenceSlice | None]
 
 _OFFSETS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class SharedTower:
     """The blocks of a component, with hooks that do nothing until :meth:`sharing`."""
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], slice_of: MakeSlice) -> None:
-        """Attach to the blocks of ``model`` that have only these parameters.
-
-        ``slice_of``: number of rows of a call, and their device -> this rank's slice; None: all ranks run all rows.
-        """
+        """``slice_of``: rows of a call, and their device -> this rank's slice; None: all ranks run all rows."""
         self._stacks = [_Stack(blocks, siblings, slice_of) for blocks, siblings in _stacks_of(model, set(parameters))]
 
     @property
@@ -68,10 +64,7 @@ def _stacks_of(model: nn.Module, parameters: set[nn.Parameter]) -> Iterator[tupl
 
 def _called(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     for module in modules:
-        if isinstance(module, _CONTAINERS):
-            yield from _called(module.children())
-        else:
-            yield module
+        yield from _called(module.children()) if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else (module,)
 
 
 @dataclass

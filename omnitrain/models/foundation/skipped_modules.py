@@ -1,9 +1,8 @@
 """Call modules that a forward skips for some samples, such as experts for image tokens, on empty tensors.
 
-Their parameters belong to FSDP units that all ranks gather and reduce together, and their rows may move between ranks,
-so each rank must call them, whatever its samples are. A call on empty tensors computes nothing and gives gradients of
-zeros; :class:`~omnitrain.models.foundation.zeros_in_step.ZerosInStep` removes them where no sample of a step reads the
-parameters.
+All ranks gather and reduce the FSDP units of their parameters together, and their rows may move between ranks, so each
+rank must call them, whatever its samples are. A call on empty tensors gives gradients of zeros; ``ZerosInStep`` removes
+them where no sample of a step reads the parameters.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ _ATTRIBUTE = "_calls_skipped_modules"
 
 
 def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> list[SkippedCalls]:
-    """Let every forward of ``model`` call the modules that it skips on empty tensors. Idempotent.
+    """Let every forward of ``model`` call the modules that it skips on empty tensors, by hooks. Idempotent.
 
-    ``model``: changed in place, by hooks; classes, parameters and names stay; ``found``: the modules, in the order in
-    which a forward that skips none calls them. Returns the calls of each parent.
+    ``found``: in the order in which a forward that skips none calls them. Returns the calls of each parent.
     """
     modules = dict(model.named_modules())
     order = {skipped.module: (index, skipped) for index, skipped in enumerate(found)}
@@ -38,21 +36,17 @@ def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> li
     for name in modules:
         if (entry := order.get(any_layer(name))) is not None:
             index, skipped = entry
-            parents.setdefault(parent_of(name, skipped), []).append((index, name, skipped))
+            # The parent's name is as many levels above as its pattern.
+            below = skipped.module.count(".") - (skipped.parent.count(".") if skipped.parent else -1)
+            parents.setdefault(".".join(name.split(".")[:-below]), []).append((index, name, skipped))
     for parent, children in parents.items():
         if not hasattr(modules[parent], _ATTRIBUTE):
             ordered = [(modules[name], skipped) for _, name, skipped in sorted(children, key=lambda child: child[0])]
             calls = SkippedCalls(modules[parent], ordered)
             setattr(modules[parent], _ATTRIBUTE, calls)
-            if parent == "" and isinstance(model, PreTrainedModel):
-                calls.end_before(model.get_output_embeddings())
+            if parent == "" and isinstance(model, PreTrainedModel):  # no loss reads outputs after the head
+                model.get_output_embeddings().register_forward_pre_hook(calls.end_before_head)
     return [getattr(modules[parent], _ATTRIBUTE) for parent in parents]
-
-
-def parent_of(name: str, kind: SkippedModule) -> str:
-    """Return the name of the module that calls or skips the module ``name``."""
-    below = kind.module.count(".") - kind.parent.count(".") if kind.parent else kind.module.count(".") + 1
-    return ".".join(name.split(".")[:-below])
 
 
 @dataclass
@@ -72,13 +66,10 @@ _running: ContextVar[Mapping[SkippedCalls, _Running]] = ContextVar("skipped_modu
 
 
 class SkippedCalls:
-    """The calls of some modules within a forward of their parent, in the same order on all ranks.
+    """The calls of ``modules`` within a forward of their parent, in the same order on all ranks.
 
-    Before a module runs, the skipped modules that come before it are called.
-
-    Attributes:
-        modules: these modules.
-        read: those that were called, but not on empty tensors.
+    Before a module runs, the skipped modules that come before it are called. ``read``: those that were called, but not
+    on empty tensors.
     """
 
     def __init__(self, parent: nn.Module, children: Sequence[tuple[nn.Module, SkippedModule]]) -> None:
@@ -95,10 +86,6 @@ class SkippedCalls:
     def parameters_by_key(self) -> dict[nn.Module, Iterable[nn.Parameter]]:
         """Return module -> its parameters."""
         return {module: list(module.parameters()) for module in self.modules}
-
-    def end_before(self, head: nn.Module) -> None:
-        """Make the remaining calls before the language-model head: no loss reads outputs of the forward after it."""
-        head.register_forward_pre_hook(self._reach)
 
     def _begin(self, parent: nn.Module, args: Any, kwargs: Any) -> None:
         _running.set({**_running.get(), self: _Running(next(_floating((args, kwargs)), None))})
@@ -119,7 +106,8 @@ class SkippedCalls:
         if running is not None:
             running.outputs.append(next(_floating(output)))  # a forward uses the first result
 
-    def _reach(self, head: nn.Module, args: Any) -> Any:
+    def end_before_head(self, head: nn.Module, args: Any) -> Any:
+        """Make the remaining calls, as a hook."""
         running = _running.get().get(self)
         if running is None:
             return None
@@ -148,20 +136,16 @@ class SkippedCalls:
         """Call the skipped modules before ``index``."""
         for child, skipped in self._children[running.next : index]:
             running.is_calling = True
-            empty = self._empty(running, child)
+            if running.input is None:
+                weight = next(child.parameters())
+                empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
+            else:
+                empty = running.input.flatten()[:0]
             try:
                 child(*(empty.view(sizes) for sizes in skipped.takes))
             finally:
                 running.is_calling = False
         running.next = max(running.next, index)
-
-    @staticmethod
-    def _empty(running: _Running, child: nn.Module) -> Tensor:
-        """An empty slice of the parent's input; if the parent got none, an empty tensor of the child's dtype."""
-        if running.input is not None:
-            return running.input.flatten()[:0]
-        weight = next(child.parameters())
-        return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:

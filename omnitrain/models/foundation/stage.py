@@ -1,10 +1,9 @@
 """A pipeline stage of a foundation: its own forward, in which the blocks of other stages pass their input through.
 
-The forward computes masks, positions and the arguments of each block as always. A cut is the *input* of a block, so
-what the model does between two blocks (deepstack) belongs to the stage before the cut. In the module list, shallow
-copies stand for the blocks of other stages: they have the block's attributes, but not its forward and its hooks.
-Everything that a stage remembers belongs to one call: several micro-batches may be in flight, and a recomputation calls
-its block directly.
+A cut is the *input* of a block, so what the model does between two blocks (deepstack) belongs to the stage before the
+cut. In the module list, shallow copies stand for the blocks of other stages: they have the block's attributes, but not
+its forward and its hooks. Everything that a stage remembers belongs to one call: several micro-batches may be in
+flight, and a recomputation calls its block directly.
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ class Stage:
 
     def media(self, native: dict[str, MediaFeatures]) -> dict[str, MediaFeatures]:
         """Return the features that this stage reads; zeros without memory stand for the others."""
-        return {name: features.only(self._reads(features)) for name, features in native.items()}
-
-    def _reads(self, features: MediaFeatures) -> list[str]:
-        main, *side = features.layout.names
-        in_embeddings = [main] if self.embeds else []
-        return in_embeddings + [name for name in side if self.contract.reads(name, self.span.start, self.span.stop)]
+        read = {}
+        for modality, features in native.items():
+            main, *side = features.layout.names
+            names = [name for name in side if self.contract.reads(name, self.span.start, self.span.stop)]
+            read[modality] = features.only([main, *names] if self.embeds else names)
+        return read
 
     @property
     def embeds(self) -> bool:
@@ -79,11 +78,10 @@ class Stage:
 
     @contextmanager
     def inside(self, model: PreTrainedModel, blocks: nn.ModuleList) -> Iterator[None]:
-        """Let the next forward of ``model`` run only this stage.
+        """Let the next forward of ``model`` run only this stage of its ``blocks``.
 
-        Of a stage that is not the last, the forward returns the hidden states for the next one, ``[1, t, hidden]``. It
-        ends inside ``model``, so that the hooks of ``model`` (FSDP's) see its end. ``model``: the foundation;
-        ``blocks``: its blocks.
+        Of a stage that is not the last, the forward returns the hidden states for the next stage, ``[1, t, hidden]``,
+        and ends inside ``model``, so that the hooks of ``model`` (FSDP's) see its end.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -99,19 +97,15 @@ class Stage:
     @contextmanager
     def _patched(self, model: PreTrainedModel, blocks: nn.ModuleList) -> Iterator[None]:
         with ExitStack() as stack:
-            if not self.embeds:
+            if not self.embeds and self.arrived is not None:
                 embedding: Any = model.get_input_embeddings()
-                stack.enter_context(wrapped_forward(embedding, self._zeros(embedding)))
+                # Zeros that take no memory: masks and positions need their shape and dtype.
+                zero, width = self.arrived.detach().new_zeros(()), embedding.weight.size(1)
+                stack.enter_context(wrapped_forward(embedding, lambda ids: zero.expand(*ids.shape, width)))
             for index, block in enumerate(blocks):
                 if (forward := self._forward_of(index, block)) is not None:
                     stack.enter_context(_standing_in(blocks, index, forward))
             yield
-
-    def _zeros(self, embedding: Any) -> Callable[[Tensor], Tensor]:
-        """Embeddings of zeros that take no memory: masks and positions need their shape and dtype."""
-        assert self.arrived is not None
-        zero, width = self.arrived.detach().new_zeros(()), embedding.weight.size(1)
-        return lambda ids: zero.expand(*ids.shape, width)
 
     def _forward_of(self, index: int, block: nn.Module) -> Callable[..., Any] | None:
         """The forward of what stands for a block; None: the block itself runs."""
@@ -119,10 +113,9 @@ class Stage:
             return _end
         if index == self.span.start and self.arrived is not None:
             return self._begin(block)
-        return None if self.span.start <= index < self.span.stop else self._pass
-
-    def _pass(self, *args: Any, **kwargs: Any) -> Any:
-        return self.contract.block_output(hidden_among(args, kwargs))
+        if self.span.start <= index < self.span.stop:
+            return None
+        return lambda *args, **kwargs: self.contract.block_output(hidden_among(args, kwargs))
 
     def _begin(self, block: nn.Module) -> Callable[..., Any]:
         """Call the first block of the stage with the hidden states that arrived."""

@@ -13,11 +13,7 @@ from omnitrain.peers import Peers
 
 
 class GivesZeros(Protocol):
-    """Gives gradients of zeros to parameters that a rank's samples do not read.
-
-    Attributes:
-        read: keys of the parameters that a sample of this rank has read since it was cleared.
-    """
+    """Gives zeros to parameters that a rank's samples do not read; ``read``: keys of those that samples have read."""
 
     read: set[Any]
 
@@ -36,10 +32,7 @@ class ZerosInStep:
         self._without = {p for own in self._parameters() for p in own if p.grad is None}
 
     def drop_gradients(self, peers: Peers) -> None:
-        """Remove the gradients of zeros that this step gave to parameters which no sample of any rank read.
-
-        ``peers``: all ranks of this one's section; all of them call this.
-        """
+        """Remove the gradients of zeros of parameters that no sample of any rank read; all ``peers`` call this."""
         is_read = [key in giver.read for giver in self._givers for key in giver.parameters_by_key()]
         for own, anywhere in zip(self._parameters(), peers.any_of_each(is_read), strict=True):
             for parameter in () if anywhere else self._without.intersection(own):

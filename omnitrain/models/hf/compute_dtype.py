@@ -44,11 +44,9 @@ def compute_in(
     frequencies of rotary positions, stay as they are. A batch norm computes in the dtype of its statistics, which in
     bf16 would lose most of their updates. ``dtype`` of each model is the one that it computes in.
 
-    Args:
-        model: not sharded yet.
-        dtypes: parameter -> the dtype in which the model computes with it; None: its own.
-        around: the same for modules whose parameters have several dtypes, and for modules in them without parameters.
-        stays_fp32: whether transformers keeps the tensor of this name in fp32.
+    ``dtypes``: parameter -> the dtype in which the model, not sharded yet, computes with it; None: its own. ``around``:
+    for modules whose parameters have several dtypes, and modules in them without parameters. ``stays_fp32``: name ->
+    whether transformers keeps the tensor in fp32.
     """
     if {*dtypes.values(), around} <= {None, torch.float32}:
         return
@@ -76,7 +74,7 @@ def _with_dtypes(
 
 
 def _buffers_in_the_dtype_of_weights(model: PreTrainedModel) -> set[str]:
-    """Names of buffers; without those of no dim, which give no other tensor their dtype."""
+    """Names of buffers that have a dim: others give no other tensor their dtype."""
     config = copy.deepcopy(model.config)
     for node in config_nodes(config):
         set_attention(node, "eager")  # ours has a name that makes transformers look for kernels

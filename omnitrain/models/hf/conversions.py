@@ -1,7 +1,7 @@
-"""Conversions of transformers between the weights of a checkpoint and those of a model, and one that it lacks.
+"""transformers' conversions between the weights of a checkpoint and of a model, and a conversion that it lacks.
 
 Some checkpoints of Qwen3-VL-MoE have their experts apart (``experts.0.gate_proj.weight``), but the conversion of its
-class takes experts that are together. That of other classes, for the same names, reads them.
+class takes experts that are together. The conversion of other classes reads these names.
 """
 
 from __future__ import annotations

@@ -45,10 +45,7 @@ def kernels_of(model: nn.Module) -> tuple[Kernel, ...]:
 
 @contextmanager
 def torch_kernels(model: nn.Module) -> Iterator[None]:
-    """Run transformers' torch code instead of the kernels, as if no package were installed.
-
-    A kernel runs only on its device; the torch code runs on any device.
-    """
+    """Run transformers' torch code, on any device, instead of the kernels, as if no package were installed."""
     before: list[tuple[CellType, object]] = []
     try:
         for cells in _wrappers(model):

@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -38,10 +39,7 @@ Source: TypeAlias = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
 
 
 def as_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """Build the HF config of a plain dict with ``model_type``.
-
-    Raises UserError: ``model_type`` is missing or not registered with transformers.
-    """
+    """Build the HF config of a plain dict with ``model_type``; raise UserError if that is missing or unknown."""
     rest = dict(values)
     model_type = rest.pop("model_type", None)
     if model_type is None:
@@ -60,6 +58,18 @@ def as_config(values: dict[str, Any]) -> PreTrainedConfig:
 def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
     """Convert a config to plain JSON values; :func:`as_config` is the inverse."""
     return json.loads(config.to_json_string(use_diff=False))
+
+
+def take_own_configs(models: Iterable[nn.Module]) -> None:
+    """Replace the configs of all modules in ``models`` by copies; a config shared by modules stays shared.
+
+    We write choices (attention, experts) into configs; transformers would hand these to the next model of a config.
+    """
+    copies: dict[int, Any] = {}
+    for module in dict.fromkeys(module for model in models for module in model.modules()):
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[name] = copy.deepcopy(value, copies)
 
 
 def resolve(
@@ -88,10 +98,7 @@ def resolve(
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class that builds ``config``: AutoModel's, else the only class of that config (VQ tokenizers).
-
-    Raises UserError: no class builds it, or several do.
-    """
+    """Return AutoModel's class for ``config``, else its only class (VQ tokenizers); UserError: there is not one."""
     classes = _mapped(config, "AutoModel") or _owners(config)
     if len(classes) != 1:
         raise UserError(f"transformers cannot build a model of model_type {config.model_type!r} from its config")
@@ -101,17 +108,15 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class with a forward over tokens and a language-model head that builds ``config``.
 
-    It is the config's ``architectures`` entry, else the class that an auto mapping names, else the only class of that
-    config that generates. Raises UserError: no class does; the message names the sub-configs that have such a class.
+    It is in the config's ``architectures``, or an auto mapping, or the only class of that config that generates. Raises
+    UserError: names the sub-configs that have such a class.
     """
     classes = _language_models(config)
     if classes and not config.is_encoder_decoder:
         return classes[0]
-    parts = [
-        f"{name} ({part_classes[0].__name__})"
-        for name, part in vars(config).items()
-        if isinstance(part, PreTrainedConfig) and (part_classes := _language_models(part))
-    ]
+    inner = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
+    classes_of = {name: _language_models(part) for name, part in inner.items()}
+    parts = [f"{name} ({of_part[0].__name__})" for name, of_part in classes_of.items() if of_part]
     raise UserError(
         f"model_type {config.model_type!r} is no causal language model: transformers has no decoder-only class for "
         "its config with a forward over tokens and a language-model head"
@@ -120,17 +125,13 @@ def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def foundation_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the foundation's config: ``config`` itself, or its only sub-config that reads media and generates text.
-
-    In a model with several stages (thinker, talker and vocoder of Qwen-Omni) the whole is no language model.
-    """
+    """Return ``config``, or its only sub-config that reads media and generates text (thinker of Qwen-Omni)."""
     if _language_models(config):
         return config
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     methods = [f"get_{modality}_features" for modality in ("image", "video", "audio")]
-    readers = [
-        part for part in parts if any(hasattr(cls, name) for cls in _language_models(part)[:1] for name in methods)
-    ]
+    kinds = [(part, cls) for part in parts for cls in _language_models(part)[:1]]
+    readers = [part for part, cls in kinds if any(hasattr(cls, name) for name in methods)]
     return readers[0] if len(readers) == 1 else config
 
 
@@ -165,40 +166,35 @@ _FOUNDATION_MAPPINGS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM
 
 
 def _language_models(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    known = [getattr(transformers, name, None) for name in config.architectures or ()]
-    named: list[type[PreTrainedModel]] = [
-        cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)
-    ]
+    named = _models(getattr(transformers, name, None) for name in config.architectures or ())
     mapped = [cls for mapping in _FOUNDATION_MAPPINGS for cls in _mapped(config, mapping)]
     exact = [cls for cls in [*named, *mapped] if cls.config_class is type(config)]
     # Another config's class may build this config, but the class of a sub-config would ignore the other sub-configs.
     parts = {type(part) for part in vars(config).values()}
     other = [cls for cls in mapped if cls.config_class not in parts]
-    classes = [cls for cls in [*exact, *other] if _is_language_model(cls)]
-    in_file = [cls for cls in _modeling_classes(config) if cls.config_class is type(config) and _is_language_model(cls)]
-    return classes or (in_file if len(in_file) == 1 else [])
+    in_file = [cls for cls in _modeling_classes(config) if cls.config_class is type(config)]
+    classes, only = (list(filter(_is_language_model, each)) for each in ([*exact, *other], in_file))
+    return classes or (only if len(only) == 1 else [])
 
 
 def _is_language_model(cls: type[PreTrainedModel]) -> bool:
     return cls.can_generate() and "input_ids" in inspect.signature(cls.forward).parameters
 
 
+def _models(values: Iterable[Any]) -> list[type[PreTrainedModel]]:
+    return [cls for cls in values if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
+
+
 def _mapped(config: PreTrainedConfig, auto_class: str) -> list[type[PreTrainedModel]]:
     """The class that transformers' auto class names for the config, if any."""
-    mapping = auto_mapping(auto_class)
-    if type(config) not in mapping:
-        return []
-    mapped = mapping[type(config)]
-    return [mapped[0] if isinstance(mapped, tuple) else mapped]
+    mapped: Any = auto_mapping(auto_class).get(type(config), ())
+    return list(mapped[:1]) if isinstance(mapped, tuple) else [mapped]
 
 
 def _owners(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
     """Classes in the config's modeling file that are annotated with this config class."""
-    return [
-        member
-        for member in _modeling_classes(config)
-        if "config" in inspect.get_annotations(member) and member.config_class is type(config)
-    ]
+    annotated = (cls for cls in _modeling_classes(config) if "config" in inspect.get_annotations(cls))
+    return [cls for cls in annotated if cls.config_class is type(config)]
 
 
 def _modeling_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
@@ -206,14 +202,11 @@ def _modeling_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
         module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     except ImportError:
         return []
-    return [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
+    return _models(vars(module).values())
 
 
 def config_at(path: str) -> PreTrainedConfig:
-    """Return the HF config of a Hub id or folder, without the quantization of its files: we build plain weights.
-
-    Raises UserError: the path has no HF config.
-    """
+    """Return the HF config of a Hub id or folder, or raise UserError; without quantization: we build plain weights."""
     require_folder(path, "HF model")
     try:
         config = AutoConfig.from_pretrained(path)
@@ -224,10 +217,7 @@ def config_at(path: str) -> PreTrainedConfig:
 
 
 def require_folder(path: str, what: str) -> None:
-    """Raise if ``path`` looks local but does not exist; other names may be Hub ids (``org/name``).
-
-    Raises UserError: names the missing folder and the nearest existing one.
-    """
+    """Raise UserError if ``path`` looks local but does not exist; other names may be Hub ids (``org/name``)."""
     is_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if is_local and not Path(path).expanduser().is_dir():
         folder = Path(path).absolute()
@@ -235,11 +225,7 @@ def require_folder(path: str, what: str) -> None:
 
 
 def folder_with(path: str | Path, pattern: str, **hub: Any) -> Path:
-    """Return the folder ``path``, or download the files ``pattern`` of a Hub repository and return their folder.
-
-    ``hub``: keyword arguments of ``snapshot_download``. Raises UserError: neither a folder nor a repository has this
-    name.
-    """
+    """Return the folder ``path``, or download the files ``pattern`` of a Hub repository; UserError: there is none."""
     require_folder(str(path), "checkpoint")
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
@@ -252,7 +238,7 @@ def folder_with(path: str | Path, pattern: str, **hub: Any) -> Path:
 def load_strictly(
     cls: type[PreTrainedModel], path: str, dtype: torch.dtype | None = None, *, allow_extra: bool = False, **kwargs: Any
 ) -> PreTrainedModel:
-    """Call ``cls.from_pretrained(path)`` and check that the tensors of the files are exactly those of the model.
+    """Call ``cls.from_pretrained(path)`` and check that the files have exactly the model's tensors.
 
     Quantized weights (fp8, mxfp4) are dequantized for training, on any device. ``dtype``: of the weights; None: the
     checkpoint's. ``allow_extra``: accept tensors in the files that the model does not have (a tower from a whole
@@ -305,9 +291,7 @@ def _forget_quantization(model: PreTrainedModel, dtype: torch.dtype | None) -> N
 
 def _align(model: PreTrainedModel) -> None:
     """Copy unaligned tensors of memory-mapped files: kernels round differently on them."""
-    for parameter in model.parameters():
-        if isinstance(parameter, StoredTensor):
-            continue
+    for parameter in (each for each in model.parameters() if not isinstance(each, StoredTensor)):
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
 
@@ -341,7 +325,5 @@ def _raise_on_difference(cls: type[PreTrainedModel], path: str, info: dict[str, 
 
 def _nearest_folder(path: str) -> str:
     parent = Path(path).parent
-    if not parent.is_dir():
-        return ""
-    close = nearest(Path(path).name, (entry.name for entry in parent.iterdir()))
+    close = nearest(Path(path).name, (entry.name for entry in parent.iterdir())) if parent.is_dir() else None
     return f"; did you mean {str(parent / close)!r}?" if close else ""

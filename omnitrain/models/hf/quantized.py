@@ -24,10 +24,7 @@ _DEQUANTIZE = "dequantize"  # a key inside it
 
 
 def dequantizing(path: str) -> dict[str, Any] | None:
-    """Return the quantization config of a folder or Hub id, so that transformers dequantizes; None: not quantized.
-
-    Raises UserError: transformers cannot dequantize the weights.
-    """
+    """Return the quantization config of files that transformers can dequantize, else UserError; None: not quantized."""
     quantization = PreTrainedConfig.get_config_dict(path)[0].get(QUANTIZATION)
     if quantization is None:
         return None
@@ -45,8 +42,7 @@ def dequantizing(path: str) -> dict[str, Any] | None:
 def partial_blocks_are_dequantized() -> Iterator[None]:
     """Within this context, transformers dequantizes fp8 matrices whose last blocks are not full.
 
-    It takes the number of blocks for a divisor of the number of rows, so it refuses 576 rows in blocks of 128 (of which
-    there are 5), and takes 192 rows in 2 blocks for blocks of 96.
+    It divides rows by the number of blocks, so it refuses 576 rows in 5 blocks of 128, and takes 192 rows in 2 of 96.
     """
 
     def of_full_blocks(
@@ -84,10 +80,7 @@ class Dequantizer:
         return parts
 
     def dequantized(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the quantized tensor that ``parts`` stand for; nothing is computed if they are in files.
-
-        Raises UserError: transformers cannot dequantize it alone.
-        """
+        """Return the tensor of quantized ``parts``, not computed if they are in files; UserError: it cannot be."""
         last = name.rpartition(".")[2]
         with weights_left_in_files(), operations_recorded(), partial_blocks_are_dequantized():
             try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,38 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
     Raises UserError: a required argument is missing, the sample has no tokens or has padding, labels differ from the
     ids, media have no placeholders, modalities share a placeholder, or an argument would not reach the model.
     """
+    ids, trained = _tokens(arguments, index)
+    make = partial(Sample, id=str(index), source="samples", input_ids=ids, loss_mask=trained, index=index)
+    extras = native.extras(ids, trained)
+    if _is_read_in_forward(native, arguments, index):
+        known = native.forward_arguments
+        return make(
+            position_ids=np.arange(ids.size),
+            token_inputs={name: values for name, values in extras.items() if name not in known},
+            forward_inputs={name: np.asarray(value) for name, value in arguments.items() if name in known},
+        )
+    if (mask := arguments.get("attention_mask")) is not None and not np.all(mask):
+        raise UserError(f"sample {index}: attention_mask has zeros; remove the padding")
+    given = _media(native, arguments)
+    where = _placeholder_positions(native, list(given), ids, index)
+    token_inputs = {name: np.asarray(arguments.get(name, values)).reshape(-1) for name, values in extras.items()}
+    computed = native.positions(ids, dict(chain.from_iterable(map(dict.items, given.values()))), token_inputs)
+    return make(
+        position_ids=_positions(arguments, computed, index),
+        spans=tuple(_span(name, native.interfaces[name].token_id, given[name], at) for name, at in where.items()),
+        token_inputs=token_inputs,
+    )
+
+
+def _media(native: Discovery, arguments: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+    """Modality -> its arguments, of those modalities that the sample has."""
+    there = {name: np.asarray(value) for name, value in arguments.items() if value is not None}
+    media = {m: {n: there[n] for n in each.arguments if n in there} for m, each in native.interfaces.items()}
+    return {modality: arrays for modality, arrays in media.items() if arrays}
+
+
+def _tokens(arguments: Mapping[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ids, and whether each is trained."""
     for name in ("input_ids", "labels"):
         if name not in arguments:
             raise UserError(f"sample {index} has no {name!r}; it has {sorted(arguments)}")
@@ -38,46 +72,7 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         raise UserError(
             f"sample {index}: each label must be the input id of its token, or {IGNORED} for tokens that do not count"
         )
-    features = {
-        modality: {name: np.asarray(arguments[name]) for name in interface.arguments if arguments.get(name) is not None}
-        for modality, interface in native.interfaces.items()
-    }
-    if _is_read_in_forward(native, arguments, index):
-        return _in_forward(native, arguments, ids, trained, index)
-    if (mask := arguments.get("attention_mask")) is not None and not np.all(mask):
-        raise UserError(f"sample {index}: attention_mask has zeros; remove the padding")
-    given = {modality: arrays for modality, arrays in features.items() if arrays}
-    positions = _placeholder_positions(native, list(given), ids, index)
-    spans = [_span(name, native.interfaces[name].token_id, given[name], where) for name, where in positions.items()]
-    extras = native.extras(ids, trained)
-    token_inputs = {name: np.asarray(arguments.get(name, values)).reshape(-1) for name, values in extras.items()}
-    media = {name: array for arrays in given.values() for name, array in arrays.items()}
-    return Sample(
-        id=str(index),
-        source="samples",
-        input_ids=ids,
-        loss_mask=trained,
-        position_ids=_positions(arguments, native.positions(ids, media, token_inputs), index),
-        spans=tuple(spans),
-        index=index,
-        token_inputs=token_inputs,
-    )
-
-
-def _in_forward(
-    native: Discovery, arguments: Mapping[str, Any], ids: np.ndarray, trained: np.ndarray, index: int
-) -> Sample:
-    known = native.forward_arguments
-    return Sample(
-        id=str(index),
-        source="samples",
-        input_ids=ids,
-        loss_mask=trained,
-        position_ids=np.arange(ids.size),
-        index=index,
-        token_inputs={name: values for name, values in native.extras(ids, trained).items() if name not in known},
-        forward_inputs={name: np.asarray(value) for name, value in arguments.items() if name in known},
-    )
+    return ids, trained
 
 
 def _is_read_in_forward(native: Discovery, arguments: Mapping[str, Any], index: int) -> bool:
@@ -97,7 +92,7 @@ def _is_read_in_forward(native: Discovery, arguments: Mapping[str, Any], index: 
 
 
 def _positions(arguments: Mapping[str, Any], computed: np.ndarray, index: int) -> np.ndarray:
-    """Return the given position ids, or those of the model's own function."""
+    """Return the given position ids, or the positions that the model's own function computes."""
     given = arguments.get("position_ids")
     if given is None:
         return computed

@@ -33,17 +33,13 @@ class SourceCheckpoint:
 
     folder: Path  # its folder
     file_of: Mapping[str, str]  # name of a tensor -> its file
-    # name of a tensor -> what the files have of it, and where it stays: itself, or its parts if quantized
+    # name of a tensor -> its tensors in the files: itself, or its parts if quantized
     parts: Mapping[str, Mapping[str, Tensor]]
     dequantizer: Dequantizer | None  # dequantizes tensors; None: none is quantized
 
     @classmethod
     def open(cls, path: str) -> SourceCheckpoint:
-        """Open a folder, or the files of a Hub id.
-
-        Raises UserError: there is no such folder, its weights are not in safetensors files, or transformers cannot
-        dequantize them.
-        """
+        """Open a folder or Hub id; UserError: it is missing, or not in safetensors files that can be dequantized."""
         folder = folder_with(path, "*", ignore_patterns=list(_NOT_NEEDED))
         index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
         if not index.is_file() and not single.is_file():
@@ -134,11 +130,7 @@ class MatchedWeights:
     others: Mapping[str, Tensor]  # tensors of the source that the model does not have; they stay in the files
 
     def write(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write the files of the source to ``folder``, with the model's weights in it, tensor by tensor.
-
-        ``dtype``: None: weights get the dtypes of the source; else they keep their own. Tensors that the model does not
-        have are copied.
-        """
+        """Write the files of the source to ``folder``, with the model's weights; dtype None: in the source's dtypes."""
         names_of: defaultdict[str, list[str]] = defaultdict(list)
         for name, file in self.source.file_of.items():
             names_of[file].append(name)
@@ -170,10 +162,7 @@ class MatchedWeights:
 
 
 def _turned_as(shape: tuple[int, ...] | None, value: Tensor) -> Tensor:
-    """Transpose the matrices of experts if only so they have this shape.
-
-    So does transformers when it loads them (the files of Qwen3-VL-MoE on the Hub), but it does not transpose them back.
-    """
+    """Transpose matrices of experts if only so they have this shape: transformers does it only when it loads them."""
     if value.ndim != 3 or shape in (None, tuple(value.shape)) or shape != tuple(value.mT.shape):
         return value
     with torch.no_grad():

@@ -1,24 +1,18 @@
 """``StoredTensor``: a tensor whose elements still lie in files, in the place of a model's parameter.
 
 transformers loads a model with such tensors as with others: it renames them, stacks experts, splits, transposes and
-casts. These operations are recorded (:mod:`.stored_values`). FSDP and tensor parallelism slice them; what they copy to
-memory is read then, and nothing else.
-
-    operation                                    result
-    slices, stack, cat, transposes, casts, ...   a ``StoredTensor``; nothing is read
-    others while transformers loads, or within   a ``StoredTensor`` that computes whole tensors when it is read
-    ``operations_recorded``
-    others                                       a plain tensor, of inputs that are read whole
-    writing to a ``StoredTensor``                it keeps the result in memory
+casts. These operations are recorded (:mod:`.stored_values`), and all others while transformers loads, or within
+``operations_recorded``. FSDP and tensor parallelism slice the tensors; what they copy to memory is read then, and
+nothing else. Any other operation reads its inputs whole; a ``StoredTensor`` that is written to keeps it in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +43,6 @@ from omnitrain.torch_private import (
     buffers_of,
     make_wrapper_subclass,
     schema_of,
-    tree_any,
     tree_leaves,
     tree_map_only,
 )
@@ -99,7 +92,7 @@ class StoredTensor(Tensor):
                 return _set_data(*args)
             return func(*args, **(kwargs or {}))
 
-    # torch's stub is that of an instance's method.
+    # torch's stub describes an instance's method.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
@@ -110,7 +103,7 @@ class StoredTensor(Tensor):
         if func in _WITHOUT_VALUES:
             return func(*tree_map_only(StoredTensor, _unwritten, args), **kwargs)
         if _records_all.get():
-            # What cannot be recorded, or has no shape on the meta device, is computed below, and raises what is wrong.
+            # An operation that cannot be recorded, or has no shape on the meta device, is computed below.
             with contextlib.suppress(NotImplementedError, RuntimeError):
                 return _computed(func, args, kwargs)
         return _compute(func, args, kwargs)
@@ -134,10 +127,7 @@ def stored_tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
 
 @contextmanager
 def operations_recorded() -> Iterator[None]:
-    """Within this context, operations on a ``StoredTensor`` give another one, which computes when it is read.
-
-    Those that write to a tensor are computed at once.
-    """
+    """Within this context, operations on a ``StoredTensor`` that do not write to it compute only when it is read."""
     recording = _records_all.set(True)
     try:
         yield
@@ -176,13 +166,10 @@ def weights_left_in_files() -> Iterator[None]:
 
 
 def _recorded_for_each(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Record calls of a function that writes to memory of its own, which operations cannot record.
-
-    Its tensors and its result have experts in the first dim, and it treats each alone.
-    """
+    """Record calls of a function that writes to memory of its own; it treats each entry of the first dim alone."""
     name = f"{function.__module__}:{function.__name__}"
 
-    @functools.wraps(function)
+    @wraps(function)
     def recorded(*tensors: Tensor, **kwargs: Any) -> Tensor:
         if not all(isinstance(tensor, StoredTensor) for tensor in tensors):
             return function(*tensors, **kwargs)
@@ -206,10 +193,7 @@ def replace_value(parameter: Tensor, value: Tensor) -> None:
 
 
 def read_weights(module: nn.Module) -> None:
-    """Read the parameters that are left in files, such as those of the part of a model that is used.
-
-    Inside :func:`weights_left_in_files` they stay there.
-    """
+    """Read the parameters that are left in files; inside :func:`weights_left_in_files` they stay there."""
     if _leaves_in_files.get():
         return
     for parameter in module.parameters():
@@ -237,24 +221,20 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
         replace_value(tensor, data)
 
 
-def _unwritten(tensor: StoredTensor) -> Tensor:
+def _unwritten(tensor: StoredTensor, device: torch.device | str | None = None) -> Tensor:
     """A tensor like it; its memory is not written, and so not used."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Record any operation, whose results get their shapes from the meta device.
-
-    Raises NotImplementedError: it writes to a tensor, or has results other than tensors.
-    """
-    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema_of(func).arguments):
+    """Record any operation by shapes of the meta device; NotImplementedError: it writes, or gives more than tensors."""
+    if any(map(_is_written, schema_of(func).arguments)):
         raise NotImplementedError
-    if tree_any(lambda arg: isinstance(arg, Tensor) and not isinstance(arg, StoredTensor), (args, kwargs)):
-        args, kwargs = tree_map_only(
-            Tensor, lambda t: t if isinstance(t, StoredTensor) else StoredTensor(InMemory(t)), (args, kwargs)
-        )
+    args, kwargs = tree_map_only(
+        Tensor, lambda t: t if isinstance(t, StoredTensor) else StoredTensor(InMemory(t)), (args, kwargs)
+    )
     device = next(t.device for t in tree_leaves((args, kwargs)) if isinstance(t, StoredTensor))
-    shapes = tree_map_only(StoredTensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs))
+    shapes = tree_map_only(StoredTensor, partial(_unwritten, device="meta"), (args, kwargs))
     shaped = func(*shapes[0], **shapes[1])
     of_args = tree_map_only(StoredTensor, lambda t: t.value, (args, kwargs))
 
@@ -268,34 +248,32 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     return result(shaped, None)
 
 
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on inputs that are read whole; what it writes to keeps the result."""
-    written = [
-        given
-        for argument, given in [
-            *zip(schema_of(func).arguments, args, strict=False),
-            *((argument, kwargs[argument.name]) for argument in schema_of(func).arguments if argument.name in kwargs),
-        ]
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, StoredTensor)
-    ]
-    plain: dict[StoredTensor, Tensor] = {}
-
-    def plain_of(tensor: StoredTensor) -> Tensor:
-        return plain.setdefault(tensor, tensor.read()) if tensor not in plain else plain[tensor]
-
-    plain_args, plain_kwargs = tree_map_only(StoredTensor, plain_of, (args, kwargs))
+    """Run an operation on inputs that are read whole; a tensor that it writes to keeps the result."""
+    arguments = schema_of(func).arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    into = [given.get(argument.name) for argument in arguments if _is_written(argument)]
+    written = [tensor for tensor in into if isinstance(tensor, StoredTensor)]
+    plain = {
+        tensor: tensor.read() for tensor in {t for t in tree_leaves((args, kwargs)) if isinstance(t, StoredTensor)}
+    }
+    plain_args, plain_kwargs = tree_map_only(StoredTensor, plain.__getitem__, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     for tensor in written:
         tensor.value = InMemory(plain[tensor])
     return next((tensor for tensor in written if plain[tensor] is result), result)
 
 
-def _like(tensor: StoredTensor, value: StoredValue) -> StoredTensor:
-    return StoredTensor(value, tensor.device)
-
-
 def _same(tensor: StoredTensor, **kwargs: Any) -> StoredTensor:
-    return _like(tensor, tensor.value)
+    return StoredTensor(tensor.value, tensor.device)
+
+
+def _view(tensor: StoredTensor, dims: Iterable[int | None], ranges: dict[int, tuple[int, int]] | None = None) -> Any:
+    return StoredTensor(View(tensor.value, tuple(dims), ranges or {}), tensor.device)
 
 
 def _copied_to(
@@ -310,7 +288,7 @@ def _sliced(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: i
     if step != 1:
         return NotImplemented
     first, last, _ = slice(start, end).indices(tensor.size(dim))
-    return _like(tensor, View(tensor.value, range(tensor.ndim), {dim % tensor.ndim: (first, max(last - first, 0))}))
+    return _view(tensor, range(tensor.ndim), {dim % tensor.ndim: (first, max(last - first, 0))})
 
 
 def _split(tensor: StoredTensor, sizes: int | Sequence[int], dim: int = 0) -> list[StoredTensor]:
@@ -323,17 +301,13 @@ def _split(tensor: StoredTensor, sizes: int | Sequence[int], dim: int = 0) -> li
 
 def _selected(tensor: StoredTensor, dim: int, index: int) -> StoredTensor:
     dim %= tensor.ndim
-    others = [other for other in range(tensor.ndim) if other != dim]
-    return _like(tensor, View(tensor.value, others, {dim: (index % tensor.size(dim), 1)}))
-
-
-def _unbound(tensor: StoredTensor, dim: int = 0) -> tuple[StoredTensor, ...]:
-    return tuple(_selected(tensor, dim, index) for index in range(tensor.size(dim)))
+    others = (other for other in range(tensor.ndim) if other != dim)
+    return _view(tensor, others, {dim: (index % tensor.size(dim), 1)})
 
 
 def _unsqueezed(tensor: StoredTensor, dim: int) -> StoredTensor:
     dim %= tensor.ndim + 1
-    return _like(tensor, View(tensor.value, [*range(dim), None, *range(dim, tensor.ndim)]))
+    return _view(tensor, (*range(dim), None, *range(dim, tensor.ndim)))
 
 
 def _squeezed(tensor: StoredTensor, dim: int) -> StoredTensor:
@@ -341,7 +315,7 @@ def _squeezed(tensor: StoredTensor, dim: int) -> StoredTensor:
 
 
 def _permuted(tensor: StoredTensor, dims: Sequence[int]) -> StoredTensor:
-    return _like(tensor, View(tensor.value, [dim % tensor.ndim for dim in dims]))
+    return _view(tensor, (dim % tensor.ndim for dim in dims))
 
 
 def _transposed(tensor: StoredTensor, first: int = 0, second: int = 1) -> StoredTensor:
@@ -352,16 +326,15 @@ def _transposed(tensor: StoredTensor, first: int = 0, second: int = 1) -> Stored
 
 def _reshaped(tensor: StoredTensor, shape: Sequence[int]) -> StoredTensor:
     found = torch.empty(tensor.shape, device="meta").view(shape).shape
-    return _like(tensor, Reshaped(tensor.value, tuple(found)))
+    return StoredTensor(Reshaped(tensor.value, tuple(found)), tensor.device)
 
 
 def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    values = [tensor.value for tensor in tensors if isinstance(tensor, StoredTensor)]
+    values = tuple(tensor.value for tensor in tensors if isinstance(tensor, StoredTensor))
     first = tensors[0]
     if len(values) < len(tensors) or any((t.dtype, t.ndim) != (first.dtype, first.ndim) for t in tensors):
         return NotImplemented
-    assert isinstance(first, StoredTensor)
-    return _like(first, Concatenated(tuple(values), dim % first.ndim))
+    return StoredTensor(Concatenated(values, dim % first.ndim), first.device)
 
 
 def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Any:
@@ -388,7 +361,7 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.select.int: _selected,
-    aten.unbind.int: _unbound,
+    aten.unbind.int: lambda tensor, dim=0: tuple(_selected(tensor, dim, i) for i in range(tensor.size(dim))),
     aten.unsqueeze.default: _unsqueezed,
     aten.squeeze.dim: _squeezed,
     aten.permute.default: _permuted,

@@ -1,12 +1,7 @@
-"""Values that lie in safetensors files, and what is done to them: slices, concatenations, casts.
+"""Values that lie in safetensors files, and the operations on them: slices, concatenations, casts.
 
 A value is a tree. Its leaves are tensors in files; the inner nodes are the operations that a loader recorded. Nothing
-is read until :func:`read` or ``write_to`` asks for a region, and then only what the region needs:
-
-    Concatenated(dim 0) [4, 8]         region rows 3:4
-      InFile expert.0 [2, 8]             not read
-      InFile expert.1 [2, 8]             row 1
-
+is read until :func:`read` or ``write_to`` asks for a region, and then only the parts of files that the region needs.
 Trees can be pickled, so one rank records how all weights are made of files, and every rank reads its own shards.
 """
 
@@ -73,16 +68,11 @@ def leaves_of(value: StoredValue) -> Iterator[StoredValue]:
 
 
 class FileReader:
-    """Reads slices of safetensors files. All reads go through one instance, :data:`FILES`.
-
-    Attributes:
-        num_bytes: bytes of all slices that were asked for.
-        on_read: called after each read; None: nothing is.
-    """
+    """Reads slices of safetensors files. All reads go through one instance, :data:`FILES`."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
-        self.on_read: Callable[[], None] | None = None
+        self.num_bytes = 0  # of all slices that were asked for
+        self.on_read: Callable[[], None] | None = None  # called after each read
         self._open: dict[str, Any] = {}
 
     def slice_of(self, file: str, name: str, region: Region) -> Tensor:

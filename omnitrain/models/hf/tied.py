@@ -5,12 +5,11 @@ Adapters of both, merged by other tools, leave such files. transformers loads th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import WeightsError
@@ -35,14 +34,19 @@ def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], pat
     """Let ``config`` not tie the head if the files have a head of its own, and return whether they have.
 
     Equal copies stay tied. Only safetensors files at ``path`` (folder or Hub id) that are on this machine are read.
-    ``config``, and the config of the text model in it, are changed in place; ``kind`` builds it.
     """
     pairs = tied_weights(kind)
     if not is_tied(config) or not isinstance(pairs, Mapping) or len(pairs) != 1:
         return False
     tensors = stored_tensors(_files(path))
-    found = [_ending_like(name, tensors) for name in next(iter(pairs.items()))]
-    has_own = all(len(names) == 1 for names in found) and _differ(*(tensors[name] for (name,) in found))
+    # In files of older classes, other modules are around the one that has the weight.
+    ends = [".".join(name.rsplit(".", 2)[-2:]) for name in next(iter(pairs.items()))]
+    found = [[name for name in tensors if f".{name}".endswith(f".{end}")] for end in ends]
+    has_own = False
+    if all(len(names) == 1 for names in found):
+        one, other = (tensors[name] for (name,) in found)
+        parts = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
+        has_own = one.shape != other.shape or any(not torch.equal(a, b.to(a.dtype)) for a, b in parts)
     FILES.close()
     if has_own:
         for part in (config, config.get_text_config(decoder=True)):  # some classes copy the text model's to the whole
@@ -51,10 +55,7 @@ def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], pat
 
 
 def require_tied(model: PreTrainedModel, path: str) -> None:
-    """Check that a loaded model ties what its config says.
-
-    Raises WeightsError: transformers left weights untied, which differ in the files.
-    """
+    """Raise WeightsError if a loaded model does not tie what its config says: the weights differ in the files."""
     lost = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
     if lost:
         raise WeightsError(
@@ -72,14 +73,3 @@ def _files(path: str) -> list[str]:
         except (OSError, ValueError):  # not downloaded yet
             return []
     return sorted(map(str, folder.glob("*.safetensors")))
-
-
-def _ending_like(name: str, tensors: Mapping[str, Tensor]) -> Sequence[str]:
-    """The names of tensors that are called so in their module; files of older classes have other modules around it."""
-    end = ".".join(name.rsplit(".", 2)[-2:])
-    return [stored for stored in tensors if f".{stored}".endswith(f".{end}")]
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    parts = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
-    return one.shape != other.shape or any(not torch.equal(a, b.to(a.dtype)) for a, b in parts)

@@ -13,21 +13,18 @@ from omnitrain.torch_private import unsaved_buffers_of
 def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
     """Count the tensors ``names``, which a model does not have, by the missing module that they belong to.
 
-    In a model with 61 layers ``mtp.fc.weight`` counts as ``mtp.*``, and ``model.layers.61.eh_proj.weight`` as
+    With 61 layers, ``mtp.fc.weight`` counts as ``mtp.*``, and ``model.layers.61.eh_proj.weight`` as
     ``model.layers.61.*``. Names of buffers that the model computes do not count: checkpoints of older versions have
     them.
     """
     modules = {name for name, _ in model.named_modules()}
     buffers = {name for module in model.modules() for name in unsaved_buffers_of(module)}
-    globs = (_missing_module(name, modules) for name in sorted(names) if name.rpartition(".")[2] not in buffers)
-    return dict(Counter(globs))
-
-
-def _missing_module(name: str, modules: set[str]) -> str:
-    """The outermost prefix of ``name`` that is no module, as a glob; ``name`` itself if only the tensor is missing."""
-    parts = name.split(".")
-    known = next(n for n in range(len(parts) + 1) if ".".join(parts[: n + 1]) not in modules)
-    return name if known == len(parts) - 1 else ".".join([*parts[: known + 1], "*"])
+    counts: Counter[str] = Counter()
+    for name in sorted(name for name in names if name.rpartition(".")[2] not in buffers):
+        parts = name.split(".")
+        known = next(n for n in range(len(parts) + 1) if ".".join(parts[: n + 1]) not in modules)
+        counts[name if known == len(parts) - 1 else ".".join([*parts[: known + 1], "*"])] += 1
+    return dict(counts)
 
 
 def unused_line(unused: Mapping[str, int] | None) -> str:

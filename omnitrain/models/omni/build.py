@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -139,13 +139,11 @@ def build_omni_model(
         WeightsError: tensors are missing, unexpected or have another shape.
     """
     given = _given(encoders=encoders, decoders=decoders, teachers=teachers)
-    saved = None
-    if config_path or weights_path:
-        require_device(init_device)
-        saved = _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
-        if foundation is None and not any(given.values()):
+    saved = _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
+    if saved is not None and foundation is None:
+        if not any(given.values()):
             return saved
-        foundation = saved.foundation if foundation is None else foundation
+        foundation = saved.foundation
     if foundation is None:
         raise UserError("build_omni_model needs a foundation (or the path of a saved omni model)")
     base = build_foundation_model(foundation, init_device=init_device, torch_dtype=torch_dtype)
@@ -179,8 +177,9 @@ def _attached(
     hidden_size, dtype = base.get_input_embeddings().weight.size(1), torch_dtype or base.dtype
     attached: Components = {kind: {} for kind in given}
     if saved is not None:
-        _require_new_names(saved, given["encoders"], given["decoders"])
         attached |= {"encoders": saved.encoders, "decoders": saved.decoders}
+        if problems := [*_name_problems(saved, given)]:
+            raise UserError(*problems)
     for kind, build in (("encoders", _encoder), ("decoders", _decoder)):
         for name, spec in given[kind].items():
             attached[kind][name] = build(name, spec, hidden_size, init_device, dtype)
@@ -189,8 +188,8 @@ def _attached(
             raise UserError(f"model.teachers.{name}: this is the name of another component; choose another one")
         attached["teachers"][name] = _teacher(name, source, init_device, torch_dtype)
     names = {*given["encoders"], *given["decoders"]}
-    _require_hidden_size(hidden_size, attached, names)
-    _require_new_modalities(attached, names)
+    if problems := [*_size_problems(hidden_size, attached, names)] or [*_modality_problems(attached, names)]:
+        raise UserError(*problems)
     return attached
 
 
@@ -205,50 +204,47 @@ def _omni_config(base: PreTrainedModel, attached: Components, loaded: Any) -> Om
     )
 
 
-def _require_new_names(saved: OmniModel, encoders: Collection[str], decoders: Collection[str]) -> None:
-    """Refuse a given encoder that has the name of a saved decoder, and the other way round."""
-    crossed = [(name, "encoders", "decoder") for name in encoders if name in saved.decoder_names]
-    crossed += [(name, "decoders", "encoder") for name in decoders if name in saved.encoder_names]
-    if crossed:
-        raise UserError(*(f"{kind}: {name!r} is the name of a saved {of}; use another" for name, kind, of in crossed))
+def _name_problems(saved: OmniModel, given: Mapping[str, Collection[str]]) -> Iterator[str]:
+    """No given encoder has the name of a saved decoder, and the other way round."""
+    for kind, of, names in (("encoders", "decoder", saved.decoder_names), ("decoders", "encoder", saved.encoder_names)):
+        for name in given[kind]:
+            if name in names:
+                yield f"{kind}: {name!r} is the name of a saved {of}; use another"
 
 
-def _require_hidden_size(hidden_size: int, attached: Components, given: Collection[str]) -> None:
-    """Refuse encoders and decoders of omnitrain's configs that do not have the foundation's hidden size."""
-    problems = []
+def _size_problems(hidden_size: int, attached: Components, given: Collection[str]) -> Iterator[str]:
+    """Encoders and decoders of omnitrain's configs have the foundation's hidden size."""
     for kind, group in attached.items():
         for name, component in group.items():
             found = getattr(component.config, "hidden_size", None)
             if isinstance(component.config, _CONFIGS) and found != hidden_size:
                 whose = f"found a model with hidden size {found}" if name in given else f"the saved one has {found}"
-                problems.append(
+                yield (
                     f"{kind}: {name!r} must have the foundation's hidden size {hidden_size}, but {whose}; give new "
                     f"settings in {kind}={{{name!r}: ...}}"
                 )
-    if problems:
-        raise UserError(*problems)
 
 
-def _require_new_modalities(attached: Components, given: set[str]) -> None:
-    """Refuse a given encoder that reads what a saved one reads, and a given decoder that writes what one writes."""
-    problems = []
+def _modality_problems(attached: Components, given: set[str]) -> Iterator[str]:
+    """No given encoder reads what a saved one reads, and no given decoder writes what a saved one writes."""
     for kind, group in attached.items():
         if given.isdisjoint(group) or given >= group.keys():
             continue
         modalities = {name: component.adapter().modalities for name, component in group.items()}
         for new, saved in itertools.product(sorted(given & group.keys()), sorted(group.keys() - given)):
             if shared := [modality for modality in modalities[new] if modality in modalities[saved]]:
-                problems.append(
+                yield (
                     f"{kind}: {new!r} is for {' and '.join(shared)}, as the saved {saved!r} is; to replace that, give "
                     f"it by its name: {kind}={{{saved!r}: ...}}"
                 )
-    if problems:
-        raise UserError(*problems)
 
 
 def _from_checkpoint(
     config_path: str | Path | None, weights_path: str | Path | None, init_device: str, torch_dtype: torch.dtype | None
-) -> OmniModel:
+) -> OmniModel | None:
+    if not (config_path or weights_path):
+        return None
+    require_device(init_device)
     config = omni_config_at(config_path or weights_path or "")
     if weights_path and init_device != "meta":
         with weights_left_in_files():

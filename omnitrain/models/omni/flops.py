@@ -95,12 +95,7 @@ class ModelFlops:
         self._heads: dict[str, Passes] = {}
 
     def follow(self, trained: Iterable[str], recomputed: Mapping[str, Recomputed]) -> None:
-        """Say what trains, and what is computed again; both are known once the plan of a run is resolved.
-
-        Args:
-            trained: names of the parameters that train.
-            recomputed: component -> what its backward computes again.
-        """
+        """Say which parameters train, and what each component's backward computes again; a resolved plan tells."""
         trains = set(trained)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in trains)
@@ -108,12 +103,9 @@ class ModelFlops:
         self._sequences, self._items, self._heads = {}, {}, {}
 
     def of_samples(self, lengths: Sequence[int], predicted: int, *, reads_trained: bool = False) -> Passes:
-        """Return the FLOPs of the foundation over samples of text and media.
+        """Return the FLOPs of the foundation over samples of these lengths with ``predicted`` text tokens to predict.
 
-        Args:
-            lengths: of the samples, in tokens.
-            predicted: number of predicted text tokens.
-            reads_trained: whether they have media of encoders that train, so that a frozen foundation has a backward.
+        ``reads_trained``: they have media of encoders that train, so that a frozen foundation has a backward.
         """
         if reads_trained not in self._sequences:
             self._sequences[reads_trained] = self._sequence(reads_trained)

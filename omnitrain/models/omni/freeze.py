@@ -13,12 +13,8 @@ from omnitrain.models.omni.named_parameters import parameters_named
 def freeze(model: OmniModel, names: Sequence[str]) -> None:
     """Freeze parameters, and the batch statistics of their modules. LoRA adapters of frozen modules still train.
 
-    Args:
-        model: the model, changed in place.
-        names: see :func:`omnitrain.models.omni.named_parameters.parameters_named`.
-
     Raises:
-        UserError: a name matches no parameter; the message suggests the nearest name.
+        UserError: a name matches no parameter (see :func:`~omnitrain.models.omni.named_parameters.parameters_named`).
     """
     trained = {model.get_parameter(name) for name in (*model.adapter_names, *token_matrices(model))}
     for name in names:

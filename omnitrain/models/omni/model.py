@@ -35,8 +35,7 @@ from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.sequence_slice import filled_up, local_positions
 from omnitrain.models.foundation.stage import BlockSpan, Stage
-from omnitrain.models.hf.config_copies import take_own_configs
-from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class
+from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class, take_own_configs
 from omnitrain.models.omni.encode import Ask, EncodedPack, MicroBatchWork, encode, idle_head, with_zero_gradients
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument

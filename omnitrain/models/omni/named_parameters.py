@@ -1,4 +1,4 @@
-"""Find parameters by the name of a component, a module or the parameter itself."""
+"""Find parameters by the name of a component, a module or the parameter itself, and the matrices of hidden layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.optim.roles import roles_of
 from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.recipe.suggest import nearest
 
@@ -17,7 +18,7 @@ def parameters_named(model: OmniModel, name: str, key: str) -> list[nn.Parameter
 
     Args:
         model: parallelized or not.
-        name: name of a component (``foundation``, ``image_encoder``), or path of a module or parameter below it
+        name: a component (``foundation``, ``image_encoder``), or a path of a module or parameter below it
             (``image_encoder.tower``, ``foundation.model.visual.merger``).
         key: key of the recipe, for the error.
 
@@ -61,3 +62,20 @@ def _below(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Parameter]:
         parameter = getattr(modules.get(owner), attribute, None)
         if isinstance(parameter, nn.Parameter):
             yield parameter
+
+
+def hidden_matrices(model: OmniModel) -> set[nn.Parameter]:
+    """Return the weights of linear layers ``[out, in]``, and of all experts of a layer ``[experts, ...]``.
+
+    Without the language model's head, the decoders (embeddings and heads of codes), and LoRA adapters. Embeddings,
+    convolutions, routers with a class of their own, biases and norms are no linear layers.
+
+    Args:
+        model: parallelized or not.
+    """
+    head = model.foundation.get_output_embeddings()
+    elsewhere = {model.get_parameter(name) for name in model.adapter_names}
+    elsewhere.update(model.foundation.get_input_embeddings().parameters(), head.parameters() if head else ())
+    for decoder in model.decoders.values():
+        elsewhere.update(decoder.parameters())
+    return {parameter for parameter, role in roles_of(model).items() if role == "matrix"} - elsewhere

@@ -18,7 +18,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
-from omnitrain.checkpoint.model_files import ModelFiles, on_host, write_model
+from omnitrain.checkpoint.model_files import ModelFiles, write_model
 from omnitrain.checkpoint.pieces import Piece, PieceOwners
 from omnitrain.checkpoint.safetensors_file import Entry
 from omnitrain.checkpoint.weight_files import Group, WeightFile, stored_as
@@ -42,22 +42,19 @@ def save_whole(
     """Write the config, the weights and LoRA adapters (in PEFT's files) exactly as a single process would.
 
     Files are distributed over the ranks. A rank holds one tensor whole at a time, or those that transformers converts
-    together.
+    together. All ``peers`` call this; if writing failed on one rank, all raise its exception.
 
     Args:
         model: sharded or not.
         folder: the same on all ranks; weights saved there before are removed.
-        peers: all ranks of the model; all must call this function.
+        peers: all ranks of the model.
         file_bytes: largest size of a file's weights; a single block may exceed it.
         previous: a folder to which this process has saved the same model. Its files of weights that do not train are
             linked, if the file system can do that, and not written again.
-
-    Raises:
-        Exception: writing failed on one rank; all ranks raise its exception.
     """
     files = files_of(model, peers, file_bytes)
     pieces = model_pieces(model, PieceOwners(model.state_dict(keep_vars=True), peers))
-    write_model(files, [on_host(piece) for piece in pieces], folder, peers, previous)
+    write_model(files, [piece.on_host() for piece in pieces], folder, peers, previous)
 
 
 def files_of(model: PreTrainedModel, peers: Peers, file_bytes: int = FILE_BYTES) -> ModelFiles:

@@ -74,14 +74,9 @@ class Teacher(ContainerModel, EncoderMixin):
         return ComponentAdapter()
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> Tensor:
-        """Run the model over samples.
+        """Return the last hidden states of samples, ``[sum(num_tokens), width]``, without a graph.
 
-        Args:
-            features: ``input_ids`` ``[sum(num_tokens)]`` int64, samples end to end.
-            num_tokens: of each sample.
-
-        Returns:
-            ``[sum(num_tokens), width]``, the last hidden states, without a graph.
+        ``features``: ``input_ids`` ``[sum(num_tokens)]`` int64, samples end to end.
 
         Raises:
             UserError: the model does not call its head as a module, and so hides its last hidden states.
@@ -119,11 +114,7 @@ def _without_weights(teacher: Teacher, values: dict[str, Any], prefix: str, _: A
 
 
 def with_teacher_inputs(pack: Pack, teachers: Collection[str]) -> Pack:
-    """Return a pack in which teachers have items: the samples with tokens that the text's loss predicts.
-
-    Args:
-        pack: a micro-batch.
-        teachers: names of the teachers.
+    """Return a pack in which ``teachers`` have items: the samples with tokens that the text's loss predicts.
 
     Raises:
         UserError: such a sample has media, which a teacher does not read.

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.encoders.projector import ProjectorSettings
+from omnitrain.models.encoders.towers import ProjectorSettings
 from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.hf.load import as_dict, foundation_class
 from omnitrain.models.omni.model import OmniModel
@@ -25,16 +25,12 @@ _TOLERANCE = {torch.float32: 1e-6}  # of logits, relative to the largest; other 
 
 @torch.no_grad()
 def as_transformers_class(model: OmniModel) -> PreTrainedModel:
-    """Return ``model`` as a class of transformers, with the same weights (not copies) and the same logits.
+    """Return ``model`` as a class of transformers, with the same weights (not copies) and, checked, the same logits.
 
-    An image and text run through both, and the logits are compared.
+    The caller must set ``image_token_id`` of the result; each image has ``image_seq_length`` of these tokens.
 
     Args:
         model: on the CPU, without LoRA adapters; put into eval mode.
-
-    Returns:
-        The model of transformers. The caller must set its ``image_token_id``; each image has ``image_seq_length`` of
-        these tokens.
 
     Raises:
         UserError: transformers has no class for this model; the message names the part that does not fit.

@@ -133,22 +133,19 @@ def _degrees(request: Request) -> tuple[str, int, int] | None:
     sequence share a copy, too. The explicit degrees of another component multiply to all ranks of the loss group.
     """
     mode, replicate, shard = (getattr(request.merged, field) for field in _DEGREES)
-    state = request.state.shape
-    if mode is None and replicate is None and shard is None:
-        if request.state.dp_mode == "replicate":
-            return "replicate", request.state.size("loss"), 1
+    state, of_all = request.state.shape, ("replicate", request.state.size("loss"), 1)
+    if not any((mode, replicate, shard)):
         of_state = (state.dp_replicate, request.state.size("fsdp"))
-        return _mode_of(*of_state), *of_state
+        return of_all if request.state.dp_mode == "replicate" else (_mode_of(*of_state), *of_state)
     path = request.plans.path_of(request.name, *_DEGREES)
     is_data = request.is_foundation or path == "default"
     ranks = request.state.size("dp" if is_data else "loss")
-    if mode == "hsdp" and replicate is None and shard is None:
+    if mode == "hsdp" and not (replicate or shard):
         request.problems.append(f"{path}.mode: hsdp needs dp_replicate or dp_shard; they multiply to {ranks} ranks")
         return None
     try:
-        shape = fit_mesh(
-            ranks, dp_replicate=1 if mode == "fsdp2" else replicate, dp_shard=1 if mode == "replicate" else shard
-        )
+        given = {"dp_replicate": replicate, "dp_shard": shard}
+        shape = fit_mesh(ranks, **given | {"fsdp2": {"dp_replicate": 1}, "replicate": {"dp_shard": 1}}.get(mode, {}))
     except UserError as error:
         request.problems.append(f"{path}: {' '.join(str(error).split())}")
         return None
@@ -159,11 +156,9 @@ def _degrees(request: Request) -> tuple[str, int, int] | None:
             f"{state.dp_replicate} x {state.dp_shard}; set the degrees in one of the two"
         )
         return None
-    if mode == "replicate":
-        return mode, request.state.size("loss"), 1
     if is_data:
         degrees = (degrees[0], degrees[1] * request.state.size("sequence"))
-    return mode or _mode_of(*degrees), *degrees
+    return of_all if mode == "replicate" else (mode or _mode_of(*degrees), *degrees)
 
 
 def _precision(request: Request) -> Precision:

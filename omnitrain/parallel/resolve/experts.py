@@ -27,10 +27,7 @@ _USERS_OF_EXPERT_FIELDS = {
 def expert_fields(request: Request, degrees: tuple[str, int, int] | None, compute: str | None) -> dict[str, Any]:
     """Return these fields of the complete plan.
 
-    Args:
-        request: the settings of the component; collects problems.
-        degrees: its mode, number of copies and ranks per copy; None: they do not fit the ranks.
-        compute: its compute dtype.
+    ``degrees``: mode, number of copies and ranks per copy; None: they do not fit the ranks. ``compute``: its dtype.
     """
     ep = _ep(request, degrees)
     chunks, delay_wgrad = _overlap_of_experts(request, ep)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 
 import torch
 
@@ -42,7 +43,7 @@ def resolve_plans(
 ) -> tuple[dict[str, ComponentPlan], dict[str, Adapters]]:
     """Return component -> its complete plan, and component -> the adapters that its plan asks for.
 
-    All fields of a plan are set, except ``precision.param`` where parameters keep their dtypes.
+    All fields of a plan are set, except ``precision.param`` where parameters keep their dtypes. The model is unchanged.
 
     Args:
         model: not parallelized.
@@ -53,8 +54,7 @@ def resolve_plans(
         present: component -> the adapters that it has, or that its checkpoint adds.
 
     Raises:
-        PlanError: the plan contradicts the model, the state, the flags or itself. Lists all problems; the model is
-            unchanged.
+        PlanError: all contradictions of the plan with the model, the state, the flags or itself.
     """
     components, names = model.components, _names(model)
     frozen = [name for name, parameters in components.items() if not any(p.requires_grad for p in parameters.values())]
@@ -66,29 +66,20 @@ def resolve_plans(
     adapters, adapter_problems = adapters_for(model, plan, present)
     problems += [*adapter_problems, *lora_problems({**present, **adapters}, layers, plan), *tensors.problems]
     problems += model_problems(model, layers, plan, main)
-    every_name = [name for of_component in names.values() for name in of_component]
-    ep_globs = {
-        glob: dim
-        for glob, dim in (plan.ep_plan or {}).items()
-        if any(matches_weight(glob, name) for name in every_name)
-    }
-    problems += ep_plan_problems(layers, ep_globs)
+    problems += ep_plan_problems(layers, _known_globs(plan, [*chain(*names.values())]))
     plans = {}
     for name in components:
         own = state.of_section(plan.section_of(name))
         tp = own.size("tp") if name == FOUNDATION else tensors.degrees.get(name, 1)
-        if 1 < tp < own.size("tp"):
-            own = own.with_tp(tp)
-        sharded = chosen_layers(model, layers[name], plan.ep_plan)
         request = Request(
-            name=name,
-            plans=plan,
-            state=own,
-            flags=flags,
+            name,
+            plan,
+            own.with_tp(tp) if 1 < tp < own.size("tp") else own,
+            flags,
             is_frozen_already=name in frozen,
             has_blocks=bool(blocks[name]),
             tp=tp,
-            expert_layers=sharded,
+            expert_layers=chosen_layers(model, layers[name], plan.ep_plan),
             has_adapters=name in adapters,
             roles=roles_of(model, plan, name),
         )
@@ -115,9 +106,6 @@ def resolve_without_ranks(
         plan: the plan of a recipe.
         mixed_precision: see :class:`CallFlags`.
         num_ranks: number of ranks. None: the first number that the plan fits.
-
-    Returns:
-        The state on these ranks, and component -> its complete plan.
 
     Raises:
         PlanError: the plan does not fit the model. Without ``num_ranks``: the problems on the number of ranks with the
@@ -175,6 +163,12 @@ def _numbers_of_ranks(plan: ParallelPlan) -> list[int]:
     return [ranks + elsewhere for ranks in sorted({least << doublings for doublings in range(3)} | others)]
 
 
+def _known_globs(plan: ParallelPlan, names: Collection[str]) -> dict[str, int]:
+    """The globs of ``ep_plan`` that match a name; others are problems of the plan itself."""
+    globs = (plan.ep_plan or {}).items()
+    return {glob: dim for glob, dim in globs if any(matches_weight(glob, name) for name in names)}
+
+
 def _names(model: OmniModel) -> dict[str, list[str]]:
     """Component -> its modules and parameters, relative to it, with the names that they have without adapters."""
     names = {}
@@ -188,32 +182,28 @@ def _names(model: OmniModel) -> dict[str, list[str]]:
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
     """An FSDP unit has one dtype, so a module cannot mix trained parameters that must stay fp32 with others."""
-    must_stay_fp32 = stays_fp32(model)
-    parameters = model.components[component]
-    trained = [name for name, p in parameters.items() if p.requires_grad]
-    fp32 = {name for name in trained if must_stay_fp32(name)}
+    parameters = {name: p for name, p in model.components[component].items() if p.requires_grad}
+    fp32 = set(filter(stays_fp32(model), parameters))
     assert plan.precision is not None
-    if fp32 and plan.precision.compute != "float32":
-        in_forward = set(model.runner.in_forward.parameters)
-        for name in sorted(name for name in fp32 if parameters[name] in in_forward):
+    if not fp32 or plan.precision.compute == "float32":
+        return
+    in_forward = set(model.runner.in_forward.parameters)
+    for name in sorted(filter(lambda name: parameters[name] in in_forward, fp32)):
+        yield (
+            f"components.{component}.precision: {name} must stay float32, and the foundation's forward uses it "
+            "for some samples only; use compute: float32, or freeze it"
+        )
+    low = plan.precision.param not in (None, "float32")  # in storage, too
+    for name in sorted(fp32):
+        module = name.rpartition(".")[0]
+        together = {other for other in parameters if other.startswith(f"{module}.")}
+        if not low:  # with fp32 weights, it may compute in the dtype of the modules inside its own
+            together = {other for other in together if other.rpartition(".")[0] == module}
+        if together - fp32:
             yield (
-                f"components.{component}.precision: {name} must stay float32, and the foundation's forward uses it "
-                "for some samples only; use compute: float32, or freeze it"
+                f"components.{component}.precision: {name} must stay float32, but other parameters of its module "
+                f"do not; use {'param' if low else 'compute'}: float32, or freeze it"
             )
-        low = plan.precision.param not in (None, "float32")  # in storage, too
-        for name in sorted(fp32):
-            module = name.rpartition(".")[0]
-            # With fp32 weights, it may compute in the dtype of the modules inside its own; weights in bf16 cannot mix.
-            together = [
-                other
-                for other in trained
-                if other.startswith(f"{module}.") and (low or other.rpartition(".")[0] == module)
-            ]
-            if not fp32.issuperset(together):
-                yield (
-                    f"components.{component}.precision: {name} must stay float32, but other parameters of its module "
-                    f"do not; use {'param' if low else 'compute'}: float32, or freeze it"
-                )
 
 
 def _low_precision_problems(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:

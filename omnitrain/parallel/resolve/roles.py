@@ -88,12 +88,7 @@ def roles_of(model: OmniModel, plan: ParallelPlan, component: str) -> frozenset[
 
 
 def refused(roles: Collection[Role], explicit: ComponentPlan) -> Iterator[tuple[str, str]]:
-    """Yield (field, what is wrong) for the fields that a component sets and may not set.
-
-    Args:
-        roles: of the component.
-        explicit: its plan, without the default plan.
-    """
+    """Yield (field, what is wrong) for the fields that ``explicit``, a plan without the default plan, may not set."""
     told = set[str]()
     for refusal in REFUSALS:
         for field in refusal.fields if refusal.role in roles else ():

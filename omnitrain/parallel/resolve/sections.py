@@ -95,14 +95,7 @@ def has_backward(plan: ParallelPlan, plans: Mapping[str, ComponentPlan], compone
 def full_windows(
     plan: ParallelPlan, plans: Mapping[str, ComponentPlan], name: str, num_micro_batches: int
 ) -> SectionWindows:
-    """Return the windows of a section if each micro-batch has media for all its encoders.
-
-    Args:
-        plan: the user's plan.
-        plans: component -> its complete plan.
-        name: of the section.
-        num_micro_batches: of the step.
-    """
+    """Return the windows of section ``name`` if each micro-batch of the step has media for all its encoders."""
     section = plan.sections[name]
     components = [component for component in plans if component in section.components]
     return SectionWindows(
@@ -121,14 +114,12 @@ def idle_settings(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Ite
     """Yield the settings of sections that can have no effect; ``plans``: component -> its complete plan."""
     for name, section in plan.sections.items():
         trained = [component for component in section.components if has_backward(plan, plans, component)]
-        if not trained:
-            for field, found in (("in_flight", section.in_flight), ("encode_twice", section.encode_twice or None)):
-                if found is not None:
-                    yield (
-                        f"sections.{name}.{field}: found {str(found).lower()}, but the section trains nothing and "
-                        "keeps no activations; remove it"
-                    )
-        elif section.ahead:
+        kept = {} if trained else {"in_flight": section.in_flight, "encode_twice": section.encode_twice or None}
+        for field, found in kept.items():
+            if found is not None:
+                why = "the section trains nothing and keeps no activations"
+                yield f"sections.{name}.{field}: found {str(found).lower()}, but {why}; remove it"
+        if trained and section.ahead:
             yield (
                 f"sections.{name}.ahead: found {section.ahead}, but {trained[0]} trains, and the next step needs its "
                 "new weights; freeze it, or remove ahead"
@@ -139,15 +130,11 @@ def starving_sections(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) ->
     """Yield the sections that would wait for ever in a step all of whose micro-batches have items.
 
     The schedule of this step is validated here, once, because validating each step would take too long.
-
-    Args:
-        plan: the user's plan.
-        plans: component -> its complete plan.
     """
     foundation, found = plans[FOUNDATION], dict[str, None]()
+    settings = foundation.schedule or PipelineSchedule()
+    group = least_micro_batches(settings.resolved_kind, foundation.pp or 1, settings.group_size)
     for name, section in plan.sections.items():
-        settings, ranks = foundation.schedule or PipelineSchedule(), foundation.pp or 1
-        group = least_micro_batches(settings.resolved_kind, ranks, settings.group_size)
         together = _connected(plan, name)
         kept = max(plan.sections[each].in_flight or 0 for each in together)
         in_flight = section.micro_batch * (kept + 1)

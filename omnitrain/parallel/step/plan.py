@@ -28,7 +28,6 @@ from omnitrain.parallel.step.windows import window_chooser
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
-    RankFacts,
     StepTables,
     Topology,
     decode_tables,
@@ -177,7 +176,7 @@ class StepPlanner:
         drawn = packs if self.topology.is_owner(rank) else ()
         encoders = [component for component in self.topology.components if component.name != FOUNDATION]
         quadratic = {name: costs.get(encoder.name, 0.0) for encoder in encoders for name in encoder.media}
-        facts = RankFacts(tuple(facts_of(pack, self.apart, quadratic) for pack in drawn))
+        facts = tuple(facts_of(pack, self.apart, quadratic) for pack in drawn)
         return decode_tables(self.topology, self.peers.tables(encode_table(self.topology, facts)))
 
     def __enter__(self) -> StepPlanner:

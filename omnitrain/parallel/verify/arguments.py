@@ -52,10 +52,7 @@ def require_ranks(nproc: int) -> None:
 
 
 def build_with(factory: Factory) -> PreTrainedModel:
-    """Call ``factory`` with torch's generator at seed 0, so that every process builds the same model.
-
-    Raises UserError: the factory cannot be imported, or returns something else than a model.
-    """
+    """Call ``factory`` with torch's generator at seed 0, the same in every process; UserError: it makes no model."""
     make = _named(factory) if isinstance(factory, str) else factory
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -68,10 +65,7 @@ def build_with(factory: Factory) -> PreTrainedModel:
 
 
 def require_same_weights(model: PreTrainedModel, first: dict[str, bytes]) -> None:
-    """Require that the factory builds the same weights at every call; raises UserError.
-
-    ``first``: parameter name -> digest of its weights in the first call, which fills it.
-    """
+    """Raise UserError unless the factory builds the weights whose digests are in ``first``; the first call fills it."""
     for name, parameter in model.named_parameters():
         digest = hashlib.blake2b(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy()).digest()
         if first.setdefault(name, digest) != digest:
@@ -82,10 +76,7 @@ def require_same_weights(model: PreTrainedModel, first: dict[str, bytes]) -> Non
 
 
 def require_losses(batch: Sequence[Sample]) -> None:
-    """Require a token to predict; without one no gradient exists to compare.
-
-    Raises UserError: no sample has a token to predict.
-    """
+    """Raise UserError if no sample has a token to predict: without one no gradient exists to compare."""
     if not any(any(Pack.from_samples([sample]).loss_counts().values()) for sample in batch):
         raise UserError(
             "none of the samples has a token to predict: all labels are -100, except perhaps the label of a first "

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import Adapters, add_lora
+from omnitrain.models.contract.trial import errors_of
 from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
@@ -91,11 +91,11 @@ def reference(alone: Alone, batch: list[Sample]) -> tuple[Outcome, Noise]:
 
     @cache
     def change(move: int) -> dict[str, float]:
-        return relative_errors(trained(batch, expected.routing, move=move).gradients, expected.gradients)
+        return errors_of(trained(batch, expected.routing, move=move).gradients, expected.gradients)
 
     return expected, Noise(
-        relative_errors(reversed_order.gradients, expected.gradients),
-        relative_errors(reversed_order.weights, expected.weights),
+        errors_of(reversed_order.gradients, expected.gradients),
+        errors_of(reversed_order.weights, expected.weights),
         frozenset(name for name, error in change(0).items() if error > _NO_DIGITS),
         lambda: {name: max(change(move)[name] for move in range(_MOVES)) for name in expected.gradients},
     )
@@ -153,17 +153,6 @@ def _compute_dtypes(model: OmniModel, plan: ParallelPlan) -> Callable[[str], tor
 def omni(model: PreTrainedModel) -> OmniModel:
     """The omni model that trains, of a model that a factory built."""
     return (model if isinstance(model, OmniModel) else build_omni_model(foundation=model)).train()
-
-
-def relative_errors(
-    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], without: frozenset[str] = frozenset()
-) -> dict[str, float]:
-    """Largest difference per tensor, relative to its largest element."""
-    return {
-        name: float((got[name] - tensor).abs().max() / tensor.abs().max().clamp(min=torch.finfo(tensor.dtype).tiny))
-        for name, tensor in expected.items()
-        if tensor.numel() and name not in without
-    }
 
 
 def _alone_in_packs(samples: list[Sample]) -> list[Pack]:

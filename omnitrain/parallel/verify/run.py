@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,11 +23,11 @@ from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.experts.routing_replay import Recording, Replayed
 from omnitrain.ops.experts.weights import experts_in
 from omnitrain.optim.offload import OffloadedOptimizer
+from omnitrain.optim.shards import gradient_shard, local_shard
 from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.pipeline.whole import whole_over_stages
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
-from omnitrain.parallel.verify.sgd import ShardedSGD
 from omnitrain.torch_private import COLLECTIVES, TorchDispatchMode
 
 STEPS = 3
@@ -69,11 +69,7 @@ def train(
     routing: tuple[Recording, ...] | None = None,
     steps: int = STEPS,
 ) -> Outcome:
-    """Train on the packs of this rank; a rank of a section has none.
-
-    ``routing``: a recording per step to replay; None: this run routes tokens itself, and records it. ``steps``: one is
-    enough for the loss and the gradients.
-    """
+    """Train on this rank's packs, and replay ``routing``, a recording per step; None: route tokens, and record it."""
     planner = step_planner(model)
     batches = [planner(packs) for _ in range(steps)]
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -106,7 +102,7 @@ def train(
 
 
 class _Routing:
-    """Record the routing of experts, or replay that of another run."""
+    """Record the routing of experts, or replay another run's routing."""
 
     def __init__(self, model: OmniModel, replayed: tuple[Recording, ...] | None) -> None:
         self._model, self._replayed = model, replayed
@@ -169,11 +165,32 @@ def _summed(value: float) -> float:
 def _whole(values: Mapping[str, Tensor | None], layout: ModelLayout | None) -> dict[str, Tensor]:
     """Return the whole tensors, on all ranks; without those that are None."""
     if layout is None or not layout.sections:
-        whole = whole_over_stages(values, None if layout is None else layout.pipeline)
-        return {name: value for name, value in whole.items() if value is not None}
-    own = {n for component in layout.components.values() if layout.holds(component.name) for n in component.parameters}
-    held = whole_over_stages({name: value for name, value in values.items() if name in own}, layout.pipeline)
-    found: dict[str, Tensor] = {}
-    for of_rank in gathered_objects(held if layout.state.rank == layout.state.first_rank else {}):
-        found |= {name: value for name, value in of_rank.items() if value is not None}
-    return {name: found[name] for name in values if name in found}
+        parts = [whole_over_stages(values, None if layout is None else layout.pipeline)]
+    else:
+        own = {name for each in layout.components.values() if layout.holds(each.name) for name in each.parameters}
+        whole = whole_over_stages({name: value for name, value in values.items() if name in own}, layout.pipeline)
+        parts = gathered_objects(whole if layout.state.rank == layout.state.first_rank else {})
+    return {name: value for part in parts for name, value in part.items() if value is not None}
+
+
+class ShardedSGD(torch.optim.Optimizer):
+    """``torch.optim.SGD`` on each rank's shards as plain tensors: DTensor takes longer than a small model's steps."""
+
+    def __init__(self, params: Iterable[nn.Parameter] | list[dict[str, Any]], lr: float, momentum: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                direction = gradient_shard(parameter.grad, parameter)
+                if group["momentum"]:
+                    state = self.state[parameter]
+                    if "momentum_buffer" in state:
+                        direction = state["momentum_buffer"].mul_(group["momentum"]).add_(direction)
+                    else:
+                        direction = state["momentum_buffer"] = direction.clone()
+                local_shard(parameter).add_(direction, alpha=-group["lr"])

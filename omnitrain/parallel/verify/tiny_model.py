@@ -37,10 +37,7 @@ def needed_memory(parameters: int, ranks: int) -> int:
 
 
 def fits(model: PreTrainedModel, ranks: int, memory: float | None) -> bool:
-    """Return whether a model, also on ``meta``, can be verified in ``memory`` bytes; None: unlimited.
-
-    ``ranks``: number of ranks; each holds a full copy while it builds the model.
-    """
+    """Whether a model, also on ``meta``, can be verified by so many ranks in ``memory`` bytes; None: unlimited."""
     return memory is None or needed_memory(num_parameters(model), ranks) <= memory
 
 
@@ -111,7 +108,7 @@ def tiny_model_of(model: PreTrainedModel, ranks: int, memory: float | None = Non
 
 
 def described(model: PreTrainedModel, full: PreTrainedModel) -> str:
-    """Describe the size of ``model``, compared to that of the full model."""
+    """Describe the size of ``model``, compared to the full model."""
     if num_parameters(model) == num_parameters(full):
         drawn = ", with random weights" if full.device.type == "meta" else ""
         return f"{num_parameters(model):,} parameters{drawn}"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
+from omnitrain.models.contract.trial import errors_of, largest
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import LOSS, Rounding
@@ -39,7 +40,6 @@ from omnitrain.parallel.verify.reference import (
     low_precision_reference,
     omni,
     reference,
-    relative_errors,
     step_of,
 )
 from omnitrain.parallel.verify.run import STEPS, Outcome, micro_batches, train
@@ -50,7 +50,6 @@ from omnitrain.terminal import as_text
 
 _NOISE_FACTOR = 20.0
 _MOST_ROUNDING = 1e-4  # a larger error is a difference, however much the gradient changes
-_NOTHING = "-"  # in the table
 
 
 @dataclass(frozen=True)
@@ -120,16 +119,11 @@ class VerifyReport:
     def __repr__(self) -> str:
         table = Table("layout", "status", "loss", "gradients", "worst", "weights", "collectives", "reason")
         for row in self.rows:
-            errors = [_shown_error(value) for value in (row.loss_error, row.grad_error, row.weight_error)]
-            table.add_row(
-                row.layout,
-                row.status,
-                *errors[:2],
-                row.worst_parameter or _NOTHING,
-                errors[2],
-                _NOTHING if row.status == "refused" else str(row.collectives),
-                escape(row.reason),
-            )
+            figures = (row.loss_error, row.grad_error, row.weight_error)
+            loss, gradient, weight = ("-" if math.isnan(error) else f"{error:.1e}" for error in figures)
+            count = "-" if row.status == "refused" else str(row.collectives)
+            worst = row.worst_parameter or "-"
+            table.add_row(row.layout, row.status, loss, gradient, worst, weight, count, escape(row.reason))
         lines = [f"model: {self.size}"]
         for row in self.rows:
             if not math.isnan(row.visible):
@@ -148,11 +142,6 @@ class VerifyReport:
                     "of the single-process run were used"
                 )
         return as_text(table, *map(Text, lines), columns=160)
-
-
-def _shown_error(error: float) -> str:
-    """The error, or a dash if it was not measured."""
-    return _NOTHING if math.isnan(error) else f"{error:.1e}"
 
 
 @dataclass(frozen=True)
@@ -191,7 +180,13 @@ def verify(
         del full
         batch = to_samples(model.runner.native, samples)
         require_losses(batch)
-        expected = cache(partial(_reference, ranks, batch, timeout_s))
+
+        @cache
+        def expected(alone: Alone) -> tuple[Outcome, Noise | Rounding] | str:
+            if not alone.dtypes:
+                return reference(alone, batch)
+            return ranks.run(low_precision_reference, alone, batch, timeout_s=timeout_s, world=1)[0]  # FSDP casts
+
         rows = []
         for case in cases:
             model.divide(())
@@ -206,16 +201,6 @@ def verify(
     finally:
         if pool is None:
             ranks.close()
-
-
-def _reference(
-    pool: RankPool, batch: list[Sample], timeout_s: float, alone: Alone
-) -> tuple[Outcome, Noise | Rounding] | str:
-    """Train in one process: this one, or a rank if FSDP casts the weights."""
-    if not alone.dtypes:
-        return reference(alone, batch)
-    (found,) = pool.run(low_precision_reference, alone, batch, timeout_s=timeout_s, world=1)
-    return found
 
 
 def _case(layout: str | Layout | ParallelPlan, nproc: int) -> _Case:
@@ -266,42 +251,45 @@ def _row(
         return VerifyRow(case.name, "different", str(error))
     if isinstance(outcome, str):
         return VerifyRow(case.name, "refused", outcome)
-    if isinstance(rounding, Rounding):
-        return _compared_in_low_precision(case.name, outcome, expected, rounding)
     return _compared(case.name, outcome, expected, rounding, tolerance)
 
 
-def _compared_in_low_precision(layout: str, outcome: Outcome, reference: Outcome, rounding: Rounding) -> VerifyRow:
+def _compared(
+    layout: str, outcome: Outcome, expected: Outcome, rounding: Noise | Rounding, tolerance: float
+) -> VerifyRow:
+    loss_error = abs(outcome.loss - expected.loss) / max(abs(expected.loss), 1e-30)
+    if missing := outcome.gradients.keys() ^ expected.gradients.keys():
+        reason = f"{len(missing)} parameters have a gradient on one side only, such as {min(missing)}"
+        return VerifyRow(layout, "different", reason, loss_error)
+    if isinstance(rounding, Rounding):
+        reasons, figures = _in_low_precision(outcome, rounding)
+    else:
+        reasons, figures = _in_fp32(outcome, expected, rounding, loss_error, tolerance)
+    figures |= {"peak_memory_mb": outcome.peak_memory_mb, "collectives": outcome.collectives}
+    return VerifyRow(layout, "different" if reasons else "equal", "; ".join(reasons), loss_error, **figures)
+
+
+def _in_low_precision(outcome: Outcome, rounding: Rounding) -> tuple[list[str], dict[str, Any]]:
     """Compare the loss and the gradients of the first step; rounding moves later ones further apart."""
     deviations = rounding.deviations(step_of(outcome))
     loss = deviations.pop(LOSS)
     worst = max(deviations, key=lambda name: deviations[name].excess)
-    reasons = [f"the loss is {loss}"] if loss.excess > 1 else []
-    if (gradient := deviations[worst]).excess > 1:
-        reasons.append(f"the gradient of {worst} is {gradient}")
-    if missing := outcome.gradients.keys() ^ reference.gradients.keys():
-        reasons.append(f"{len(missing)} parameters have a gradient on one side only, such as {min(missing)}")
-    return VerifyRow(
-        layout=layout,
-        status="different" if reasons else "equal",
-        reason="; ".join(reasons),
-        loss_error=loss.distance,
-        grad_error=gradient.distance,
-        worst_parameter=worst,
-        rounding=gradient.most_distance,
-        visible=rounding.visible,
-        peak_memory_mb=outcome.peak_memory_mb,
-        collectives=outcome.collectives,
-        near_ties=int(outcome.replayed.near_ties) + int(outcome.replayed.others),
-    )
+    gradient = deviations[worst]
+    what = {"the loss": loss, f"the gradient of {worst}": gradient}
+    return [f"{name} is {each}" for name, each in what.items() if each.excess > 1], {
+        "grad_error": gradient.distance,
+        "worst_parameter": worst,
+        "rounding": gradient.most_distance,
+        "visible": rounding.visible,
+        "near_ties": int(outcome.replayed.near_ties) + int(outcome.replayed.others),
+    }
 
 
-def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: Noise, tolerance: float) -> VerifyRow:
-    loss_error = abs(outcome.loss - reference.loss) / max(abs(reference.loss), 1e-30)
-    if missing := outcome.gradients.keys() ^ reference.gradients.keys():
-        reason = f"{len(missing)} parameters have a gradient on one side only, such as {min(missing)}"
-        return VerifyRow(layout, "different", reason, loss_error)
-    errors = relative_errors(outcome.gradients, reference.gradients, rounding.empty)
+def _in_fp32(
+    outcome: Outcome, reference: Outcome, rounding: Noise, loss_error: float, tolerance: float
+) -> tuple[list[str], dict[str, Any]]:
+    """Compare the loss, the gradients of the first step, and the weights after all steps."""
+    errors = _errors(outcome.gradients, reference.gradients, rounding)
     noise = {name: _NOISE_FACTOR * orders for name, orders in rounding.gradients.items()}
     gradients = _worst(errors, noise, tolerance)
     neighbours: dict[str, float] = {}
@@ -310,38 +298,38 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: Noise
         noise = {name: max(orders, min(neighbours[name], _MOST_ROUNDING)) for name, orders in noise.items()}
         gradients = _worst(errors, noise, tolerance)
     noise = {name: _NOISE_FACTOR * orders for name, orders in rounding.weights.items()}
-    weights = _worst(relative_errors(outcome.weights, reference.weights, rounding.empty), noise, tolerance)
+    weights = _worst(_errors(outcome.weights, reference.weights, rounding), noise, tolerance)
     reasons = [] if loss_error <= tolerance else [f"the loss is off by {loss_error:.1e}, {tolerance:.1e} allowed"]
     for kind, (name, error, allowed) in (("gradient", gradients), ("weight after three steps", weights)):
         if not error <= allowed:
             reasons.append(f"the {kind} of {name} is off by {error:.1e}, {allowed:.1e} allowed")
     # Each step rounds the movement to the weight's precision.
-    precision = {name: STEPS * torch.finfo(w.dtype).eps * _size(w) for name, w in reference.weights.items()}
+    precision = {name: STEPS * torch.finfo(w.dtype).eps * largest(w) for name, w in reference.weights.items()}
     for kind, got, expected, floor in (
         ("gradient", outcome.gradients, reference.gradients, {}),
         ("movement", outcome.moved, reference.moved, precision),
     ):
         reasons += [
-            f"the {kind} of {name} is {_size(got[name]):.1e}, but zero up to rounding ({_size(expected[name]):.1e}) in "
-            "one process"
+            f"the {kind} of {name} is {largest(got[name]):.1e}, but zero up to rounding ({largest(expected[name]):.1e})"
+            " in one process"
             for name in sorted(rounding.empty)
-            if not _size(got[name]) <= max(_NOISE_FACTOR * _size(expected[name]), floor.get(name, 0.0))
+            if not largest(got[name]) <= max(_NOISE_FACTOR * largest(expected[name]), floor.get(name, 0.0))
         ]
     if outcome.replayed.others:
         reasons.append(f"{outcome.replayed.others} times, a token went to other experts, and not by a near tie")
-    return VerifyRow(
-        layout=layout,
-        status="different" if reasons else "equal",
-        reason="; ".join(reasons),
-        loss_error=loss_error,
-        grad_error=gradients[1],
-        worst_parameter=gradients[0],
-        rounding=neighbours.get(gradients[0], math.nan),
-        weight_error=weights[1],
-        peak_memory_mb=outcome.peak_memory_mb,
-        collectives=outcome.collectives,
-        near_ties=int(outcome.replayed.near_ties),
-    )
+    return reasons, {
+        "grad_error": gradients[1],
+        "worst_parameter": gradients[0],
+        "rounding": neighbours.get(gradients[0], math.nan),
+        "weight_error": weights[1],
+        "near_ties": int(outcome.replayed.near_ties),
+    }
+
+
+def _errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding: Noise) -> dict[str, float]:
+    """Errors of tensors that are not zero up to rounding."""
+    told = {name: tensor for name, tensor in expected.items() if tensor.numel() and name not in rounding.empty}
+    return errors_of({name: got[name] for name in told}, told)
 
 
 def _worst(errors: Mapping[str, float], noise: Mapping[str, float], tolerance: float) -> tuple[str, float, float]:
@@ -349,10 +337,6 @@ def _worst(errors: Mapping[str, float], noise: Mapping[str, float], tolerance: f
     allowed = {name: max(tolerance, noise[name]) for name in errors}
     name = max(errors, key=lambda n: (math.isnan(errors[n]), max(errors[n] / allowed[n], 1.0), errors[n]))
     return name, errors[name], allowed[name]
-
-
-def _size(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _train_on_rank(

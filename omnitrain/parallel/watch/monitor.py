@@ -265,8 +265,8 @@ class StallMonitor:
 
 def _begun_collectives() -> dict[str, Collectives]:
     """The collectives started on each process group and device; torch counts them on the host."""
-    begun = {}
-    for group in process_groups():
-        for device, count in begun_collectives(group).items():
-            begun[f"{group.group_name}/{device}"] = Collectives(group.group_desc, count)
-    return begun
+    return {
+        f"{group.group_name}/{device}": Collectives(group.group_desc, count)
+        for group in process_groups()
+        for device, count in begun_collectives(group).items()
+    }

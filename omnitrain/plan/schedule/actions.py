@@ -89,6 +89,11 @@ class Action(NamedTuple):
         """The forwards and backwards that it computes: itself, both parts of an overlap, or none."""
         return self.parts or ((self,) if self.kind in COMPUTE else ())
 
+    @property
+    def computes(self) -> bool:
+        """Whether it runs on the compute stream of its rank, and not beside it, as messages and gathers do."""
+        return self.kind in COMPUTE or self.kind in COLLECTIVES
+
     def receive(self, sender: int) -> Action:
         """Return the receive that belongs to this send of rank ``sender``."""
         stage = None if self.stage is None else self.stage + (1 if self.kind is Kind.SEND_F else -1)
@@ -130,9 +135,8 @@ class SectionWindows:
         in_flight: number of windows whose activations the section may keep; None: any number.
         encode_twice: it keeps none, and its backwards repeat the forwards.
         is_encoded: its features were encoded in the step before; now they are only sent. Then nothing trains.
-        upcoming: component -> windows of the next step, which it encodes in this one. Their micro-batches are counted
-            on from those of this step.
-        reads: component of this section -> component of another one whose features it reads, in windows of equal size.
+        upcoming: component -> windows of the next step that it encodes in this one, counted on from those of this step.
+        reads: component of this section -> one of another section that it reads, in windows of equal size.
     """
 
     name: str

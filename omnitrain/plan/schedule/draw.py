@@ -5,17 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
-from omnitrain.plan.schedule.simulate import Event, Stream, Timeline, simulate
+from omnitrain.plan.schedule.simulate import Event, Timeline, simulate
 
-_FILL = {
-    Kind.F: ">",
-    Kind.B: "<",
-    Kind.I: "<",
-    Kind.W: "-",
-    Kind.OVERLAP_F_B: "=",
-    Kind.ENCODE: ">",
-    Kind.ENCODE_B: "<",
-}
+_FILL = {Kind.W: "-", Kind.OVERLAP_F_B: "=", **dict.fromkeys((Kind.F, Kind.ENCODE), ">")}
+_FILL |= dict.fromkeys((Kind.B, Kind.I, Kind.ENCODE_B), "<")
 _IDLE = "."
 
 
@@ -27,7 +20,7 @@ def grid(schedule: Schedule, *, width: int | None = None) -> str:
     """
     timeline = simulate(schedule, lambda action: int(bool(action.passes) or action.component in schedule.slots))
     rows = [
-        {event.start: _cell(event.action, schedule) for event in row if event.stream is Stream.COMPUTE}
+        {event.start: _cell(event.action, schedule) for event in row if event.action.computes}
         for row in timeline.events
     ]
     heads = row_names(schedule)
@@ -35,13 +28,12 @@ def grid(schedule: Schedule, *, width: int | None = None) -> str:
     columns = timeline.makespan
     if width is not None:
         columns = max(1, (width - len(f"{heads[0]} | ") + 1) // (cell + 1))
-    parts = (range(start, min(start + columns, timeline.makespan)) for start in range(0, timeline.makespan, columns))
-    return "\n".join(_grid_part(heads, rows, part, cell) for part in parts)
-
-
-def _grid_part(heads: list[str], rows: list[dict[Any, str]], steps: range, cell: int) -> str:
-    lines = (" ".join(row.get(step, "").ljust(cell) for step in steps).rstrip() for row in rows)
-    return "".join(f"{head} | {line}".rstrip() + "\n" for head, line in zip(heads, lines, strict=True))
+    parts = []
+    for start in range(0, timeline.makespan, columns):
+        steps = range(start, min(start + columns, timeline.makespan))
+        lines = (" ".join(row.get(step, "").ljust(cell) for step in steps) for row in rows)
+        parts.append("".join(f"{head} | {line}".rstrip() + "\n" for head, line in zip(heads, lines, strict=True)))
+    return "\n".join(parts)
 
 
 def row_names(schedule: Schedule) -> list[str]:
@@ -59,10 +51,9 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
     """
     lines = []
     for rank, (name, row) in enumerate(zip(row_names(timeline.schedule), timeline.events, strict=True)):
-        computing = [event for event in row if event.stream is Stream.COMPUTE]
         idle = float(timeline.idle(rank) / timeline.makespan) if timeline.makespan else 0.0
-        lines.append(f"{name} |{_bars(computing, timeline, width)}| idle {idle:.1%}")
-        moving = [event for event in row if event.stream is Stream.COMMUNICATION and event.end > event.start]
+        lines.append(f"{name} |{_bars(timeline.computing(rank), timeline, width)}| idle {idle:.1%}")
+        moving = [event for event in row if not event.action.computes and event.end > event.start]
         if moving:
             exposed = float(timeline.exposed(rank) / timeline.makespan)
             lines.append(f"{' ' * len(name)} |{_bars(moving, timeline, width)}| exposed {exposed:.1%}")
@@ -75,31 +66,23 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
     ``makespan``, ``bubble``, and for each rank and section its ``name``, ``idle``, ``exposed``, ``peak_live`` and its
     ``events`` with ``action``, ``stream``, ``start`` and ``end``; events without duration are left out.
     """
-    return {
-        "makespan": float(timeline.makespan),
-        "bubble": timeline.bubble,
-        "ranks": [
-            {
-                "name": name.strip(),
-                "idle": float(timeline.idle(rank)),
-                "exposed": float(timeline.exposed(rank)),
-                "peak_live": peak_live,
-                "events": [
-                    {
-                        "action": str(event.action),
-                        "stream": event.stream.value,
-                        "start": float(event.start),
-                        "end": float(event.end),
-                    }
-                    for event in timeline.events[rank]
-                    if event.end > event.start
-                ],
-            }
-            for rank, (name, peak_live) in enumerate(
-                zip(row_names(timeline.schedule), timeline.schedule.peak_live(), strict=True)
-            )
-        ],
-    }
+    schedule = timeline.schedule
+
+    def shown(event: Event) -> dict[str, Any]:
+        times = {"start": float(event.start), "end": float(event.end)}
+        return {"action": str(event.action), "stream": "compute" if event.action.computes else "communication", **times}
+
+    ranks = [
+        {
+            "name": name.strip(),
+            "idle": float(timeline.idle(rank)),
+            "exposed": float(timeline.exposed(rank)),
+            "peak_live": peak_live,
+            "events": [shown(event) for event in timeline.events[rank] if event.end > event.start],
+        }
+        for rank, (name, peak_live) in enumerate(zip(row_names(schedule), schedule.peak_live(), strict=True))
+    ]
+    return {"makespan": float(timeline.makespan), "bubble": timeline.bubble, "ranks": ranks}
 
 
 def _cell(action: Action, schedule: Schedule) -> str:

@@ -69,11 +69,7 @@ def _timed(
 
 
 def uses_of_windows(row: Sequence[Action], size: int) -> tuple[dict[int, int], dict[int, int]]:
-    """Return when the first stage uses the features of each window of ``size`` micro-batches.
-
-    Args:
-        row: the actions of its rank.
-        size: number of micro-batches in a window.
+    """Return when the first stage, whose actions are ``row``, uses the features of windows of ``size`` micro-batches.
 
     Returns:
         Window (its first micro-batch) -> index of the first action that reads its features, and of the last one that

@@ -36,12 +36,7 @@ def stage_ranks(num_ranks: int, num_chunks: int, *, is_v: bool = False) -> tuple
 
 
 def accumulate(num_micro_batches: int, *, overlap: bool = False) -> Schedule:
-    """Gradient accumulation on one stage: each forward, then its backward.
-
-    Args:
-        num_micro_batches: number of micro-batches.
-        overlap: whether the backward of a micro-batch runs side by side with the forward of the next one.
-    """
+    """Gradient accumulation on one stage: each forward, then its backward; ``overlap``: see :func:`one_f_one_b`."""
     return one_f_one_b(1, num_micro_batches, overlap=overlap)
 
 
@@ -82,9 +77,8 @@ def interleaved(
         num_micro_batches: number of micro-batches, not necessarily a multiple of the group size.
         group_size: least number of micro-batches that a rank runs through one stage before it goes on to its next
             stage; at least ``num_ranks``, which is the default. Groups are as equal as possible.
-        extra_warm_up: forwards that each rank does more than needed before its first backward.
-        overlap: whether a forward and the backward that follows it are one ``OVERLAP_F_B``. Since the two must not need
-            each other, each rank does one more forward before its first backward.
+        extra_warm_up: see :func:`one_f_one_b`.
+        overlap: see :func:`one_f_one_b`; each rank does one more forward before its first backward.
     """
     if group_size is not None and group_size < num_ranks:
         raise ScheduleError(
@@ -147,18 +141,13 @@ def generate(
     group_size: int | None = None,
     overlap: bool = False,
 ) -> Schedule:
-    """Return a schedule by its name in a recipe.
+    """Return a schedule by its name in a recipe: ``gpipe``, ``1f1b``, ``interleaved`` or ``zbv``.
 
-    Args:
-        kind: ``gpipe``, ``1f1b``, ``interleaved`` or ``zbv``.
-        num_ranks: number of pipeline ranks.
-        num_micro_batches: number of micro-batches of a step on each rank.
-        num_chunks: number of stages on each rank. None: 2 for ``interleaved`` and ``zbv``, else 1.
-        group_size: of ``interleaved``, see :func:`interleaved`.
-        overlap: of ``1f1b`` and ``interleaved``, see :func:`interleaved`.
+    ``num_micro_batches``: of a step on each rank. ``num_chunks``: number of stages on each rank; None: 2 for
+    ``interleaved`` and ``zbv``, else 1. ``group_size`` and ``overlap``: see :func:`interleaved`.
 
     Raises:
-        ScheduleError: no such kind, or the kind does not allow the chunks or the group size.
+        ScheduleError: no such kind, or the kind does not allow the chunks, the group size or the overlap.
     """
     if kind not in KINDS:
         raise ScheduleError(f"there is no pipeline schedule '{kind}'; there are {', '.join(KINDS)}")

@@ -66,22 +66,19 @@ def _receives(schedule: Schedule, ahead: int) -> list[_Added]:
     """
     timeline = simulate(schedule, lambda _: 1)
     ends = [[event.end for event in row] for row in timeline.events]
-    used_at = [
-        {
-            (RECEIVE_FOR[part.kind], part.stage, part.micro_batch): index
-            for index, action in enumerate(row)
-            for part in action.passes
-            if part.kind in RECEIVE_FOR
-        }
-        for row in schedule.actions
-    ]
+    used_at: dict[tuple[Kind, int | None, int | None], int] = {}  # a receive -> the action of its rank that needs it
+    for row in schedule.actions:
+        for index, action in enumerate(row):
+            for part in action.passes:
+                if part.kind in RECEIVE_FOR:
+                    used_at[RECEIVE_FOR[part.kind], part.stage, part.micro_batch] = index
     channels: dict[tuple[Kind, int, int], list[tuple[int, Action]]] = defaultdict(list)
     for sender, row in enumerate(schedule.actions):
         for index, action in enumerate(row):
             for send in filter(None, map(schedule.send_of, action.passes)):
                 assert send.peer is not None
                 receive = send.receive(sender)
-                use = used_at[send.peer][receive.kind, receive.stage, receive.micro_batch]
+                use = used_at[receive.kind, receive.stage, receive.micro_batch]
                 is_sent_at = bisect_left(ends[send.peer], ends[sender][index])
                 channels[send.kind, sender, send.peer].append((max(0, min(use - ahead, is_sent_at)), receive))
     before: list[_Added] = [defaultdict(list) for _ in schedule.actions]

@@ -117,10 +117,8 @@ def _readers_first(sections: Sequence[SectionWindows]) -> Iterator[SectionWindow
 def _turns(events: Sequence[Event], section: SectionWindows, readers: Sequence[Sequence[_Pass]]) -> list[_Turn]:
     """The turns of all windows that have items, in the order in which they begin.
 
-    Args:
-        events: of the first stage.
-        section: the section whose features are used.
-        readers: what each section that reads them encodes. All of them use windows in the order of the first stage.
+    ``events``: of the first stage. ``readers``: what each section that reads the features encodes; all of them use
+    windows in the order of the first stage.
     """
     first, last = uses_of_windows([event.action for event in events], section.size)
     begins = {window: events[index].start for window, index in first.items()}
@@ -168,12 +166,8 @@ def _actions(
 ) -> list[Action]:
     """Return the actions of a section's ranks, without those for its weights.
 
-    Args:
-        section: the section.
-        passes: what it encodes, in order.
-        peers: component -> the list of those who read its features.
-        row_of: component -> the list of its section.
-        trained: components of all sections that have a backward.
+    ``passes``: what it encodes, in order. ``peers``: component -> the list of those who read its features. ``row_of``:
+    component -> the list of its section. ``trained``: components of all sections that have a backward.
     """
     actions: list[Action] = []
     ahead = [Action(Kind.ENCODE, None, w, None, component) for component, ws in section.upcoming.items() for w in ws]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,13 +18,6 @@ _Fact = tuple[Any, ...]  # something that becomes true when an action ends: (kin
 # Pass -> the send that brings its input from another stage, the pass there that makes it, and the step to that stage.
 _INPUTS = {Kind.F: (Kind.SEND_F, Kind.F, -1), Kind.B: (Kind.SEND_B, Kind.I, 1), Kind.I: (Kind.SEND_B, Kind.I, 1)}
 _MADE_BY = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.I}
-
-
-class Stream(StrEnum):
-    """Where an action runs on its rank; the two streams run side by side."""
-
-    COMPUTE = "compute"
-    COMMUNICATION = "communication"
 
 
 @dataclass(frozen=True)
@@ -48,14 +40,12 @@ class Event(NamedTuple):
 
     Attributes:
         action: the action.
-        stream: where it ran.
         start: seconds from the start of the step.
         end: seconds from the start of the step; of a send, when the message has arrived.
         exposed: of an action that computes: seconds for which it waited for data or weights on their way.
     """
 
     action: Action
-    stream: Stream
     start: Seconds
     end: Seconds
     exposed: Seconds = 0
@@ -80,7 +70,7 @@ class Timeline:
 
     def computing(self, rank: int) -> list[Event]:
         """Return the events in which a rank computes."""
-        return [event for event in self.events[rank] if event.stream is Stream.COMPUTE]
+        return [event for event in self.events[rank] if event.action.computes]
 
     def idle(self, rank: int) -> Seconds:
         """Seconds of the step in which a rank does not compute."""
@@ -108,9 +98,7 @@ class Wait:
         index: position of the action in the rank's list.
         action: the action.
         needs: what it waits for, as text.
-        needed_action: the action it waits for, or None: no rank has such an action.
-        needed_rank: rank of ``needed_action``.
-        needed_index: position of ``needed_action`` in that rank's list.
+        needed_action: the action it waits for, at ``needed_index`` of rank ``needed_rank``; None: no rank has it.
     """
 
     rank: int
@@ -188,14 +176,13 @@ def _duration(durations: Durations) -> Callable[[Action], Seconds]:
 
 
 class _Run:
-    """The state of a simulation: how far each rank is, and what has become true.
+    """The state of a simulation.
 
     Attributes:
         events: the events of each rank so far.
         facts: what has become true, and when.
         waiting: what is not true yet -> the ranks that wait for it.
-        free: when the compute stream of each rank is free.
-        link_free: the same of its communication stream.
+        free: when the compute stream of each rank is free; ``link_free``: its communication stream.
         gathered: rank and stage -> when its weights are there.
     """
 
@@ -274,22 +261,20 @@ class _Run:
         """Run an action whose needs are all true."""
         free = self.free[rank]
         can_start = max([free, *(self.facts[fact] for fact in needs)])
-        if action.kind in COMPUTE or action.kind in COLLECTIVES:
+        if action.computes:
             stages = [part.stage for part in action.passes]
             start = max([can_start, *(self.gathered[rank, s] for s in stages if (rank, s) in self.gathered)])
             made = max([free, *map(self._made, needs)])
             self.free[rank] = end = start + self.duration(action)
             exposed = start - made if action.kind in COMPUTE else 0
-            self.events[rank].append(Event(action, Stream.COMPUTE, start, end, exposed))
+            self.events[rank].append(Event(action, start, end, exposed))
         elif action.kind in RECEIVES:  # a message of a section is waited for here
             self.free[rank] = end = can_start
-            self.events[rank].append(Event(action, Stream.COMMUNICATION, end, end))
+            self.events[rank].append(Event(action, end, end))
         else:
             end = self._communicate(rank, action, can_start)
-        for part in action.passes or (action,):
-            if part.kind is Kind.B:
-                self._become_true(_fact(part, Kind.I), end)
-            self._become_true(_fact(part), end)
+        for fact in _facts_of(action):
+            self._become_true(fact, end)
 
     def _made(self, fact: _Fact) -> Seconds:
         """Return when the data of a need were computed: of a message, before its sender began to send it."""
@@ -301,10 +286,10 @@ class _Run:
         start = max(issued, self.link_free[rank])
         takes, latency = self.duration(action), 0
         if action.kind in SENDS:
-            takes += self.link.message_bytes(action) / self.link.bandwidth if self.link.message_bytes(action) else 0
-            latency = self.link.latency
+            num_bytes, latency = self.link.message_bytes(action), self.link.latency
+            takes += num_bytes / self.link.bandwidth if num_bytes else 0
         self.link_free[rank] = start + takes
-        self.events[rank].append(Event(action, Stream.COMMUNICATION, start, start + takes + latency))
+        self.events[rank].append(Event(action, start, start + takes + latency))
         if action.kind is Kind.UNSHARD:
             self.gathered[rank, action.stage] = start + takes
         return start + takes + latency
@@ -332,17 +317,21 @@ def _fact(action: Action, kind: Kind | None = None) -> _Fact:
     return (kind or action.kind, action.stage, action.micro_batch, action.component)
 
 
+def _facts_of(action: Action) -> Iterator[_Fact]:
+    """Yield what becomes true when an action ends."""
+    for part in action.passes or (action,):
+        if part.kind is Kind.B:
+            yield _fact(part, Kind.I)
+        yield _fact(part)
+
+
 def _places(schedule: Schedule) -> dict[_Fact, tuple[int, int]]:
     """Return the rank and the index of the first action that makes each fact true."""
     places: dict[_Fact, tuple[int, int]] = {}
     for rank, row in enumerate(schedule.actions):
         for index, action in enumerate(row):
-            for part in action.passes or (action,):
-                places.setdefault(_fact(part), (rank, index))
-                if part.kind is Kind.B:
-                    places.setdefault(_fact(part, Kind.I), (rank, index))
-                if part.kind in COLLECTIVES:
-                    places.setdefault((*_fact(part), rank), (rank, index))
+            for fact in (*_facts_of(action), (*_fact(action), rank)):
+                places.setdefault(fact, (rank, index))
     return places
 
 

@@ -71,13 +71,7 @@ def split_by_cost(
 def split_by_numbers(
     numbers: Sequence[int], num_blocks: int, num_stages: int, *, legal_cuts: Collection[int] | None = None
 ) -> tuple[Blocks, ...]:
-    """Divide blocks into stages of given sizes.
-
-    Args:
-        numbers: number of blocks of each stage.
-        num_blocks: number of blocks of the model.
-        num_stages: number of stages that the schedule has.
-        legal_cuts: blocks before which the model can be cut. None: before any but the first.
+    """Divide blocks into stages of given sizes; ``legal_cuts``: see :func:`split_by_cost`.
 
     Raises:
         ScheduleError: the numbers do not fit the stages or the blocks, or a cut is not legal.

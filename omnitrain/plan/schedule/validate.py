@@ -65,10 +65,7 @@ def problems_in(schedule: Schedule, *, lowered: bool = True) -> tuple[Problem, .
     when weights are gathered, each action finds its stage's weights gathered, all are freed at the end, and the
     gradients of a stage are reduced once, after its last backward.
 
-    Args:
-        schedule: the schedule to check; all its ranks are connected before the step.
-        lowered: whether it must have sends and receives (:func:`~omnitrain.plan.schedule.lower.lower`). False: it must
-            have none.
+    ``lowered``: it must have sends and receives (:func:`~omnitrain.plan.schedule.lower.lower`); else it has none.
     """
     problems = [*_counts(schedule, lowered)] or [
         *_message_orders(schedule),
@@ -107,13 +104,8 @@ def _counts(schedule: Schedule, lowered: bool) -> Iterator[Problem]:
 
 def _expected(schedule: Schedule, lowered: bool) -> dict[Action, int]:
     """Return the passes and messages that a schedule must have, each with its rank."""
-    is_split = {
-        (part.stage, part.micro_batch)
-        for row in schedule.actions
-        for action in row
-        for part in action.passes
-        if part.kind in (Kind.I, Kind.W)
-    }
+    passes = (part for row in schedule.actions for action in row for part in action.passes)
+    is_split = {(part.stage, part.micro_batch) for part in passes if part.kind in (Kind.I, Kind.W)}
     expected: dict[Action, int] = {}
     for stage, rank in enumerate(schedule.stage_ranks):
         for k in range(schedule.num_micro_batches):
@@ -137,28 +129,23 @@ def _reason(schedule: Schedule, action: Action) -> str:
         return f"the backward of stage {stage}, micro-batch {micro_batch} is there as I or W, too"
     other = stage + (1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
     if action.kind in SENDS | RECEIVES and 0 <= other < schedule.num_stages:
-        ends = f"stage {stage} is on rank {schedule.stage_ranks[stage]}, stage {other} on {schedule.stage_ranks[other]}"
-        return f"{ends}, so " + (
-            "nothing is sent between them"
-            if schedule.stage_ranks[stage] == schedule.stage_ranks[other]
-            else f"its peer is rank {schedule.stage_ranks[other]}"
-        )
+        here, there = schedule.stage_ranks[stage], schedule.stage_ranks[other]
+        peer = "nothing is sent between them" if here == there else f"its peer is rank {there}"
+        return f"stage {stage} is on rank {here}, stage {other} on {there}, so {peer}"
     return f"stage {stage} of {schedule.num_stages} has no such action"
 
 
 def _message_orders(schedule: Schedule) -> Iterator[Problem]:
     """Between two ranks, receives are posted in the order of the sends: messages of one kind cannot overtake."""
-    sends: dict[tuple[Kind, str, int, int], list[Action]] = defaultdict(list)
-    receives: dict[tuple[Kind, str, int, int], list[Action]] = defaultdict(list)
+    channels: dict[tuple[Kind, str, int, int], tuple[list[Action], list[Action]]] = defaultdict(lambda: ([], []))
     for rank, row in enumerate(schedule.actions):
         for action in row:
             if action.kind in SENDS:
-                sends[RECEIVE_OF[action.kind], action.component, rank, action.peer or 0].append(action)
+                channels[RECEIVE_OF[action.kind], action.component, rank, action.peer or 0][0].append(action)
             elif action.kind in RECEIVES:
-                receives[action.kind, action.component, action.peer or 0, rank].append(action)
-    for channel in dict.fromkeys((*sends, *receives)):
-        kind, _, sender, receiver = channel
-        for number, (send, receive) in enumerate(zip_longest(sends[channel], receives[channel])):
+                channels[action.kind, action.component, action.peer or 0, rank][1].append(action)
+    for (kind, _, sender, receiver), messages in channels.items():
+        for number, (send, receive) in enumerate(zip_longest(*messages)):
             expected = None if send is None else send.receive(sender)
             if receive != expected:
                 yield Problem(
@@ -176,11 +163,9 @@ def _collectives(schedule: Schedule) -> Iterator[Problem]:
     for rank, order in enumerate(orders):
         for number, (action, first) in enumerate(zip_longest(order, orders[0])):
             if action != first:
-                message = (
-                    f"collective {number} of all pipeline ranks is {action or 'missing'} on rank {rank} and "
-                    f"{first or 'missing'} on rank 0; all ranks must have the same ones in the same order"
-                )
-                yield Problem(rank, message, tuple(a for a in (action, first) if a is not None))
+                found = f"collective {number} of all pipeline ranks is {action or 'missing'} on rank {rank}"
+                expected = f"{first or 'missing'} on rank 0; all ranks must have the same ones in the same order"
+                yield Problem(rank, f"{found} and {expected}", tuple(a for a in (action, first) if a is not None))
                 break
 
 

@@ -26,8 +26,7 @@ class DataSetStats:
     Attributes:
         name: its name in metrics.
         rows: its rows; None: it is a stream.
-        measured: rows that were prepared for these numbers.
-        rejected: of these, rows that training skips.
+        measured: rows that were prepared for these numbers; of these, training skips the ``rejected`` ones.
         share: its share of the rows that a run reads.
         epochs: how often a run reads each of its rows; None: nothing can be packed, or it is a stream.
     """
@@ -69,17 +68,17 @@ class SourceStats:
     items: Mapping[str, float]
     lowered: int
 
+    @property
+    def items_in_words(self) -> str:
+        """Modalities with their items of a sample."""
+        return ", ".join(f"{modality} {count:.3g}" for modality, count in self.items.items())
+
 
 @dataclass(frozen=True)
 class RejectedStats:
-    """Rows that were rejected for one reason, in which numbers, paths and quoted words are ``...``.
+    """A number of rows that were rejected for one reason, in which numbers, paths and quoted words are ``...``.
 
-    Attributes:
-        source: their source.
-        reason: why.
-        rows: number of rows.
-        example: id of one of them.
-        words: why that one was rejected.
+    ``example`` is the id of one of them, and ``words`` say why that one was rejected.
     """
 
     source: str
@@ -91,15 +90,15 @@ class RejectedStats:
 
 @dataclass(frozen=True)
 class PackingStats:
-    """Packs as a run fills them.
+    """Packs as a run fills them: means of ``packs`` that were filled to find out.
 
     Attributes:
-        packs: number of packs that were filled to find out.
+        packs: their number.
         fill: share of their room that has tokens.
-        samples: samples of a pack, on average.
-        predicted: tokens of a pack that the loss has, on average.
-        samples_per_step: samples of a step over all ranks, on average.
-        tokens_per_step: tokens of a step over all ranks, on average.
+        samples: samples of a pack.
+        predicted: tokens of a pack that the loss has.
+        samples_per_step: samples of a step over all ranks.
+        tokens_per_step: tokens of a step over all ranks.
     """
 
     packs: int
@@ -169,15 +168,9 @@ class DataNumbers:
         packing: Packing | None,
         unread: Sequence[str] = (),
     ) -> Self:
-        """Return the numbers of a recipe.
+        """Return the numbers of a recipe's training data, of which some rows of each set are ``measured``.
 
-        Args:
-            name: name of the recipe.
-            recipe: the recipe.
-            sources: its training data sets.
-            measured: rows of each data set.
-            packing: how these rows fill packs; None: all of them were rejected.
-            unread: keys of the data sets that nothing reads, in words.
+        ``packing``: how these rows fill packs; None: all of them were rejected.
         """
         train, room = recipe.train, recipe.data.pack_tokens
         every = [row for rows in measured for row in rows]
@@ -206,15 +199,10 @@ class DataNumbers:
 
 
 def _data_set(source: RowSource, rows: Sequence[Measured], share: float, epochs: float | None) -> DataSetStats:
-    is_endless = len(source) >= ENDLESS
-    return DataSetStats(
-        name=source.name,
-        rows=None if is_endless else len(source),
-        measured=len(rows),
-        rejected=sum(isinstance(row, Rejected) for row in rows),
-        share=share,
-        epochs=None if is_endless else epochs,
-    )
+    rejected = sum(isinstance(row, Rejected) for row in rows)
+    if len(source) >= ENDLESS:
+        return DataSetStats(source.name, None, len(rows), rejected, share, None)
+    return DataSetStats(source.name, len(source), len(rows), rejected, share, epochs)
 
 
 def _samples(rows: Sequence[Measured]) -> list[Measure]:
@@ -253,10 +241,7 @@ def _rejected(rows: Sequence[Rejected]) -> list[RejectedStats]:
     groups: dict[tuple[str, str], list[Rejected]] = {}
     for row in rows:
         groups.setdefault((row.source, row.kind_of_reason), []).append(row)
-    found = [
-        RejectedStats(source, reason, len(of_reason), of_reason[0].id, of_reason[0].reason)
-        for (source, reason), of_reason in groups.items()
-    ]
+    found = (RejectedStats(*kind, len(of_kind), of_kind[0].id, of_kind[0].reason) for kind, of_kind in groups.items())
     return sorted(found, key=lambda one: (-one.rows, one.source, one.reason))
 
 

@@ -64,7 +64,7 @@ def _lanes(pack: PackView, title: str) -> Markup:
     for lane, stretches in enumerate(pack.lanes.values(), 1):
         for i, sample in enumerate(pack.samples):
             end = sample.start + sample.num_tokens
-            cut = [(max(s.start, sample.start), min(s.stop, end)) for s in stretches]
+            cut = [(max(start, sample.start), min(stop, end)) for start, stop in stretches]
             bars += [Bar(lane, start, stop - start, i) for start, stop in cut if start < stop]
     return draw_bars(bars, ["samples", *pack.lanes], title, "token", pack.capacity)
 

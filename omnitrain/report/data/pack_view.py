@@ -121,14 +121,6 @@ class SampleView:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Tokens from ``start`` to ``stop`` (exclusive)."""
-
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class PackView:
     """A pack.
 
@@ -137,7 +129,7 @@ class PackView:
         num_tokens: its length.
         capacity: the most tokens that a pack holds.
         predicted: name of a loss -> tokens that are predicted.
-        lanes: what tokens are -> where they are: ``predicted text``, ``NAME reads``, ``NAME writes``.
+        lanes: ``predicted text``, ``NAME reads``, ``NAME writes`` -> first token of each run, and the one after it.
         position_ids: ``[axes, T]``.
     """
 
@@ -145,7 +137,7 @@ class PackView:
     num_tokens: int
     capacity: int
     predicted: Mapping[str, int]
-    lanes: Mapping[str, Sequence[Stretch]]
+    lanes: Mapping[str, Sequence[tuple[int, int]]]
     position_ids: np.ndarray
 
     @property
@@ -166,14 +158,7 @@ class PackView:
 
 @dataclass(frozen=True)
 class RejectedView:
-    """A row that training skips.
-
-    Attributes:
-        rejected: why.
-        row: the row.
-        texts: what its messages say, with a mark for each medium.
-        parts: its media; empty if its messages cannot be read.
-    """
+    """A row that training skips, what its messages say, with marks for media, and its media if they can be read."""
 
     rejected: Rejected
     row: Row
@@ -182,12 +167,12 @@ class RejectedView:
 
 
 def view_pack(pack: Pack, rows: Sequence[Row], processor: OmniProcessor, capacity: int) -> PackView:
-    """Return what a pack shows.
+    """Return what a pack on the host shows.
 
     Args:
-        pack: the pack, on the host.
+        pack: the pack.
         rows: the row of each sample, in the order of the pack.
-        processor: the processor that made the samples.
+        processor: made the samples.
         capacity: the most tokens that a pack holds.
     """
     tokens, items = _Tokens(pack, processor.tokenizer), _items(pack)
@@ -354,7 +339,7 @@ def _features(group: MediaGroup) -> Iterator[dict[str, str]]:
         }
 
 
-def _lanes(pack: Pack) -> dict[str, list[Stretch]]:
+def _lanes(pack: Pack) -> dict[str, list[tuple[int, int]]]:
     """Return where predicted text is, and the tokens of each component."""
     lanes = {"predicted text": _stretches(pack.text_rows + 1)}
     lanes |= {f"{name} reads": _stretches(batch.positions) for name, batch in pack.inputs.items()}
@@ -362,9 +347,9 @@ def _lanes(pack: Pack) -> dict[str, list[Stretch]]:
     return lanes
 
 
-def _stretches(indices: torch.Tensor) -> list[Stretch]:
+def _stretches(indices: torch.Tensor) -> list[tuple[int, int]]:
     ordered = np.sort(indices.numpy())
     if not len(ordered):
         return []
     edges = [0, *(np.flatnonzero(np.diff(ordered) > 1) + 1).tolist(), len(ordered)]
-    return [Stretch(int(ordered[left]), int(ordered[right - 1]) + 1) for left, right in pairwise(edges)]
+    return [(int(ordered[left]), int(ordered[right - 1]) + 1) for left, right in pairwise(edges)]

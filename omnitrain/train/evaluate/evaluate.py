@@ -75,15 +75,14 @@ class Evaluator:
         assert recipe.evaluation is not None
         self._model, self._processor, self._heldout, self._recipe = model, processor, heldout, recipe
         self._settings, self._peers = recipe.evaluation, peers
+        self._documents: set[int] = set()  # rows of this rank that have a loss, but ask nothing
+        self._rejected: dict[int, Rejected] = {}  # those found unreadable so far
 
     def losses(self, notify: Progress = lambda _: None) -> dict[str, Any]:
         """Return the weighted total and :meth:`LossMeter.read`, and leave the model in training mode.
 
         ``notify`` is called with the progress before every pack and batch, on all ranks. It may raise, on all ranks
-        together, to end the evaluation.
-
-        Raises:
-            UserError: raised on all ranks if the model cannot use a row.
+        together, to end the evaluation. A row that the model cannot use is a UserError on all ranks.
         """
         self._model.eval()
         try:
@@ -95,9 +94,7 @@ class Evaluator:
     def evaluate(self, notify: Progress = lambda _: None, losses: dict[str, Any] | None = None) -> Evaluation:
         """Compute losses, if they are not known, answers and scores, and leave the model in evaluation mode.
 
-        Raises:
-            UserError: raised on all ranks if the scorer does not exist, or the model cannot use a row.
-            TrainingError: another rank failed, for example in the scorer, which runs on rank 0.
+        An error of one rank, such as in the scorer, which runs on rank 0, is raised on all.
         """
         peers, places = self._peers, self._places
         _ = self._packs  # making them finds the rows that can be used
@@ -111,7 +108,7 @@ class Evaluator:
         order = _by_source(answers, places) if peers.rank == 0 else []
         answered = all_or_raise(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
         scores = all_or_raise(peers, lambda: score(answered) if peers.rank == 0 else {})
-        rejected = {index: row for rows in peers.gather(self._share.rejected) for index, row in rows.items()}
+        rejected = {index: row for rows in peers.gather(self._rejected) for index, row in rows.items()}
         return Evaluation(losses, answered, peers.of_first(scores), [rejected[index] for index in sorted(rejected)])
 
     def _losses(self, notify: Progress) -> dict[str, Any]:
@@ -122,26 +119,50 @@ class Evaluator:
     def _places(self) -> list[_Place]:
         return heldout_places(self._heldout, self._settings.examples_per_source)
 
-    @cached_property
-    def _share(self) -> _Share:
-        return _Share(self._places, self._processor, self._peers)
+    @property
+    def _indices(self) -> range:
+        """Of the rows of this rank among all."""
+        return range(self._peers.rank, len(self._places), self._peers.size)
 
     @cached_property
     def _packs(self) -> list[Pack]:
         data, alone = self._recipe.data, not self._model.runner.contract.packs
         budget = PackBudget(data.pack_tokens, data.pack_elements, self._model.media_of_data)
-        samples = self._share.samples(budget.tokens)
+        samples = self._samples(budget.tokens)
         return all_or_raise(self._peers, lambda: list(pack_all(samples, budget, alone=alone)))
+
+    def _samples(self, max_tokens: int) -> Iterator[Sample]:
+        for index in self._indices:
+            row = self._places[index].row()
+            if row.document is not None:
+                self._documents.add(index)
+            yield from self._readable(self._processor.sample(row, index, max_tokens, may_ask=True))
+
+    def _prompts(self, indices: Iterable[int]) -> list[Sample]:
+        prepared = [self._processor.prompt(self._places[index].row(), index) for index in indices]
+        return [sample for one in prepared for sample in self._readable(one)]
+
+    def _batches(self, size: int) -> list[list[int]]:
+        """Return batches of readable rows that ask something, by source: prompts of one have similar lengths."""
+        without = self._documents | self._rejected.keys()
+        order = _by_source((index for index in self._indices if index not in without), self._places)
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def _readable(self, prepared: Sample | Rejected) -> list[Sample]:
+        if isinstance(prepared, Sample):
+            return [prepared, *prepared.more]
+        self._rejected[prepared.index] = prepared
+        return []
 
     def _answers(self, notify: Progress) -> dict[int, Answer]:
         """Return index -> answer for the readable rows of this rank, while the other ranks answer theirs."""
         settings = self._settings
-        batches = self._share.batches(settings.batch_size)
+        batches = self._batches(settings.batch_size)
         rounds = self._peers.most({"batches": len(batches)})["batches"]
         answers: dict[int, Answer] = {}
         for count, batch in enumerate(batches + [[]] * (rounds - len(batches)), 1):
             notify(f"answers, batch {count} of {rounds}")
-            prompts = all_or_raise(self._peers, partial(self._share.prompts, batch))
+            prompts = all_or_raise(self._peers, partial(self._prompts, batch))
             numbers = [prompt.index for prompt in prompts]
             generated = generate(
                 self._model,
@@ -177,42 +198,6 @@ def heldout_places(heldout: Sequence[RowSource], limit: int | None) -> list[_Pla
         for source, positions in table.by_source().items()
         for position in positions[:limit]
     ]
-
-
-class _Share:
-    """The held-out rows of one rank, by their index among all rows; ``rejected``: those found unreadable so far."""
-
-    def __init__(self, places: Sequence[_Place], processor: OmniProcessor, peers: Peers) -> None:
-        self._processor, self._places = processor, places
-        self._indices = range(peers.rank, len(places), peers.size)
-        self._documents: set[int] = set()  # they have a loss, but ask nothing
-        self.rejected: dict[int, Rejected] = {}
-
-    def samples(self, max_tokens: int) -> Iterator[Sample]:
-        for index in self._indices:
-            row = self._places[index].row()
-            if row.document is not None:
-                self._documents.add(index)
-            yield from self._readable(self._processor.sample(row, index, max_tokens, may_ask=True))
-
-    def prompts(self, indices: Iterable[int]) -> list[Sample]:
-        prepared = [self._processor.prompt(self._places[index].row(), index) for index in indices]
-        return [sample for one in prepared for sample in self._readable(one)]
-
-    def batches(self, size: int) -> list[list[int]]:
-        """Return batches of readable rows that ask something.
-
-        They are sorted by source, because prompts of one source have similar lengths.
-        """
-        without = self._documents | self.rejected.keys()
-        order = _by_source((index for index in self._indices if index not in without), self._places)
-        return [order[start : start + size] for start in range(0, len(order), size)]
-
-    def _readable(self, prepared: Sample | Rejected) -> list[Sample]:
-        if isinstance(prepared, Sample):
-            return [prepared, *prepared.more]
-        self.rejected[prepared.index] = prepared
-        return []
 
 
 def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:

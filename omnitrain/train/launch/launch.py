@@ -52,13 +52,9 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
     """Run ``python ARGUMENTS`` in ``nproc`` processes with the environment of ranks, and wait for them.
 
     Rank 0 prints to this terminal. Of the other ranks only stderr is shown, with the rank before each line. The
-    launcher forwards signals to the ranks. When a rank fails, it ends the others within seconds.
-
-    Args:
-        arguments: arguments of the python interpreter, such as ``["-m", "omnitrain", "run", "recipe.yaml"]``.
-        nproc: number of ranks.
-        stop_seconds: seconds after a signal until the ranks are killed.
-        places: the place of each rank among those of this machine, such as its CUDA device. None: the first ones.
+    launcher forwards signals to the ranks. When a rank fails, it ends the others within seconds, and ``stop_seconds``
+    after a signal it kills them. ``places`` are those of the ranks among the places of this machine, such as CUDA
+    devices. None: the first ones.
 
     Returns:
         The exit code that a single process would have: 0; 2 if a rank printed a user error; 143 if SIGTERM ended the

@@ -36,12 +36,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "addmm_", "bad
 
 @dataclass
 class Cost:
-    """What one thing cost in the profiled steps.
-
-    Attributes:
-        name: of the thing.
-        seconds: pass (`forward`, `backward`, `again`: what the backward computed again) -> seconds of all steps.
-    """
+    """Seconds that one thing cost in all profiled steps, by pass; `again`: what a backward computed again."""
 
     name: str
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -54,12 +49,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of profiled steps.
+    """The costs of profiled steps, which took ``seconds``; the most expensive first.
 
-    Attributes:
-        rows: the most expensive first.
-        seconds: duration of the steps.
-        is_of_device: whether costs are the times of kernels on the device, and not of the host.
+    They are the times of kernels on the device, or else of the host.
     """
 
     rows: Sequence[Cost]

@@ -6,7 +6,6 @@ import html
 import math
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -163,22 +162,22 @@ class StepProgress:
     def __init__(self, console: Console, steps: int, done: int) -> None:
         """Show ``steps`` in total; an earlier start made the first ``done`` of them."""
         self._state = _State(steps, done)
-        self._view = _view_class(console)(self._state, console)
+        has_bar = console.is_terminal and not console.is_dumb_terminal and console.width >= _BAR_COLUMNS
+        is_plain = not has_bar or console.quiet
+        view = _NotebookBar if console.is_jupyter else _Lines if is_plain else _TerminalBar
+        self._view: _NotebookBar | _Lines | _TerminalBar = view(self._state, console)
 
     def __enter__(self) -> Self:
         self._view.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._view.stop()
 
     def advance(self, step: int, loss: float, values: Sequence[str] = ()) -> None:
         """Show that ``step`` steps are done, the last with a total loss of ``loss``.
 
-        Args:
-            step: steps done.
-            loss: total loss of the last one.
-            values: values of its line of metrics, such as ``loss 1.234``, if it has one.
+        ``values`` are those of its line of metrics, such as ``loss 1.234``, if it has one.
         """
         self._state.advance(step)
         self._state.values = tuple(values) or self._state.values
@@ -197,13 +196,6 @@ def values_shown(line: Mapping[str, Any]) -> list[str]:
 
 def _heads(losses: Mapping[str, Any]) -> list[str]:
     return [f"{name} {head['loss']:.3f}" for name, head in losses["heads"].items() if head["tokens"]]
-
-
-def _view_class(console: Console) -> type[_TerminalBar | _NotebookBar | _Lines]:
-    if console.is_jupyter:
-        return _NotebookBar
-    has_bar = console.is_terminal and not console.is_dumb_terminal and console.width >= _BAR_COLUMNS
-    return _TerminalBar if has_bar and not console.quiet else _Lines
 
 
 class Activity:

@@ -47,15 +47,12 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of a step, with names such as ``heads/text/loss``."""
-        ...
 
     def show(self, step: int, samples: Sequence[ShownSample]) -> None:
         """Log answers of a step with their images and sounds."""
-        ...
 
     def close(self, *, failed: bool) -> None:
         """End the run in the tracker; ``failed``: an error ended it."""
-        ...
 
 
 def require_trackers(recipe: Recipe) -> None:

@@ -26,7 +26,9 @@ _LORA_KEYS = re.compile(r"parallel\.(default|components\.[^.]+)\.lora\b")
 def require_same_run(begun: Recipe, now: Recipe, folder: Path) -> None:
     """Raise a UserError with all keys that must not change and differ from the recipe with which the run was begun."""
     old, new = (dict(_leaves(recipe.model_dump())) for recipe in (begun, now))
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and _must_stay(key))
+    free = tuple(f"{key}." for key in _MAY_CHANGE)
+    different = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    keys = [key for key in different if _LORA_KEYS.match(key) or not f"{key}.".startswith(free)]
     if keys:
         changes = [f"  {key}: was {_shown(old, key)}, is {_shown(new, key)}" for key in keys]
         raise UserError("\n".join([f"{folder} was started with another recipe:", *changes, _way_out(folder)]))
@@ -46,10 +48,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
         yield from _leaves(entry, f"{path}.{key}" if path else str(key))
-
-
-def _must_stay(key: str) -> bool:
-    return bool(_LORA_KEYS.match(key)) or not f"{key}.".startswith(tuple(f"{free}." for free in _MAY_CHANGE))
 
 
 def _shown(values: dict[str, Any], key: str) -> str:

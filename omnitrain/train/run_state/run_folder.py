@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omnitrain.checkpoint.disk import existing, free_bytes, size_text
-from omnitrain.checkpoint.retention import Retention
-from omnitrain.checkpoint.shared_folder import require_seen
-from omnitrain.checkpoint.store import CheckpointStore, step_of, verify
+from omnitrain.checkpoint.store import CheckpointStore, Retention, require_seen, step_of, verify
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import DamagedCheckpointError, TrainingError, UserError
 from omnitrain.peers import Peers, all_or_raise
@@ -76,7 +74,10 @@ class RunFolder:
         """
         self._require_same_run()
         steps, (done, evaluated) = self.recipe.train.steps, (self._steps_saved(), self._steps_evaluated())
-        stopped = self._stopped_early(done)
+        stopped = None  # why the run ended before its last step
+        if (settings := self.recipe.train.early_stopping) is not None:
+            lines = map(json.loads, read_lines(self.path / "metrics.jsonl", done))
+            stopped = StopWatcher(settings, lines).reason
         if (done < steps and stopped is None) or (self.recipe.evaluation is not None and evaluated != done):
             return None
         try:
@@ -88,12 +89,6 @@ class RunFolder:
             f"{self.path} is finished: {done} of {steps} steps are done{why}; nothing was changed; a larger {key} "
             "trains on"
         )
-
-    def _stopped_early(self, done: int) -> str | None:
-        """Return why the run ended before its last step; None: it did not."""
-        if (settings := self.recipe.train.early_stopping) is None:
-            return None
-        return StopWatcher(settings, map(json.loads, read_lines(self.path / "metrics.jsonl", done))).reason
 
     def _steps_saved(self) -> int:
         try:

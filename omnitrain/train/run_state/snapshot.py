@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from omnitrain.checkpoint.model_files import ModelFiles, on_host, write_model, write_small
+from omnitrain.checkpoint.model_files import ModelFiles, write_model, write_small
 from omnitrain.checkpoint.optimizer import OptimizerState, write_optimizer
 from omnitrain.checkpoint.pieces import Piece
 from omnitrain.checkpoint.store import CheckpointStore
@@ -32,8 +32,8 @@ class Snapshot:
 
     def on_host(self) -> Snapshot:
         """Return it with all tensors contiguous in the memory of the CPU; what is there is not copied."""
-        state = OptimizerState([on_host(piece) for piece in self.optimizer.pieces], self.optimizer.values)
-        return Snapshot(self.step, self.files, [on_host(piece) for piece in self.weights], state, self.small)
+        state = OptimizerState([piece.on_host() for piece in self.optimizer.pieces], self.optimizer.values)
+        return Snapshot(self.step, self.files, [piece.on_host() for piece in self.weights], state, self.small)
 
 
 def write_snapshot(store: CheckpointStore, snapshot: Snapshot, peers: Peers) -> Path:

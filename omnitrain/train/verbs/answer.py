@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.data.sources.rows import Row
+from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.errors import UserError
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.recipe import Sampling, Train
@@ -18,7 +18,10 @@ from omnitrain.train.metrics.display import quiet_libraries
 
 
 class Answerer:
-    """A saved model that was loaded once, on CUDA if available, and answers any number of prompts."""
+    """A saved model that was loaded once, on CUDA if available, and answers any number of prompts.
+
+    ``limit`` is the maximum length of an answer, text and media tokens together.
+    """
 
     def __init__(
         self,
@@ -34,17 +37,16 @@ class Answerer:
         Args:
             checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
             output_dir: folder for generated media; created if missing.
-            max_new_tokens: maximum length of an answer, text and media tokens together.
-            temperature: sampling temperature; 0 is greedy.
-            seed: seed of sampling.
+            max_new_tokens: the limit.
+            temperature: of sampling; 0 is greedy.
+            seed: of sampling.
 
         Raises:
             UserError: the checkpoint does not exist.
         """
         quiet_libraries()
-        device = use_device(Train())
-        self._model, self._processor = load_checkpoint(checkpoint, init_device=str(device))
-        self._max_new_tokens, self._seed = max_new_tokens, seed
+        self._model, self._processor = load_checkpoint(checkpoint, init_device=str(use_device(Train())))
+        self.limit, self._seed = max_new_tokens, seed
         self._sampling = {name: Sampling(temperature=temperature) for name in ("text", *self._model.decoders)}
         self._folder = Path(output_dir)
 
@@ -53,8 +55,7 @@ class Answerer:
 
         Args:
             rows: conversations that end with the user; all are answered in one batch.
-            first: number of the first one. With sampling, an answer follows from the seed and its number, whatever the
-                batch.
+            first: number of the first one. With sampling, an answer follows from the seed and its number alone.
         """
         prepared = [self._processor.prompt(row, index) for index, row in enumerate(rows, first)]
         prompts = [prompt for prompt in prepared if not isinstance(prompt, Rejected)]
@@ -63,7 +64,7 @@ class Answerer:
                 self._model,
                 self._processor,
                 prompts,
-                max_new_tokens=self._max_new_tokens,
+                max_new_tokens=self.limit,
                 sampling=self._sampling,
                 seed=self._seed,
                 numbers=[prompt.index for prompt in prompts],
@@ -73,61 +74,27 @@ class Answerer:
         )
         return [prompt if isinstance(prompt, Rejected) else next(generated) for prompt in prepared]
 
+    def answer(self, prompt: str, media: Mapping[str, Sequence[str]]) -> tuple[Answer, list[str | Path]]:
+        """Answer one prompt with files of ``media``, and return the answer and what :meth:`write` does.
+
+        Raises:
+            UserError: a file does not exist, or the model cannot read a modality.
+        """
+        require_files(media)
+        of_row = {modality: list(media.get(modality, ())) for modality in MODALITIES}
+        row = Row(id="prompt", source="prompt", messages=[user_message(prompt, of_row)], media=of_row, extra={})
+        (answered,) = self.answers([row])
+        if isinstance(answered, Rejected):
+            raise UserError(answered.reason)
+        return answered, self.write(answered)
+
     def write(self, answer: Answer, stem: str | None = None) -> list[str | Path]:
-        """Write generated media as ``STEM_N.png`` and ``STEM_N.wav``.
+        """Write generated media as ``STEM_N.png`` and ``STEM_N.wav``; return the texts, and paths of written files.
 
-        Args:
-            answer: the answer.
-            stem: None: ``answer``, or ``answer2`` and so on if an earlier answer has files of that name.
-
-        Returns:
-            One entry per part: a text, or the path of a written file.
+        The stem is ``answer``, or ``answer2`` and so on if an earlier answer has files of that name.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         return write_parts(answer.parts, self._folder, stem or free_stem(self._folder, "answer"))
-
-
-def answer(
-    checkpoint: str | Path,
-    prompt: str,
-    images: list[str],
-    audios: list[str],
-    videos: list[str],
-    *,
-    output_dir: str | Path = ".",
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> tuple[Answer, list[str | Path]]:
-    """Answer one prompt; generated media are written to ``output_dir``.
-
-    Args:
-        checkpoint: see :class:`Answerer`, as the other arguments that are not listed here.
-        prompt: text; media come before it, in the order images, audios, videos.
-        images: image files.
-        audios: sound files.
-        videos: video files.
-        output_dir: see :class:`Answerer`.
-        max_new_tokens: see :class:`Answerer`.
-        temperature: see :class:`Answerer`.
-        seed: see :class:`Answerer`.
-
-    Returns:
-        The answer, and the result of :meth:`Answerer.write`.
-
-    Raises:
-        UserError: the checkpoint or a file does not exist, or the model cannot read a modality.
-    """
-    media = {"image": images, "audio": audios, "video": videos}
-    require_files(media)
-    answerer = Answerer(
-        checkpoint, output_dir=output_dir, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-    )
-    row = Row(id="prompt", source="prompt", messages=[user_message(prompt, media)], media=dict(media), extra={})
-    (answered,) = answerer.answers([row])
-    if isinstance(answered, Rejected):
-        raise UserError(answered.reason)
-    return answered, answerer.write(answered)
 
 
 def user_message(prompt: str, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
@@ -137,11 +104,7 @@ def user_message(prompt: str, media: Mapping[str, Sequence[Any]]) -> dict[str, A
 
 
 def require_files(media: Mapping[str, Sequence[str]]) -> None:
-    """Check that the files of ``media`` exist.
-
-    Raises:
-        UserError: some do not; the message has one line for each.
-    """
+    """Raise UserError, with a line for each file that does not exist."""
     if missing := [f"no {m} at {str(f)!r}" for m, files in media.items() for f in files if not Path(f).is_file()]:
         raise UserError(*missing)
 

@@ -10,7 +10,6 @@ from typing import Any
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.sources.rows import MODALITIES, Row, open_sources
 from omnitrain.errors import DataError
-from omnitrain.models.omni.generate import Answer
 from omnitrain.recipe import DataSource
 from omnitrain.train.verbs.answer import Answerer, user_message
 
@@ -32,9 +31,6 @@ def answer_file(
 
     Returns:
         The number of prompts without an answer.
-
-    Raises:
-        UserError: the file of prompts cannot be read.
     """
     rows = prompts_of(prompts)
     answers.parent.mkdir(parents=True, exist_ok=True)
@@ -44,19 +40,16 @@ def answer_file(
             batch = rows[start : start + batch_size]
             answered_batch = answerer.answers(batch, start)
             for number, (row, answered) in enumerate(zip(batch, answered_batch, strict=True), start):
-                line = {"id": row.id, **_line(answerer, answered, number)}
+                if isinstance(answered, Rejected):
+                    line: dict[str, Any] = {"id": row.id, "error": answered.reason}
+                    num_failed += 1
+                else:
+                    parts = [*map(str, answerer.write(answered, f"answer_{number}"))]
+                    line = {"id": row.id, "answer": answered.text, "parts": parts, "is_finished": answered.is_finished}
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
-                num_failed += isinstance(answered, Rejected)
             stream.flush()
             notify(start + len(batch), len(rows))
     return num_failed
-
-
-def _line(answerer: Answerer, answered: Answer | Rejected, number: int) -> dict[str, Any]:
-    if isinstance(answered, Rejected):
-        return {"error": answered.reason}
-    parts = [part if isinstance(part, str) else str(part) for part in answerer.write(answered, f"answer_{number}")]
-    return {"answer": answered.text, "parts": parts, "is_finished": answered.is_finished}
 
 
 def prompts_of(file: Path) -> list[Row]:
@@ -69,14 +62,12 @@ def prompts_of(file: Path) -> list[Row]:
     Raises:
         DataError: a line is neither.
     """
-    if file.suffix != ".jsonl" or not file.is_file():
-        (rows,) = open_sources([DataSource(path=str(file))])
-        return list(rows)
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if lines and '"messages"' in lines[0]:
-        (rows,) = open_sources([DataSource(path=str(file))])
-        return list(rows)
-    return [_row(file, number, line) for number, line in enumerate(lines, 1)]
+    has_lines = file.suffix == ".jsonl" and file.is_file()
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()] if has_lines else []
+    if has_lines and not (lines and '"messages"' in lines[0]):
+        return [_row(file, number, line) for number, line in enumerate(lines, 1)]
+    (rows,) = open_sources([DataSource(path=str(file))])
+    return list(rows)
 
 
 def _row(file: Path, number: int, line: str) -> Row:

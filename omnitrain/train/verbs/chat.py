@@ -23,12 +23,7 @@ _COMMANDS = (*(f"/{modality}" for modality in MODALITIES), "/new", "/help", "/ex
 
 @dataclass
 class Conversation:
-    """The messages so far, and the files of their media.
-
-    Attributes:
-        messages: as those of a row.
-        media: modality -> files, in the order of the parts that show them.
-    """
+    """The messages so far, as a row has them, and modality -> files in the order of the parts that show them."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     media: dict[str, list[Any]] = field(default_factory=lambda: {modality: [] for modality in MODALITIES})
@@ -53,14 +48,13 @@ class Conversation:
         return Row("chat", "chat", self.messages, self.media, extra={})
 
 
-def chat(answerer: Answerer, max_new_tokens: int, read: Callable[[str], str], say: Callable[[str | Path], Any]) -> None:
+def chat(answerer: Answerer, read: Callable[[str], str], say: Callable[[str | Path], Any]) -> None:
     """Talk until the user ends it.
 
     Ctrl-C ends an answer that takes too long, and the conversation goes on without that question.
 
     Args:
         answerer: the model.
-        max_new_tokens: its limit, for messages.
         read: prints a prompt, and returns the line that the user types; raises ``EOFError`` at the end of the input.
         say: prints a line.
     """
@@ -78,7 +72,7 @@ def chat(answerer: Answerer, max_new_tokens: int, read: Callable[[str], str], sa
         elif line.startswith("/"):
             say(_command(line, files))
         elif line:
-            conversation = _turn(answerer, max_new_tokens, conversation.asked(line, files), say) or conversation
+            conversation = _turn(answerer, conversation.asked(line, files), say) or conversation
             files = _no_files()
 
 
@@ -105,9 +99,7 @@ def _command(line: str, files: dict[str, list[str]]) -> str:
     return f"your next message shows {', '.join(shown)}" if shown else f"{name} FILE: name a file"
 
 
-def _turn(
-    answerer: Answerer, max_new_tokens: int, asked: Conversation, say: Callable[[str | Path], Any]
-) -> Conversation | None:
+def _turn(answerer: Answerer, asked: Conversation, say: Callable[[str | Path], Any]) -> Conversation | None:
     """Answer the last message. None: there is no answer, and the message is forgotten."""
     try:
         (answered,) = answerer.answers([asked.row()], len(asked.messages))
@@ -120,6 +112,6 @@ def _turn(
     parts = answerer.write(answered)
     for part in parts:
         say(part)
-    if (cut := what_was_cut(answered, max_new_tokens)) is not None:
+    if (cut := what_was_cut(answered, answerer.limit)) is not None:
         say(f"({cut})")
     return asked.answered(parts)

@@ -33,7 +33,7 @@ from omnitrain.parallel.fsdp.units import find_units, unit_names
 from omnitrain.parallel.layout import planned_table, section_text
 from omnitrain.parallel.resolve import dtype_of, resolve_without_ranks
 from omnitrain.peers import SINGLE_PROCESS
-from omnitrain.recipe import ComponentPlan, ExpertsBalance, ParallelPlan, Recipe
+from omnitrain.recipe import ComponentPlan, ParallelPlan, Recipe
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.recipe.parallel import PlanError
 from omnitrain.recipe.save import require_heads
@@ -77,7 +77,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
         one_machine: more ranks than this machine has devices are a problem, not ranks of several machines.
 
     Returns:
-        One message per problem; empty if the recipe would run.
+        One message per problem.
     """
     quiet_libraries()
     problems = _Problems()
@@ -118,15 +118,7 @@ def _counted_in_steps(recipe: Recipe, problems: _Problems) -> Recipe:
 
 
 def check_without_tokenizer(recipe: Recipe, num_ranks: int | None = None) -> list[str]:
-    """Check a recipe whose tokenizer and data do not exist yet, and print what is not checked.
-
-    Args:
-        recipe: the recipe.
-        num_ranks: number of ranks of the run. None: a number that the plan fits.
-
-    Returns:
-        One message per problem.
-    """
+    """Like :func:`check_recipe`, of a recipe whose tokenizer and data do not exist yet; print what is not checked."""
     quiet_libraries()
     problems = _Problems()
     _check_model(recipe, problems.attempt(lambda: build_without_tokenizer(recipe)), None, num_ranks, problems)
@@ -193,10 +185,7 @@ def _check_surroundings(recipe: Recipe, problems: _Problems) -> None:
 
 
 def problems_of_start(recipe: Recipe, error: UserError, num_ranks: int) -> list[str]:
-    """Return the problems of a run that did not start: those of ``error``, and all others that a check finds.
-
-    It prints nothing.
-    """
+    """Return the problems of a run that did not start: ``error``, and all others that a check finds. Print nothing."""
     with console.capture():
         found = check_recipe(recipe, num_ranks, one_machine=True)
     return _without_repetitions([*error.problems, *found])
@@ -208,12 +197,8 @@ def _without_repetitions(problems: list[str]) -> list[str]:
 
 
 def _model_checks(
-    recipe: Recipe,
-    model: OmniModel,
-    processor: OmniProcessor | None,
-    device: torch.device,
-    num_ranks: int | None,
-) -> Iterator[Callable[[], None]]:
+    recipe: Recipe, model: OmniModel, processor: OmniProcessor | None, device: torch.device, num_ranks: int | None
+) -> Iterator[Callable[[], Any]]:
     """Yield the checks of a run's model; without a processor, those that need none."""
     mixed = mixed_precision(recipe.train, device.type)
     yield lambda: require_heads(recipe, model.decoders)
@@ -223,7 +208,9 @@ def _model_checks(
     yield lambda: _require_rates(model, recipe)
     if processor is not None:
         yield lambda: require_effect(recipe, model, processor)
-    yield lambda: _require_experts(model, recipe.train.experts)
+    experts = recipe.train.experts
+    yield lambda: RouterMonitor(model, experts)
+    yield lambda: RoutingOfRun(model, experts.record, experts.replay, rank=0)
 
 
 def check_model(path: str) -> None:
@@ -285,12 +272,6 @@ def _require_rates(model: OmniModel, recipe: Recipe) -> None:
     require_state_format(recipe.train.optimizer)
 
 
-def _require_experts(model: OmniModel, settings: ExpertsBalance) -> None:
-    """Check the settings of the routers, and the files to replay."""
-    RouterMonitor(model, settings)
-    RoutingOfRun(model, settings.record, settings.replay, rank=0)
-
-
 def _show_model(model: OmniModel) -> None:
     show_components(component_rows(model))
     show_unused(model.config.unused_tensors)
@@ -312,7 +293,8 @@ def _check_rows(
             if teachers:
                 problems.attempt(functools.partial(with_teacher_inputs, Pack.from_samples([sample]), teachers))
             length = sum(piece.input_ids.size for piece in sample.pieces)
-            trained = sum(map(_num_trained, sample.pieces))
+            targets = [span.item.num_tokens for piece in sample.pieces for span in piece.spans if span.is_target]
+            trained = sum(int(piece.loss_mask.sum()) for piece in sample.pieces) + sum(targets)
             which = f"row {sample.index + 1}, the first that is not skipped," if sample.index else "the first row"
             console.print(f"{kind} {name}: {which} has {length} tokens, {trained} of them trained")
             if lowered := sum(piece.num_lowered for piece in sample.pieces):
@@ -320,7 +302,3 @@ def _check_rows(
                     f"{kind} {name}: `max_frames` lowers the rate of {lowered} video{'s' * (lowered > 1)} of this row"
                 )
     return problems
-
-
-def _num_trained(sample: Sample) -> int:
-    return int(sample.loss_mask.sum()) + sum(span.item.num_tokens for span in sample.spans if span.is_target)

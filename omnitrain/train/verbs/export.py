@@ -18,6 +18,7 @@ from omnitrain.models.adapters.lora import merge_lora
 from omnitrain.models.encoders.vision import VisionAdapter
 from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.hf.load import as_dict
+from omnitrain.models.hf.source_checkpoint import SourceCheckpoint
 from omnitrain.models.hf.stored_tensor import operations_recorded, weights_left_in_files
 from omnitrain.models.hf.stored_values import FILES
 from omnitrain.models.hf.unused_weights import listed
@@ -30,7 +31,7 @@ from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries
 from omnitrain.train.metrics.weights import weights_shown
-from omnitrain.train.verbs.export_as_source import export_as_source, match_source
+from omnitrain.train.verbs.export_as_source import export_as_source
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _IMAGE = "<|image_pad|>"  # stands for one feature of an image, where the tokenizer has no token for it
@@ -55,8 +56,7 @@ def export(
     Args:
         checkpoint: folder of a run (its newest checkpoint is used), or of a saved omni model.
         folder: a new folder.
-        dtype: dtype of the weights, ``float32``, ``bfloat16`` or ``float16``; None: those of the
-            checkpoint from which a whole HF model was loaded, else as saved. Tensors that the model's class keeps in
+        dtype: dtype of the weights; None: as in the source, else as saved. Tensors that the model's class keeps in
             fp32, such as routing biases of experts, and media tokenizers stay fp32.
         foundation_only: leave out attached components.
         source: folder or Hub id of the checkpoint from which the foundation was loaded; None: where it was.
@@ -74,23 +74,24 @@ def export(
         raise UserError(f"{str(folder)!r} already has files; use a new folder")
     if dtype is not None and dtype not in _DTYPES:
         raise UserError(f"dtype: found {dtype!r}; expected one of {', '.join(_DTYPES)}")
+    wanted = None if dtype is None else _DTYPES[dtype]
     quiet_libraries()
     with weights_left_in_files():
         model, processor = load_checkpoint(checkpoint)
     with operations_recorded():
-        merge_lora(model, None if dtype is None else _DTYPES[dtype])
-        if dtype is not None:
+        merge_lora(model, wanted)
+        if wanted is not None:
             for component in (model.foundation, *model.encoders.values()):
-                _cast(component, _DTYPES[dtype])
+                _cast(component, wanted)
             for decoder in model.decoders.values():
-                cast_decoder(decoder, _DTYPES[dtype])
+                cast_decoder(decoder, wanted)
     has_class = foundation_only or not (model.encoders or model.decoders)
     if source is not None and not has_class:
         raise UserError("--source: only an export of the foundation's class has its files; add --foundation-only")
     try:
         with weights_shown(console):
             if has_class:
-                return _write_foundation(model, processor, folder, None if dtype is None else _DTYPES[dtype], source)
+                return _write_foundation(model, processor, folder, wanted, source)
             return _write_with_components(model, processor, folder) + _left_out(model)
     except OSError as error:
         free = size_text(free_bytes(folder))
@@ -107,7 +108,7 @@ def _write_foundation(
     reason, path = "", source if source is not None else model.config.source_path
     if path is not None:
         try:
-            matched = match_source(model.foundation, path)
+            matched = SourceCheckpoint.open(path).matched(model.foundation)
         except UserError as error:
             if source is not None:
                 raise

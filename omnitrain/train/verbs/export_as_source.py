@@ -21,21 +21,12 @@ from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import config_at, foundation_config
 from omnitrain.models.hf.quantized import QUANTIZATION
-from omnitrain.models.hf.source_checkpoint import MatchedWeights, SourceCheckpoint
+from omnitrain.models.hf.source_checkpoint import MatchedWeights
 from omnitrain.models.hf.tied import is_tied
 from omnitrain.models.hf.unused_weights import counted, listed
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf")
 _OF_PROCESSOR = ("token", "processor", "preprocessor", "template", "vocab", "merges")
-
-
-def match_source(model: PreTrainedModel, path: str) -> MatchedWeights:
-    """Find the weights of ``model`` in its source.
-
-    Raises:
-        UserError: the source does not exist, or lacks weights of the model.
-    """
-    return SourceCheckpoint.open(path).matched(model)
 
 
 def export_as_source(
@@ -45,10 +36,10 @@ def export_as_source(
 
     Args:
         model: the foundation, whole. Of a model with several stages, its part.
-        processor: its processor; where it writes other files than that of the source, these are written.
+        processor: where it writes other files than the processor of the source, these are written.
         matched: the weights of ``model``.
         folder: does not exist, or is empty.
-        dtype: dtype of the model's floating-point weights, except those that stay fp32; None: those of the source.
+        dtype: of the model's floating-point weights, except those that stay fp32; None: those of the source.
 
     Returns:
         The rest of a sentence: about quantization, and tensors that were copied.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,12 +18,9 @@ from omnitrain.train.metrics.display import show_unused
 
 
 def weights_problems(recipe: Model) -> list[str]:
-    """Compare the names and shapes in a recipe's weight files with the models, without reading weights.
+    """Compare names and shapes in a recipe's weight files with the models; return one message per misfit.
 
     It prints tensors of a foundation's files that the foundation does not have.
-
-    Returns:
-        One message per checkpoint that does not fit.
     """
     problems = []
     for key, path in _weight_folders(recipe):
@@ -57,25 +51,21 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
 
 
 def forward_problems(model: OmniModel) -> list[str]:
-    """Run every encoder and decoder on its smallest input, with tensors that have a shape but no content.
+    """Run every encoder and decoder on its smallest input without content; return one message per failure.
 
     Some configs only fail in the model's forward. The contract check runs the foundation and teachers. A forward that
-    depends on the content of a tensor runs up to that point.
-
-    Args:
-        model: the model on ``meta``; its tensors are replaced.
-
-    Returns:
-        One message per component that cannot run.
+    depends on the content of a tensor runs up to that point. The tensors of ``model``, on ``meta``, are replaced.
     """
     components = {name: part for name, part in (model.encoders | model.decoders).items() if name not in model.teachers}
-    problems = [_problem(name, functools.partial(_run_component, part)) for name, part in components.items()]
-    return [problem for problem in problems if problem]
+    return [problem for name, component in components.items() if (problem := _problem(name, component))]
 
 
-def _problem(name: str, trial: Callable[[], Any]) -> str:
+def _problem(name: str, component: Any) -> str:
     try:
-        trial()
+        arguments = component.minimal_input()
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            component.to_empty(device="cpu")
+            component.lm_encode(*arguments)
     except NEED_CONTENT:
         return ""
     except UserError as error:
@@ -84,16 +74,3 @@ def _problem(name: str, trial: Callable[[], Any]) -> str:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return f"model, {name}: cannot run with this config: {reason}"
     return ""
-
-
-def _run_component(component: Any) -> None:
-    arguments = component.minimal_input()
-    with _without_content(component):
-        component.lm_encode(*arguments)
-
-
-@contextlib.contextmanager
-def _without_content(module: torch.nn.Module) -> Iterator[None]:
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        module.to_empty(device="cpu")
-        yield

@@ -21,18 +21,14 @@ from omnitrain.train.metrics.display import quiet_libraries
 
 
 def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs: int = 2) -> DataPreview:
-    """Return the first packs of a recipe, which are those of the first steps of its run.
+    """Return the first packs of a recipe's run, and the rows that were rejected while they were made.
 
-    It reads no weights: the model has only shapes.
+    The result prints as text, is shown as HTML in a notebook, and writes a page with ``save``. No weights are read.
 
     Args:
         recipe: the recipe, a YAML file, or the name of a shipped recipe.
         overrides: overrides such as ``data.pack_tokens=512``, for a file or a name.
         packs: number of packs.
-
-    Returns:
-        The packs, and the rows that were rejected while they were made. It prints as text, is shown as HTML in a
-        notebook, and writes a page with ``save``.
 
     Raises:
         UserError: the recipe, its model or its data cannot be used.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
@@ -56,12 +56,9 @@ class StageRow:
 
 @dataclass(frozen=True)
 class _Times:
-    """What each action takes.
+    """Seconds of each action: by kind and stage; by encoder of a section, in which its section encodes a window.
 
-    Attributes:
-        stages: kind and stage -> seconds.
-        encodes: encoder of a section -> seconds in which its section encodes a window.
-        twice: encoders whose backwards repeat their forward.
+    The backwards of encoders in ``twice`` repeat their forward.
     """
 
     stages: Mapping[tuple[Kind, int], float]
@@ -79,16 +76,9 @@ class _Times:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A recipe on its ranks, which need not exist.
+    """A recipe on its ranks, which need not exist: its model without weights, the ranks of ``main``, complete plans.
 
-    Attributes:
-        recipe: the recipe.
-        model: its model, without weights.
-        state: the factorisation of the ranks of ``main``.
-        plans: component -> its complete plan.
-        topology: where and when each component runs.
-        number: micro-batches of a rank in a step.
-        advice: what would be a better number.
+    ``number``: micro-batches of a rank in a step; ``advice``: what would be a better one.
     """
 
     recipe: Recipe
@@ -177,9 +167,12 @@ def show_schedule(
     timeline = simulate(schedule, times)
     equal = simulate(main, _durations([1 / len(shares)] * len(shares), forward, backward))
     _show_plan(planned, schedule, rows)
-    _show_timeline(timeline)
-    _show_times(timeline, equal.bubble, is_in_seconds)
-    _show_remarks(planned, encodes_as_estimated=bool(planned.sections) and encode is None)
+    console.print(grid(schedule, width=console.width), soft_wrap=True, markup=False)
+    margin = _GANTT_MARGIN + max(len(name) for name in row_names(schedule))
+    console.print(gantt(timeline, width=max(20, console.width - margin)), soft_wrap=True, markup=False)
+    remarks = _times_in_words(timeline, equal.bubble, is_in_seconds)
+    for line in (*remarks, *_remarks(planned, encodes_as_estimated=bool(planned.sections) and encode is None)):
+        console.print(line, soft_wrap=True)
     return {
         "kind": planned.settings.resolved_kind if planned.has_pipeline else "accumulate",
         "micro_batches": schedule.num_micro_batches,
@@ -219,41 +212,25 @@ def _show_plan(planned: _Planned, schedule: Schedule, rows: list[StageRow]) -> N
         _show_section(name, section, planned.state)
     if rows:
         _show_stages(rows)
-    _show_placements(planned.topology)
+    facts = planned.topology.facts()
+    if len(facts) > 1:
+        shown = [key for key in facts[0] if key != "section" or any(row["section"] != "main" for row in facts)]
+        table = Table(*(Column(name, overflow="fold") for name in shown), title="Placements", title_justify="left")
+        for row in facts:
+            table.add_row(*(row[column] for column in shown))
+        console.print(table)
 
 
-def _show_placements(topology: Topology) -> None:
-    """Print where and when each component runs, if there are several."""
-    facts = topology.facts()
-    if len(facts) == 1:
-        return
-    table = Table(title="Placements", title_justify="left")
-    shown = [key for key in facts[0] if key != "section" or any(row["section"] != "main" for row in facts)]
-    for column in shown:
-        table.add_column(column, overflow="fold")
-    for row in facts:
-        table.add_row(*(row[column] for column in shown))
-    console.print(table)
-
-
-def _show_timeline(timeline: Timeline) -> None:
-    schedule = timeline.schedule
-    console.print(grid(schedule, width=console.width), soft_wrap=True, markup=False)
-    margin = _GANTT_MARGIN + max(len(name) for name in row_names(schedule))
-    console.print(gantt(timeline, width=max(20, console.width - margin)), soft_wrap=True, markup=False)
-
-
-def _show_remarks(planned: _Planned, *, encodes_as_estimated: bool) -> None:
-    """Print what the times leave out, and advice."""
+def _remarks(planned: _Planned, *, encodes_as_estimated: bool) -> Iterator[str]:
+    """Yield what the times leave out, and advice."""
     if encodes_as_estimated:
-        console.print("encoders take as long as their parameters say, as if they encoded all tokens", soft_wrap=True)
+        yield "encoders take as long as their parameters say, as if they encoded all tokens"
     for name in planned.topology.names("exchange"):
         window = planned.plans[name].window
         several = {"step": "all micro-batches of a step", "auto": "as many micro-batches as are fastest in simulation"}
         of = several.get(str(window), f"{window} micro-batch{'es' * (window != 1)} at a time")
-        console.print(f"{name}: all pipeline ranks encode the items of {of} (not in these times)", soft_wrap=True)
-    for line in planned.advice:
-        console.print(f"advice: {line}", soft_wrap=True)
+        yield f"{name}: all pipeline ranks encode the items of {of} (not in these times)"
+    yield from (f"advice: {line}" for line in planned.advice)
 
 
 def _encodes(
@@ -284,10 +261,8 @@ def _stage_rows(
     """The stages without the components ``apart``, which sections have."""
     by_stage = replace(stages, ranks=tuple(range(stages.num_stages)))  # as if each stage had a rank of its own
     held = holders(model, by_stage, model.stage_contract.readers, separate)
-    parameters, component_of = (
-        dict(model.named_parameters()),
-        {n: c for c, names in model.components.items() for n in names},
-    )
+    parameters = dict(model.named_parameters())
+    component_of = {name: component for component, names in model.components.items() for name in names}
     blocks = f"{path_of_blocks(model)}."
 
     def outside_blocks(name: str) -> str:
@@ -339,10 +314,10 @@ def _show_section(name: str, section: Section, state: ParallelState) -> None:
 
 
 def _show_stages(rows: list[StageRow]) -> None:
-    table = Table(title="Stages", title_justify="left")
-    for column in ("stage", "rank", "blocks", "parameters", "cost"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("besides blocks", overflow="fold")
+    columns = [
+        Column(name, justify="right", no_wrap=True) for name in ("stage", "rank", "blocks", "parameters", "cost")
+    ]
+    table = Table(*columns, Column("besides blocks", overflow="fold"), title="Stages", title_justify="left")
     for stage, row in enumerate(rows):
         start, stop = row.blocks
         blocks = str(start) if stop == start + 1 else f"{start} to {stop - 1}"
@@ -351,13 +326,12 @@ def _show_stages(rows: list[StageRow]) -> None:
     console.print(table)
 
 
-def _show_times(timeline: Timeline, bubble_of_equal: float, is_in_seconds: bool) -> None:
+def _times_in_words(timeline: Timeline, bubble_of_equal: float, is_in_seconds: bool) -> tuple[str, ...]:
     unit = "s" if is_in_seconds else "forwards of an average stage (a backward is twice as long)"
     peaks_of_ranks = timeline.schedule.peak_live()[: timeline.schedule.num_pipeline_ranks]
     peaks = ", ".join(f"{peak} on rank {rank}" for rank, peak in enumerate(peaks_of_ranks))
-    for line in (
+    return (
         f"makespan: {timeline.makespan:.4g} {unit}",
         f"bubble: {timeline.bubble:.1%} of the time of all ranks ({bubble_of_equal:.1%} if stages took equally long)",
         f"peak of live activations, in micro-batches of a stage: {peaks}",
-    ):
-        console.print(line, soft_wrap=True)
+    )

@@ -52,8 +52,7 @@ def verify(
     Args:
         model_factory: a picklable function, a function defined in a notebook, or ``"module:function"``, that returns a
             HF model or an :class:`OmniModel`. It is called several times, each time with torch's seed 0, and must make
-            the same model. A model on the meta device gets random weights. Or a recipe, whose model alone is
-            used, not its data and its plan.
+            the same model. A model on the meta device gets random weights. Or a recipe, whose model is used.
         samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
         layouts: layouts such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``, or parallel plans. A plan uses as many
             ranks as the product of its foundation's degrees, or all ranks if they are unset. Dtypes that a plan leaves
@@ -100,17 +99,15 @@ def verify_recipe(
     """Train one global batch of the recipe's first samples under each layout and compare with one process.
 
     Args:
-        recipe: recipe with the model, data and seed.
+        recipe: the recipe.
         layouts: layouts such as ``dp4``, see :func:`verify`. ``plan`` is the recipe's plan, in fp32 and without
             compilation, because both change rounding; ``plan.bf16`` and ``plan.bf16_param`` are the same in bf16. If
-            empty: ``plan`` if the recipe has one, ``dp2``, ``dp4`` and ``hsdp2x2``.
-        nproc: ranks on this machine.
+            empty: ``plan`` if the recipe has one, ``dp2``, ``dp4`` and ``hsdp2x2``, of which the last three may be
+            refused, but not all layouts.
+        nproc: see :func:`verify`, also for ``pool`` and ``memory``.
         num_samples: samples of the global batch.
-        pool: ranks to run on; None: start new ones.
-        memory: bytes that may be used; None: all available. A larger model is reduced, see :func:`verify`.
-
-    Returns:
-        The report. If ``layouts`` is empty, ``dp2``, ``dp4`` and ``hsdp2x2`` may be refused, but not all layouts.
+        pool: see there.
+        memory: see there.
 
     Raises:
         UserError: parts of the recipe do not fit together, a layout is unknown, or no sample can be used.
@@ -152,10 +149,7 @@ def _own_plan(recipe: Recipe, precision: Precision | None) -> ParallelPlan:
 
 
 def model_of(recipe: Recipe, device: str) -> OmniModel:
-    """Build the model of a recipe, with the losses that it names; the same on every rank.
-
-    Its weights come from files or from the recipe's seed. On the device ``meta`` it has no weights.
-    """
+    """Build the model of a recipe, with the losses that it names; the same on every rank. On ``meta``, no weights."""
     quiet_libraries()
     model = build_from_recipe(recipe, device)[0]
     use_own_functions(model, recipe.train)
@@ -169,10 +163,6 @@ def _factory(recipe: Recipe, shapes: OmniModel, nproc: int, memory: float | None
 
 def first_usable(loader: StepLoader, number: int) -> list[Sample]:
     """Return the first samples of a run's data order, without rows that cannot be used.
-
-    Args:
-        loader: loader of the run.
-        number: number of samples.
 
     Raises:
         UserError: none of the first ``10 * number`` rows can be used.

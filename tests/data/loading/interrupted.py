@@ -329,7 +329,7 @@ def table() -> list[Case]:
 
 def each_value() -> Iterator[Case]:
     """Rows of the table that have each value, and start few processes."""
-    few = [case for case in table() if num_processes(case) <= 4]
+    few = [case for case in table() if num_processes(case) <= 5]
     return covering(few, lambda case: set(enumerate(case)))
 
 

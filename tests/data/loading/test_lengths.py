@@ -161,29 +161,35 @@ def pieces_of(packs: Packs) -> list[tuple[int, int]]:
     return [sized for pack in packs for sized in zip(pack.info.indices, pack.info.lengths, strict=True)]
 
 
-@pytest.mark.parametrize(("stop", "ranks", "workers"), [(3, 1, 0), (5, 3, 0), (7, 2, 2)])
-def test_a_run_resumes_among_the_pieces_of_a_conversation(
-    processor: OmniProcessor, tmp_path: Path, stop: int, ranks: int, workers: int
-) -> None:
+@pytest.fixture(scope="module")
+def split_settings(tmp_path_factory: pytest.TempPathFactory) -> Data:
     rows = [conversation(3 + i % 7, f"chat {i}", shown=(i % 3,)) for i in range(12)]
-    settings = data(tmp_path, rows, pack_tokens=LIMIT, packing_buffer=5, overlong="split", cached_samples=50)
+    options: dict[str, Any] = {"packing_buffer": 5, "overlong": "split", "cached_samples": 50}
+    return data(tmp_path_factory.mktemp("split"), rows, pack_tokens=LIMIT, **options)
 
-    def loaders(number: int, state: Any = None) -> list[StepLoader]:
-        of_part = settings.model_copy(update={"workers": workers if state else 0})
-        return [
-            build_dataloader(of_part, processor, seed=2, slots=3, rank=rank, ranks=number, state=state)
-            for rank in range(number)
-        ]
 
-    def run(made: list[StepLoader], steps: int) -> list[list[tuple[int, int]]]:
-        streams = [iter(one) for one in made]
-        return [sorted(piece for stream in streams for piece in pieces_of(next(stream))) for _ in range(steps)]
+def steps_of(settings: Data, processor: OmniProcessor, steps: int, ranks: int = 1, state: Any = None) -> Any:
+    """The pieces of each step of all ranks, and the loaders."""
+    options = {"seed": 2, "slots": 3, "ranks": ranks, "state": state}
+    made = [build_dataloader(settings, processor, rank=rank, **options) for rank in range(ranks)]
+    streams = [iter(one) for one in made]
+    return [sorted(piece for stream in streams for piece in pieces_of(next(stream))) for _ in range(steps)], made
 
-    whole, first = run(loaders(1), 10), loaders(ranks)
-    begun = run(first, stop)
+
+@pytest.fixture(scope="module")
+def uncut(split_settings: Data, processor: OmniProcessor) -> list[list[tuple[int, int]]]:
+    return steps_of(split_settings, processor, 8)[0]
+
+
+@pytest.mark.parametrize(("stop", "ranks", "workers"), [(3, 1, 0), (4, 3, 0), (6, 2, 2)])
+def test_a_run_resumes_among_the_pieces_of_a_conversation(
+    split_settings: Data, processor: OmniProcessor, uncut: Any, stop: int, ranks: int, workers: int
+) -> None:
+    begun, first = steps_of(split_settings, processor, stop, ranks)
     state = merge_states([one.state() for one in first])
     assert any(slot.held_pieces for slot in state.slots.values())
-    assert begun + run(loaders(4 - ranks, state), 10 - stop) == whole
+    helped = split_settings.model_copy(update={"workers": workers})
+    assert begun + steps_of(helped, processor, 8 - stop, 4 - ranks, state)[0] == uncut
 
 
 def budget(tokens: int, **elements: int) -> PackBudget:

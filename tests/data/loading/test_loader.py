@@ -4,6 +4,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -36,8 +37,13 @@ def data(folder: Path, rows: list[Row], **settings: object) -> Data:
     return Data.model_validate({"train": [{"path": str(path)}], **defaults, **settings})
 
 
+@cache
+def row(i: int) -> Row:
+    return tiny_row(TASKS[i % len(TASKS)], i)
+
+
 def rows(count: int = 28) -> list[Row]:
-    return [tiny_row(TASKS[i % len(TASKS)], i) for i in range(count)]
+    return [row(i) for i in range(count)]
 
 
 def first_packs(loader: StepLoader, number: int) -> list[Pack]:
@@ -50,7 +56,7 @@ def indices(packs: list[Pack]) -> list[tuple[int, ...]]:
 
 
 def test_every_sample_is_packed_once_and_packs_are_dense(processor: OmniProcessor, tmp_path: Path) -> None:
-    packs = first_packs(build_dataloader(data(tmp_path, rows()), processor), 40)
+    packs = first_packs(build_dataloader(data(tmp_path, rows()), processor), 20)
     seen = [index for pack in packs for index in pack.info.indices]
     assert len(seen) == len(set(seen))
     assert set(range(max(seen) - 24)) <= set(seen)  # nobody waits for ever
@@ -146,7 +152,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_killed_helper_is_one_clear_error_and_leaves_no_process(processor: OmniProcessor, tmp_path: Path) -> None:
-    packs = iter(build_dataloader(data(tmp_path, rows(), workers=3, pack_tokens=20_000), processor))
+    packs = iter(build_dataloader(data(tmp_path, rows(), workers=3, pack_tokens=2_000), processor))
     next(packs)
     (packer,) = [process for process in multiprocessing.active_children() if process.name == "run_ahead"]
     helpers = children(packer.pid)

@@ -57,7 +57,7 @@ def train(recipe: Path, overrides: Sequence[str]) -> Indices:
 def test_each_item_is_decoded_once_per_group_of_ranks_that_share_it(
     ranks: RankPool, tmp_path: Path, world: int, overrides: list[str]
 ) -> None:
-    recipe = tiny_recipe(tmp_path, rows=120, steps=3)
+    recipe = tiny_recipe(tmp_path, rows=280, steps=3)
     indices = ranks.run(train, recipe, overrides, timeout_s=120, world=world)
     decoded = Counter((tmp_path / "decoded").read_text().splitlines())
     assert len(decoded) > 10 and set(decoded.values()) == {1}

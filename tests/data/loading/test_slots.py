@@ -220,7 +220,7 @@ def test_nothing_but_damage_ends_every_rank(rank: int) -> None:
 
 def test_one_good_row_among_few_is_enough_for_every_slot() -> None:
     few = texts(12)
-    steps = islice(iter(loader(rows=few, bad={row.id for row in few[1:]}, data=settings(packing_buffer=1))), 30)
+    steps = islice(iter(loader(rows=few, bad={row.id for row in few[1:]}, data=settings(packing_buffer=1))), 10)
     assert {name for packs in steps for pack in packs for name in pack.info.ids} == {"row 0"}
 
 

@@ -10,8 +10,7 @@ from torch import nn
 from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import to_tensors
-from omnitrain.models.encoders.projector import merge_frames, merge_grid
-from omnitrain.models.encoders.towers import tower_from_source
+from omnitrain.models.encoders.towers import merge_frames, merge_grid, tower_from_source
 from omnitrain.models.hf.load import resolve
 from omnitrain.models.hf.stored_values import FILES
 from omnitrain.models.omni.build import build_omni_model

@@ -35,7 +35,7 @@ CASES = {
 ORDERS = ("F0 F1 B1 B0", "F0 F1 B0 B1", "B0 in F1")
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def model_and_packs(family: str) -> tuple[OmniModel, list[Pack]]:
     torch.manual_seed(0)
     both = pair_of(FAMILIES[family]())

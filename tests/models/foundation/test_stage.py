@@ -25,7 +25,7 @@ CASES = [pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
 ROUNDED = ("gemma4", "gemma4_moe")
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def pair(family: str, tied: bool = False) -> Pair:
     torch.manual_seed(0)
     config = FAMILIES[family]() if family in ROUNDED else with_layers(FAMILIES[family]())

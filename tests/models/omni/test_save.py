@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,24 +104,23 @@ def saved_as(folder: Path, plan: ot.ParallelPlan) -> None:
     save_whole(model, folder / "many", GlooGroup(), A_BLOCK_EACH)
 
 
-BY_DEFAULT = ("dp3", "tp2.dp2", "dp4.ep4", "pp2.dp2.accum2", "vision1+dp3")
 TOWER_ON_TWO_OF_FOUR = Case("internvl", "group", "", "", "tp4", "all", "", "").layout
 
 
-@pytest.mark.parametrize(
-    ("make", "layout"),
-    [
-        *(
-            pytest.param(getattr(factories, name), parse_layout(word), id=f"{name} {word}", marks=slow)
-            for name, word in LAYOUTS
-            for slow in ([] if word in BY_DEFAULT else [pytest.mark.slow],)
-            if "offload" not in word
-        ),
-        pytest.param(
-            partial(internvl, 4), TOWER_ON_TWO_OF_FOUR, id="internvl tower on two of four", marks=pytest.mark.slow
-        ),
-    ],
+INTERNVL = pytest.param(
+    partial(internvl, 4), TOWER_ON_TWO_OF_FOUR, id="internvl tower on two of four", marks=pytest.mark.slow
 )
+
+
+def of_layouts() -> Iterator[Any]:
+    for case in LAYOUTS:
+        name, word = getattr(case, "values", case)
+        if "offload" not in word:
+            values = getattr(factories, name), parse_layout(word)
+            yield pytest.param(*values, id=f"{name} {word}", marks=getattr(case, "marks", ()))
+
+
+@pytest.mark.parametrize(("make", "layout"), [*of_layouts(), INTERNVL])
 def test_every_layout_writes_the_files_that_it_was_loaded_from(
     ranks: RankPool, tmp_path: Path, make: Callable[[], Any], layout: Layout
 ) -> None:

@@ -9,7 +9,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import StepPlanner, step_planner
-from omnitrain.parallel.verify.sgd import ShardedSGD
+from omnitrain.parallel.verify.run import ShardedSGD
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import gradients, laid_out
 from tests.parallel.step.random_tables import RANKS, Step, num_media, random_steps, step_batch

@@ -59,7 +59,7 @@ def test_layouts_train_as_one_process_in_their_precision(ranks: RankPool) -> Non
         assert 1e-3 < row.visible < 0.02
 
 
-@pytest.mark.parametrize(("times", "at_least"), [(1.05, 1.02), (0.0, 0.4)])
+@pytest.mark.parametrize(("times", "at_least"), [(1.05, 1.02), pytest.param(0.0, 0.4, marks=pytest.mark.slow)])
 def test_a_gradient_that_one_rank_gets_wrong_is_found_in_bf16(ranks: RankPool, times: float, at_least: float) -> None:
     (row,) = rows(ranks, times, "dp2.bf16")
     assert row.status == "different" and row.loss_error < 1e-3, row

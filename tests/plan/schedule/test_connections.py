@@ -88,25 +88,28 @@ def test_connected_ranks_still_stop_where_a_receive_is_posted_after_a_send_that_
     assert problems_in(complete) == ()
 
 
+@pytest.mark.parametrize("sizes", [(2, 3, 5), pytest.param((4, 8, 16), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_schedule_ends_once_all_its_ranks_are_connected(kind: str) -> None:
+def test_every_kind_of_schedule_ends_once_all_its_ranks_are_connected(kind: str, sizes: tuple[int, ...]) -> None:
     tried = 0
-    for p, v, overlap, windows in product((2, 3, 4, 8, 16), (None, 3, 8), (False, True), (0, 2)):
+    for p, v, overlap, windows in product(sizes, (None, 3, 8), (False, True), (0, 2)):
+        if p * (v or 2) > 32:
+            continue
         schedule = lowered(kind, p, v, p + 3, overlap=overlap, windows=windows)
-        if schedule is not None and p * (v or 2) <= 32:
+        if schedule is not None:
             tried += 1
             assert problems_in(schedule) == (), (p, v, overlap, windows)
-    assert tried >= 10
+    assert tried >= 6
 
 
-def test_two_hundred_random_schedules_with_sections_end_once_their_ranks_are_connected() -> None:
+def test_one_hundred_random_schedules_with_sections_end_once_their_ranks_are_connected() -> None:
     rng, found, stopped = random.Random(7), 0, 0
-    while found < 200:
+    while found < 100:
         if (schedule := random_schedule(rng)) is not None:
             found += 1
             assert problems_in(schedule) == (), text_of(schedule)
             stopped += problems_in(unconnected(schedule)) != ()
-    assert stopped > 50
+    assert stopped > 25
 
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))

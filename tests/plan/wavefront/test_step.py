@@ -11,7 +11,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     Placement,
-    RankFacts,
     StepTables,
     Topology,
     decode_tables,
@@ -39,18 +38,14 @@ def topology_of(lanes: int, *, copies: int = 1, section: int = 1) -> Topology:
 def tables_of(topology: Topology, drawn: dict[int, list[tuple[list[int], list[int]]]]) -> StepTables:
     """``drawn``: owner -> for each micro-batch the lengths of its samples, and the costs of its items."""
     facts = {
-        owner: RankFacts(
-            tuple(
-                MicroBatchFacts(
-                    {"text": sum(lengths)}, tuple(lengths), {"vision": tuple(ItemFacts(c, c) for c in costs)}
-                )
-                for lengths, costs in micro_batches
-            )
+        owner: tuple(
+            MicroBatchFacts({"text": sum(lengths)}, tuple(lengths), {"vision": tuple(ItemFacts(c, c) for c in costs)})
+            for lengths, costs in micro_batches
         )
         for owner, micro_batches in drawn.items()
     }
     ranks = range(topology.world_size)
-    return decode_tables(topology, [encode_table(topology, facts.get(rank, RankFacts())) for rank in ranks])
+    return decode_tables(topology, [encode_table(topology, facts.get(rank, ())) for rank in ranks])
 
 
 def random_draw(random: Random, topology: Topology, number: int) -> dict[int, list[tuple[list[int], list[int]]]]:

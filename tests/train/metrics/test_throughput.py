@@ -6,7 +6,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     Placement,
-    RankFacts,
     StepPlan,
     Topology,
     decode_tables,
@@ -26,7 +25,7 @@ def plan_of_two_ranks() -> StepPlan:
     topology = Topology(2, components, ("text",))
     images = (ItemFacts(4, 1), ItemFacts(6, 1))
     facts = [MicroBatchFacts({"text": 5}, (10, 20), {"vision": images}), MicroBatchFacts({"text": 5}, (10,))]
-    tables = [encode_table(topology, RankFacts((of_rank,))) for of_rank in facts]
+    tables = [encode_table(topology, (of_rank,)) for of_rank in facts]
     return plan_step(topology, decode_tables(topology, tables))
 
 

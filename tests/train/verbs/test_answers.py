@@ -19,7 +19,7 @@ from omnitrain.cli.main import app
 from omnitrain.errors import DataError, UserError
 from omnitrain.models.omni.generate import Answer
 from omnitrain.train.verbs import answer as answers_of_one
-from omnitrain.train.verbs.answer import Answerer, answer
+from omnitrain.train.verbs.answer import Answerer
 from omnitrain.train.verbs.answer_file import answer_file, prompts_of
 from omnitrain.train.verbs.chat import Conversation, chat
 from tests.tiny import png, tiny_model, tiny_processor, tiny_row, wav
@@ -45,21 +45,21 @@ def write_lines(path: Path, records: list[dict]) -> Path:
     return path
 
 
-def test_a_hundred_prompts_in_batches_have_the_answers_of_single_ones(saved: Path, tmp_path: Path) -> None:
+def test_prompts_in_batches_have_the_answers_of_single_ones(saved: Path, tmp_path: Path) -> None:
     """Prompts of different lengths and media; an answer is drawn from the seed and its number."""
     media = [{}, {"images": [str(saved / "0.png")]}, {"audios": str(saved / "tone.wav")}]
     media += [{"images": [str(saved / "0.png"), str(saved / "1.png")]}]
-    records = [{"id": f"q{i}", "prompt": f"what is {'x' * (i % 7)}{i}", **media[i % 4]} for i in range(100)]
+    records = [{"id": f"q{i}", "prompt": f"what is {'x' * (i % 7)}{i}", **media[i % 4]} for i in range(36)]
     file, done = write_lines(tmp_path / "prompts.jsonl", records), []
     answerer = Answerer(saved / "model", output_dir=tmp_path / "out", **LIMITS)
-    number = answer_file(answerer, file, tmp_path / "answers.jsonl", 32, lambda *counts: done.append(counts))
-    assert number == 0 and done == [(32, 100), (64, 100), (96, 100), (100, 100)]
+    number = answer_file(answerer, file, tmp_path / "answers.jsonl", 16, lambda *counts: done.append(counts))
+    assert number == 0 and done == [(16, 36), (32, 36), (36, 36)]
     lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     singles = [single for i, row in enumerate(prompts_of(file)) for single in answerer.answers([row], i)]
     assert [line["answer"] for line in lines] == [single.text for single in singles]
     assert [line["is_finished"] for line in lines] == [single.is_finished for single in singles]
     assert [line["id"] for line in lines] == [record["id"] for record in records]
-    assert len({line["answer"] for line in lines}) > 50
+    assert len({line["answer"] for line in lines}) > 18
     files = [
         (part, made)
         for line, single in zip(lines, singles, strict=True)
@@ -67,7 +67,7 @@ def test_a_hundred_prompts_in_batches_have_the_answers_of_single_ones(saved: Pat
         if not isinstance(made, str)
     ]
     assert all(Path(part).is_file() for part, _ in files)
-    alone, _ = answer(saved / "model", records[0]["prompt"], [], [], [], output_dir=tmp_path / "one", **LIMITS)
+    alone, _ = answerer.answer(records[0]["prompt"], {})
     assert alone.text == lines[0]["answer"]
 
 
@@ -129,7 +129,7 @@ def test_a_conversation_keeps_its_media_in_order_and_can_begin_anew(
         except StopIteration:
             raise EOFError from None
 
-    chat(Answerer(saved / "model", output_dir=tmp_path), 6, read, lambda line: said.append(str(line)))
+    chat(Answerer(saved / "model", output_dir=tmp_path, max_new_tokens=6), read, lambda line: said.append(str(line)))
     seen = [("image_encoder", "read"), ("audio_encoder", "read")]
     drawn = [*seen, ("image_decoder", "target")]
     assert asked == [seen, drawn, drawn, [*drawn, ("image_encoder", "read")], []]
@@ -184,6 +184,17 @@ class Terminal:
         return code
 
 
+def test_the_command_talks_about_an_image(saved: Path, tmp_path: Path) -> None:
+    typed = f"/image {saved / '0.png'}\nwhat is it?\n"
+    arguments = ["chat", str(saved / "model"), "--output", str(tmp_path), "--max-new-tokens", "4"]
+    talked = CliRunner().invoke(app, arguments, input=typed)
+    assert talked.exit_code == 0 and "/image FILE" in talked.output, talked.output
+    alone = Answerer(saved / "model", output_dir=tmp_path / "one", max_new_tokens=4)
+    one, parts = alone.answer("what is it?", {"image": [str(saved / "0.png")]})
+    assert one.tokens and all(str(part) in talked.output for part in parts if isinstance(part, str))
+
+
+@pytest.mark.slow
 def test_chat_talks_in_a_terminal_about_an_image_until_ctrl_d(saved: Path, tmp_path: Path) -> None:
     arguments = ("chat", str(saved / "model"), "--output", str(tmp_path), "--max-new-tokens", "4")
     terminal = Terminal(sys.executable, "-m", "omnitrain", *arguments)
@@ -192,9 +203,8 @@ def test_chat_talks_in_a_terminal_about_an_image_until_ctrl_d(saved: Path, tmp_p
     assert "your next message shows" in terminal.read_until("\n> ")
     terminal.type("what is it?")
     answered = terminal.read_until("\n> ")
-    one, parts = answer(
-        saved / "model", "what is it?", [str(saved / "0.png")], [], [], output_dir=tmp_path / "one", max_new_tokens=4
-    )
+    alone = Answerer(saved / "model", output_dir=tmp_path / "one", max_new_tokens=4)
+    one, parts = alone.answer("what is it?", {"image": [str(saved / "0.png")]})
     assert one.tokens and all(str(part) in answered for part in parts if isinstance(part, str))
     os.write(terminal.fd, b"\x04")
     assert terminal.end() == 0

@@ -194,7 +194,10 @@ def logits(model: Any) -> Tensor:
     return getattr(model, "thinker", model)(input_ids=torch.arange(5, 25)[None]).logits
 
 
-@pytest.mark.parametrize("name", SOURCES)
+COVERED = ("qwen2_5_omni", "qwen3_omni_moe", "qwen3_vl")  # each of their traits is in another one, too
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in COVERED)) for n in SOURCES])
 def test_what_was_loaded_and_made_no_step_is_its_source(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -269,10 +272,12 @@ def test_quantized_experts_that_are_apart_are_dequantized(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("targets", "dtype", "has_source"),
     [
-        pytest.param((), None, True, id="source"),
+        pytest.param((), None, True, id="source", marks=pytest.mark.slow),
         pytest.param(("*.down_proj", "*.up_proj", "*.gate_proj"), None, True, id="source, LoRA"),
         pytest.param((), "bfloat16", False, id="own files"),
-        pytest.param(("*.down_proj", "*.up_proj", "*.gate_proj"), "bfloat16", False, id="own files, LoRA"),
+        pytest.param(
+            ("*.down_proj", "*.up_proj", "*.gate_proj"), "bfloat16", False, id="own files, LoRA", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_few_tensors_are_in_memory(

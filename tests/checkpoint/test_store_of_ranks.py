@@ -5,8 +5,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from omnitrain.checkpoint.retention import Retention
-from omnitrain.checkpoint.store import CheckpointStore
+from omnitrain.checkpoint.store import CheckpointStore, Retention
 from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.peers import GlooGroup
@@ -14,7 +13,7 @@ from omnitrain.peers import GlooGroup
 
 def resumed(folder: Path) -> str:
     """The name of the checkpoint that this rank goes on from, or what it is told."""
-    with patch("omnitrain.checkpoint.shared_folder._TIMEOUT_S", 0.0):
+    with patch("omnitrain.checkpoint.store._TIMEOUT_S", 0.0):
         try:
             return CheckpointStore(folder / f"machine-{dist.get_rank()}").latest(GlooGroup()).name
         except UserError as error:

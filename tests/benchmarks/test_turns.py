@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 
-from omnitrain.plan.schedule.turns import Leg, seconds_in_turn, seconds_of_pass
-
+TURNS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "turns.py"))
+Leg, seconds_in_turn, seconds_of_pass = (TURNS[name] for name in ("Leg", "seconds_in_turn", "seconds_of_pass"))
 LAYERS = 4
 
 
