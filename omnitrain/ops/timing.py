@@ -12,6 +12,7 @@ import torch
 
 Kind = Literal["action", "compute", "link", "wait"]
 Phase = Literal["forward", "recompute", "backward"]
+FEATURES = "features"  # name of the exchange of encoders' features
 Mark = Any  # a moment: seconds of the host's clock, or an event of the device
 
 

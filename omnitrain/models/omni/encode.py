@@ -1,8 +1,7 @@
 """The media of a micro-batch: this rank's calls of the components, and its pack with their features.
 
 A sharded module gathers its weights when it is called and scatters gradients in its backward. A rank that called it
-less often than the others would leave them waiting. So it makes the missing calls with the component's smallest input,
-and their results enter its loss with a factor of zero.
+less often than the others would leave them waiting. So it makes the missing calls with the component's smallest input.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class ComponentCalls:
         own = [features.tensors() for of_name in self.made.values() for features in of_name]
         if not own:
             return tuple(tensor[:0] for tensor in self.minimal[0].tensors())
-        return tuple(torch.cat(tensors) for tensors in zip(*own, strict=True))
+        return tuple(own[0]) if len(own) == 1 else tuple(torch.cat(tensors) for tensors in zip(*own, strict=True))
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Ask(Protocol):
     """Asks other ranks for the features of a pack, outside of a step, where no plan says what they encode."""
 
     def __call__(self, pack: Pack, calls: Mapping[str, int]) -> dict[str, MediaFeatures]:
-        """Return component -> its features for a pack. All ranks that run packs must call it together.
+        """Return component -> its features for a pack. All ranks of the first stage must call it together.
 
         Args:
             pack: of this rank, with the inputs of projectors and teachers.
@@ -168,9 +167,8 @@ class _Encoding:
         drawn = {**self._pack.inputs, **self._pack.targets}
         batches = {name: drawn[name] for name in self._model.media_names[component] if name in drawn}
         places = {name: local_positions(self._work.sequence_slice, batch.positions) for name, batch in batches.items()}
-        made = self._received(component, batches, places)
-        if made is None:
-            made = self._made(component)
+        received = self._work.features.get(component)
+        made = self._made(component) if received is None else self._by_name(received, batches, places)
         for name, (index, positions) in places.items():
             features = MediaFeatures.cat(made[name])
             if name in self._pack.targets:
@@ -180,13 +178,10 @@ class _Encoding:
                 features = features.at(index)
             self._keep(component, name, features, positions)
 
-    def _received(
-        self, component: str, batches: Mapping[str, MediaBatch], places: Mapping[str, tuple[Tensor, Tensor]]
-    ) -> dict[str, list[MediaFeatures]] | None:
-        """Name -> the features of the pack's items, or of this rank's tokens; None: the component is to be called."""
-        received = self._work.features.get(component)
-        if received is None:
-            return None
+    def _by_name(
+        self, received: MediaFeatures, batches: Mapping[str, MediaBatch], places: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> dict[str, list[MediaFeatures]]:
+        """Split the features of a component by name: those of the pack's items, or of this rank's tokens alone."""
         counts: dict[str, Sequence[int]] = {name: [len(index)] for name, (index, _) in places.items()}
         if sum(map(sum, counts.values())) != len(received.main):
             counts = {name: batch.num_tokens for name, batch in batches.items()}
@@ -333,7 +328,6 @@ def with_zero_gradients(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
     return term + torch.stack(zeros).sum() if zeros else term
 
 
-FEATURES = "features"  # name of their exchange in a recording
 _LABELS = "labels"  # name of a decoder's labels among the side tensors of its features
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
-from omnitrain.models.discovery import special_ids
+from omnitrain.models.discovery import MediaFeatures, special_ids
 from omnitrain.models.omni.encode import MicroBatchWork, num_calls, with_all_inputs
 from omnitrain.peers import Peers, all_or_raise
 
@@ -42,8 +42,15 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
     for number in range(rounds):
         pack = packs[number] if number < len(packs) else Pack.from_samples([idle_prompt(model)])
         numbers = {name: times for (where, name), times in most.items() if where == number}
-        features = {} if model.ask is None else model.ask(pack, numbers)
+        features = {} if model.ask is None else _asked(model, pack, numbers)
         yield pack, MicroBatchWork({name for where, name in heads if where == number}, None, features, numbers)
+
+
+def _asked(model: Any, pack: Pack, numbers: Mapping[str, int]) -> dict[str, MediaFeatures]:
+    """The features of a pack on the first stage; the others, which have none, are told of its errors."""
+    found: dict[str, MediaFeatures] = {}
+    model.relay.from_first(lambda: found.update(model.ask(pack, numbers)))
+    return found
 
 
 def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:

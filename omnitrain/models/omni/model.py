@@ -369,7 +369,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         return handed_on(self, encoded, with_zero_gradients(output, encoded.idle), stage.span.stop)
 
     def encode_media(self, pack: Pack, work: MicroBatchWork | None = None) -> EncodedPack:
-        """First step of :meth:`forward`, with its arguments: encode the media.
+        """First step of :meth:`forward`: take the features of ``work``, and encode the media of other components.
 
         FSDP gathers parameters only inside ``forward``, so the three steps of a sharded model must run inside it.
         """

@@ -119,6 +119,9 @@ def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
         group.post_backward = _nothing_after_backward
     try:
         yield
+    except BaseException:
+        reset_after_error(model)
+        raise
     finally:
         model.set_is_last_backward(True)
         for group in groups:

@@ -38,21 +38,26 @@ class GroupEdge:
     Args:
         exchange: makes the exchange of a window; None: each rank encodes what it reads.
         waiting: a context of the exchange, by the phase of the step.
+        is_trained: whether gradients go back.
     """
 
     def __init__(
         self,
         exchange: Callable[[int], Exchange | None],
         waiting: Callable[[Phase], AbstractContextManager[None]],
+        *,
+        is_trained: bool,
     ) -> None:
-        self._exchange, self._waiting = exchange, waiting
+        self._exchange, self._waiting, self._is_trained = exchange, waiting, is_trained
         self._exchanges: dict[int, Exchange | None] = {}
         self._there: dict[int, tuple[Tensor, ...]] = {}
         self._back: dict[int, list[Tensor]] = {}
 
     def send(self, window: int, tensors: Sequence[Tensor]) -> None:
         """See :class:`Edge`; a collective of the group."""
-        exchange = self._exchanges[window] = self._exchange(window)
+        exchange = self._exchange(window)
+        if self._is_trained:
+            self._exchanges[window] = exchange
         if exchange is None:
             self._there[window] = tuple(tensor.detach() for tensor in tensors)
             return

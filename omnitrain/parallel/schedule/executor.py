@@ -124,7 +124,7 @@ class Executor:
         self._messages: StageMessages | None = None
         self._held: HeldUnits | None = None
         self._units: dict[int | str, tuple[str, ...]] = {}  # stage, or encoder that has its own actions
-        self._graph = StepGraph(model, batch, self._draws, upcoming)
+        self._graph = StepGraph(model, batch, self._draws, upcoming, trains=self._trains)
 
     def run(self, schedule: Schedule) -> Tensor:
         """Run the actions of this rank.
@@ -162,15 +162,9 @@ class Executor:
                 self._pipeline.channel.finish()
             for edge in () if self._layout is None else self._layout.edges.values():
                 edge.finish()
-        left = {
-            *self._live,
-            *self._delayed,
-            *self._forward_in,
-            *self._forward_out,
-            *self._backward_in,
-            *self._backward_out,
-        }
-        assert not left, f"(stage, micro-batch) without all their actions: {sorted(left)}"
+        kinds = (self._live, self._delayed, self._forward_in, self._forward_out, self._backward_in, self._backward_out)
+        left = [*{key for kind in kinds for key in kind}, *self._graph.left]
+        assert not left, f"(stage or component, micro-batch) without all their actions: {left}"
         return self._total
 
     def _expect_features(self, schedule: Schedule) -> None:
@@ -254,6 +248,8 @@ class Executor:
         key = _key(action)
         live = self._live.pop(key)
         if not self._trains:
+            if key[0] == 0:
+                self._graph.take_gradients(key[1])  # there are none: the features are not needed any more
             return
         gradients: list[Tensor | None] = [None] * len(live.losses)
         gradients += self._arrived(self._backward_in, key) if live.sent else ()
@@ -261,7 +257,7 @@ class Executor:
         pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[0].requires_grad]
         if self._held is None:
             reduce_on_last(self._model, self._batch, key[1])
-        components = self._graph.trained_in(key[1]) if key[0] == 0 else []
+        components = self._graph.with_backward(key[1]) if key[0] == 0 else []
         with self._before(components):
             if pairs:  # none if only a tower trains and no rank has media for it
                 torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])

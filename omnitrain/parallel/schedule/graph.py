@@ -17,10 +17,10 @@ from torch import Tensor
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.omni.encode import FEATURES, ComponentCalls, call_component, reading, recorded
+from omnitrain.models.omni.encode import ComponentCalls, call_component, reading, recorded
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.draws import StepDraws
-from omnitrain.ops.timing import Phase, What
+from omnitrain.ops.timing import FEATURES, Phase, What
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.schedule.edge import Edge, GroupEdge
 from omnitrain.parallel.schedule.node import Encoded, Node, Run
@@ -61,7 +61,8 @@ class _Read:
     def read(self, part: int, device: torch.device) -> MediaFeatures:
         """Return the features of a part as leaves, or as constants of a frozen component."""
         there = [tensor.to(device, non_blocking=True) for tensor in self.held.pop(part)]
-        self.leaves[part] = tuple(t.requires_grad_(has) for t, has in zip(there, self.has_gradient, strict=True))
+        leaves = (t.detach().requires_grad_(has) for t, has in zip(there, self.has_gradient, strict=True))
+        self.leaves[part] = tuple(leaves)
         return self.pattern.with_rows(self.leaves[part])
 
     def take_gradients(self, part: int) -> list[Tensor]:
@@ -76,7 +77,13 @@ class _Read:
             for part, held in self.held.items()
         }
         in_order = [tensors for _, tensors in sorted({**unread, **self.gradients}.items())]
-        return [torch.cat([part.to(device) for part in parts]) for parts in zip(*in_order, strict=True)]
+        on_device = [[tensor.to(device) for tensor in tensors] for tensors in in_order]
+        return on_device[0] if len(on_device) == 1 else [torch.cat(parts) for parts in zip(*on_device, strict=True)]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing of it is read any more, and no gradient goes back."""
+        return not self.held and not self.leaves and not any(self.has_gradient)
 
 
 class StepGraph:
@@ -87,26 +94,38 @@ class StepGraph:
         batch: the step.
         draws: random numbers of the step, if the foundation draws any.
         upcoming: the next step, some of whose windows a section encodes in this one.
+        trains: whether the step has backwards.
     """
 
     def __init__(
-        self, model: OmniModel, batch: StepBatch, draws: StepDraws | None, upcoming: StepBatch | None = None
+        self,
+        model: OmniModel,
+        batch: StepBatch,
+        draws: StepDraws | None,
+        upcoming: StepBatch | None = None,
+        *,
+        trains: bool = True,
     ) -> None:
         self._model, self._batch, self._upcoming = model, batch, upcoming
         self._layout, self._topology = layout_of(model), batch.plan.topology
         self._rank = 0 if self._layout is None else self._layout.state.rank  # all ranks plan together
         section = None if self._layout is None else self._layout.section
-        self._twice = section is not None and section.encode_twice
+        twice = section is not None and section.encode_twice
         # An encoder of a section may draw where the foundation does not.
         self._draws = draws or (None if section is None else StepDraws(model.device))
         self._placements = {placement.name: placement for placement in self._topology.components if placement.media}
-        self._nodes = {name: Node() for name in self._placements}
+        self._trained = {name: placement.is_trained and trains for name, placement in self._placements.items()}
+        self._nodes = {name: Node(is_trained=self._trained[name], twice=twice) for name in self._placements}
         self._messages: Mapping[str, FeatureEdge] = {} if self._layout is None else self._layout.edges
         groups = [placement for placement in self._placements.values() if placement.edge != "message"]
         self._edges: dict[str, Edge] = {
             **self._messages,
             **{
-                c.name: GroupEdge(partial(exchange_in, model, batch, c), partial(_waiting, model, c.name))
+                c.name: GroupEdge(
+                    partial(exchange_in, model, batch, c),
+                    partial(_waiting, model, c.name),
+                    is_trained=self._trained[c.name],
+                )
                 for c in groups
             },
         }
@@ -126,9 +145,8 @@ class StepGraph:
         component, window = _key(action)
         if (later := window - self._batch.plan.num_micro_batches) >= 0:
             assert self._upcoming is not None
-            run = self._run(self._upcoming, component, later)
-            tensors = Node().encode(later, run, is_trained=False).tensors
-            self._messages[component].kept[later] = tensors or ()
+            with torch.no_grad():
+                self._messages[component].kept[later] = self._run(self._upcoming, component, later)().joined
         elif self._is_encoded(component, window):
             self._encode(component, window)
 
@@ -153,7 +171,8 @@ class StepGraph:
         component, window = _key(action)
         edge = self._messages[component]
         if action.kind is Kind.RECV_F:
-            self._take(component, window, edge.form.pattern, edge.form.has_gradient)
+            has_gradient = [has and self._trained[component] for has in edge.form.has_gradient]
+            self._take(component, window, edge.form.pattern, has_gradient)
         else:
             num_rows = self._nodes[component].num_rows(window)
             self._gradients[component, window] = edge.take_gradients(window, num_rows)
@@ -172,7 +191,7 @@ class StepGraph:
         in_turn = iter(gradients)
         node.backward(window, [next(in_turn) if has else None for has in has_gradient])
         if reads := self._placements[component].reads:
-            self._keep_gradients(reads, self._read[reads, self._start(reads, window)], window)
+            self._keep_gradients(reads, self._start(reads, window), window)
 
     # What the forwards and backwards of micro-batches read and give
 
@@ -188,27 +207,45 @@ class StepGraph:
         for component in self._called(micro_batch):
             self._encode(component, micro_batch, pack)
             self._move(component, micro_batch)
-        return {component: read.read(micro_batch, self._model.device) for component, read in self._read_in(micro_batch)}
+        return {
+            component: self._read[component, self._start(component, micro_batch)].read(micro_batch, self._model.device)
+            for component in self._read_in(micro_batch)
+        }
 
     def labels_of(self, micro_batch: int, pack: Pack) -> dict[str, MediaFeatures]:
         """Return decoder -> its features for a micro-batch, without a graph, on a stage that is not the first."""
         found = {}
         for component in self._called(micro_batch):
             if self._placements[component].head is not None:
-                run, edge = self._run(self._batch, component, micro_batch, pack), self._edges[component]
-                encoded = Node().encode(micro_batch, run, is_trained=False)
-                edge.send(micro_batch, encoded.leave())
-                found[component] = encoded.pattern.with_rows(edge.take(micro_batch))
+                with torch.no_grad():
+                    calls = self._run(self._batch, component, micro_batch, pack)()
+                exchange = exchange_in(self._model, self._batch, self._placements[component], micro_batch)
+                tensors = calls.joined if exchange is None else exchange.send(calls.joined)
+                found[component] = calls.pattern.with_rows(tensors)
         return found
 
     def take_gradients(self, micro_batch: int) -> None:
         """Keep the gradients of a micro-batch's features, after its backward on the first stage."""
-        for component, read in self._read_in(micro_batch):
-            self._keep_gradients(component, read, micro_batch)
+        for component in self._read_in(micro_batch):
+            self._keep_gradients(component, self._start(component, micro_batch), micro_batch)
 
-    def trained_in(self, micro_batch: int) -> list[str]:
-        """Return the components that the forward of a micro-batch has called and whose backward follows, in order."""
-        return [name for name in reversed(self._called(micro_batch)) if self._placements[name].is_trained]
+    def with_backward(self, micro_batch: int) -> list[str]:
+        """Return the components that the forward of a micro-batch has called and whose backward follows, in order.
+
+        Components are not among them whose features have no graph, as those of a decoder with a frozen embedding.
+        """
+        called = self._called(micro_batch)
+        for component in called:
+            if not self._nodes[component].has_backward(micro_batch):
+                self._nodes[component].forget(micro_batch)
+                self._read.pop((component, micro_batch), None)
+        return [component for component in reversed(called) if (component, micro_batch) in self._read]
+
+    @property
+    def left(self) -> list[_Window]:
+        """The windows whose features or gradients nobody has taken."""
+        live = [(component, window) for component, node in self._nodes.items() for window in node.windows]
+        return [*self._encoded, *self._gradients, *self._before, *live, *self._read]
 
     def waiting_bytes(self, component: str) -> int:
         """Return the bytes of features and gradients of a component that wait on this rank now."""
@@ -217,10 +254,10 @@ class StepGraph:
     # One window of one component
 
     def _encode(self, component: str, window: int, pack: Pack | None = None) -> None:
-        run, is_trained = self._run(self._batch, component, window, pack), self._placements[component].is_trained
-        self._encoded[component, window] = self._nodes[component].encode(
-            window, run, is_trained=is_trained, twice=self._twice
-        )
+        run = self._run(self._batch, component, window, pack)
+        self._encoded[component, window] = self._nodes[component].encode(window, run)
+        if (reads := self._placements[component].reads) and not self._trained[component]:
+            self._keep_gradients(reads, self._start(reads, window), window)
 
     def _run(self, batch: StepBatch, component: str, window: int, pack: Pack | None = None) -> Run:
         """What makes this rank's calls, as often as it is called; for the ``pack`` of a forward, or for a window."""
@@ -250,7 +287,7 @@ class StepGraph:
         edge.send(window, encoded.leave())
         has_gradient = encoded.has_graph
         if self._topology.moves(component):  # ranks without items have the gradients of those with items
-            is_trained = self._placements[component].is_trained
+            is_trained = self._trained[component]
             has_gradient = tuple(is_trained and root.dtype.is_floating_point for root in encoded.roots)
         self._take(component, window, encoded.pattern, has_gradient)
         limit = None if self._layout is None else self._layout.components[component].plan.feature_bytes
@@ -267,11 +304,20 @@ class StepGraph:
             pieces = zip(*([p.clone() for p in tensor.split([*rows.values()])] for tensor in received), strict=True)
             held = {part: [*piece] for part, piece in zip(rows, pieces, strict=True)}
         held = {part: self._waiting_there(component, tensors) for part, tensors in held.items()}
-        self._read[component, window] = _Read(pattern, has_gradient, held)
+        if any(has_gradient) or self._reads_here(component):
+            self._read[component, window] = _Read(pattern, has_gradient, held)
 
-    def _keep_gradients(self, component: str, read: _Read, part: int) -> None:
-        gradients = read.take_gradients(part)
-        read.gradients[part] = self._waiting_there(component, gradients)
+    def _keep_gradients(self, component: str, window: int, part: int) -> None:
+        """Keep the gradients of a part, after the backward of its reader; without any, forget it."""
+        read = self._read[component, window]
+        read.gradients[part] = self._waiting_there(component, read.take_gradients(part))
+        if read.is_done:
+            del self._read[component, window]
+
+    def _reads_here(self, component: str) -> bool:
+        """Whether this rank reads the features of a component: on the first stage, or where its reader is."""
+        is_first = self._topology.first_stage[self._rank] == self._rank
+        return is_first or self._topology.reader_of(component) is not None
 
     def _called(self, micro_batch: int) -> list[str]:
         """The components that the forward of a micro-batch calls, in the order in which they encode."""
@@ -281,11 +327,10 @@ class StepGraph:
         numbers, _ = self._batch.plan.calls_and_heads(window)
         return any(numbers[name] for name in self._placements[component].media)
 
-    def _read_in(self, micro_batch: int) -> list[tuple[str, _Read]]:
+    def _read_in(self, micro_batch: int) -> list[str]:
         """The components whose features the foundation reads in a micro-batch."""
-        read_by_foundation = [name for name in self._placements if self._topology.reader_of(name) is None]
-        windows = [(name, self._start(name, micro_batch)) for name in read_by_foundation]
-        return [(name, self._read[name, start]) for name, start in windows if (name, start) in self._read]
+        by_foundation = [name for name in self._placements if self._topology.reader_of(name) is None]
+        return [name for name in by_foundation if (name, self._start(name, micro_batch)) in self._read]
 
     def _start(self, component: str, micro_batch: int) -> int:
         return micro_batch - micro_batch % self._size(component)
@@ -301,9 +346,8 @@ class StepGraph:
             parts = range(window, stop, self._size(reader))
             calls = {part: plan.calls_of(self._rank, reader, part) for part in parts}
             return {k: sum(int(plan.item_tokens[i]) for c in made for i in c.items) for k, made in calls.items()}
-        names, is_first = self._model.media_names[component], self._topology.first_stage[self._rank] == self._rank
-        packs = [self._batch.packs[k] for k in range(window, stop)]
-        drawn = [{**pack.inputs, **pack.targets} if is_first else {} for pack in packs]
+        names, packs = self._model.media_names[component], [self._batch.packs[k] for k in range(window, stop)]
+        drawn = [{**pack.inputs, **pack.targets} if self._reads_here(component) else {} for pack in packs]
         rows = [sum(sum(batches[name].num_tokens) for name in names if name in batches) for batches in drawn]
         return dict(zip(range(window, stop), rows, strict=True))
 

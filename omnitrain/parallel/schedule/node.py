@@ -70,28 +70,46 @@ class Encoded:
 
 
 class Node:
-    """The calls of a component on this rank, from their forwards to their backwards."""
+    """The calls of a component on this rank, from their forwards to their backwards.
 
-    def __init__(self) -> None:
+    Args:
+        is_trained: whether backwards follow.
+        twice: keep no activations; the backward of a window makes its calls again.
+    """
+
+    def __init__(self, *, is_trained: bool, twice: bool = False) -> None:
+        self._is_trained, self._twice = is_trained, twice
         self._live: dict[int, Encoded] = {}
         self._again: dict[int, Run] = {}
 
-    def encode(self, window: int, run: Run, *, is_trained: bool, twice: bool = False) -> Encoded:
+    def encode(self, window: int, run: Run) -> Encoded:
         """Encode a window.
 
         Args:
             window: its first micro-batch.
             run: makes this rank's calls.
-            is_trained: whether a backward follows.
-            twice: keep no activations; the backward makes the calls again.
         """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained and not twice):
+        with torch.set_grad_enabled(self._is_trained and not self._twice and torch.is_grad_enabled()):
             encoded = Encoded.of(run())
-        if is_trained:
+        if self._is_trained:
             self._live[window] = encoded
-            if twice:
-                self._again[window] = run
+        if self._is_trained and self._twice:
+            self._again[window] = run
         return encoded
+
+    def has_backward(self, window: int) -> bool:
+        """Return whether a window has a graph: the same on all ranks that call the component."""
+        encoded = self._live.get(window)
+        return encoded is not None and (self._twice or any(root.edge for root in (*encoded.roots, *encoded.idle)))
+
+    @property
+    def windows(self) -> list[int]:
+        """The windows whose backward has not come."""
+        return [*self._live]
+
+    def forget(self, window: int) -> None:
+        """Run no backward of a window."""
+        self._live.pop(window, None)
 
     def num_rows(self, window: int) -> int:
         """Return the number of features of a window that this rank has encoded."""

@@ -60,7 +60,7 @@ class AskSections:
             )
         found: dict[str, MediaFeatures] = {}
         for component, names in self._model.media_names.items():
-            if self._state.rank in self._askers and component in self._servers and any(calls.get(n) for n in names):
+            if component in self._servers and any(calls.get(name) for name in names):
                 found[component] = self._asked(component, pack, found.get(self._model.reads.get(component, "")))
         return found
 
@@ -138,7 +138,7 @@ class AskSections:
             for rank, answer in zip(own, answers, strict=True):
                 link.send(answer, rank)
 
-    def _encoded(self, component: str, asked: Sequence[Mapping[str, Sequence[MediaGroup]]]) -> Iterator[MediaFeatures]:
+    def _encoded(self, component: str, asked: Sequence[Mapping[str, Sequence[MediaGroup]]]) -> list[MediaFeatures]:
         """The features for each rank that asked. All ranks of the section call the component equally often."""
         names = self._model.media_names[component]
         items = {name: [call for of_rank in asked for call in of_rank[name]] for name in names}
@@ -146,6 +146,5 @@ class AskSections:
         most = {name: max(of_rank[name] for of_rank in numbers) for name in names}
         calls = call_component(self._model, component, items, most)
         in_turn = {name: iter(features) for name, features in calls.made.items()}
-        for of_rank in asked:
-            made = {name: [next(in_turn[name]) for _ in groups] for name, groups in of_rank.items()}
-            yield calls.pattern.with_rows(ComponentCalls(made, [calls.pattern]).joined)
+        made = [{name: [next(in_turn[name]) for _ in groups] for name, groups in of_rank.items()} for of_rank in asked]
+        return [calls.pattern.with_rows(ComponentCalls(of_rank, [calls.pattern]).joined) for of_rank in made]

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 
-from omnitrain.models.omni.encode import FEATURES
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.install import set_experts
 from omnitrain.ops.experts.timing import LayerSpans
 from omnitrain.ops.experts.weights import experts_in
-from omnitrain.ops.timing import Mark, Recorded, Span, SpanRecorder, What
+from omnitrain.ops.timing import FEATURES, Mark, Recorded, Span, SpanRecorder, What
 from omnitrain.parallel.layout import layout_of
 from omnitrain.peers import Peers
 from omnitrain.plan.schedule.actions import Action, Kind
