@@ -1,6 +1,6 @@
 """Differentiable collectives: the backward of each is its transpose.
 
-Each rank has its loss, and gradients are those of the sum of all ranks' losses. A rank's gradient of a replicated
+Each rank has its loss, and gradients are derivatives of the sum of all ranks' losses. A rank's gradient of a replicated
 tensor is therefore a partial gradient; the sum over all ranks is the gradient.
 """
 
@@ -16,13 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from omnitrain.torch_private import (
-    all_gather_single,
-    copy_each,
-    flatten_dense_tensors,
-    reduce_scatter_single,
-    unflatten_dense_tensors,
-)
+from omnitrain import torch_private
 
 T = TypeVar("T")
 
@@ -46,7 +40,17 @@ def add_up_gradients(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gather_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather along the last dim: ``[..., n]`` of each rank -> ``[..., ranks * n]``."""
-    return with_backward(partial(_gathered_columns, group=group), partial(_summed_columns, group=group), tensor)
+
+    def gather(own: Tensor) -> Tensor:
+        return gathered(own, group).movedim(0, -2).flatten(-2)
+
+    def sum_columns(whole: Tensor) -> Tensor:
+        parts = whole.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
+        own = torch.empty_like(parts[0])
+        torch_private.reduce_scatter_single(own.view(-1), parts.view(-1), group=group)
+        return own
+
+    return with_backward(gather, sum_columns, tensor)
 
 
 def own_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -80,7 +84,7 @@ def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather ``[...]`` of each rank to ``[ranks, ...]``, without autograd."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
-    all_gather_single(parts.view(-1), tensor.reshape(-1), group=group)
+    torch_private.all_gather_single(parts.view(-1), tensor.reshape(-1), group=group)
     return parts
 
 
@@ -96,9 +100,9 @@ def all_reduce_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup) -
         by_kind.setdefault((local.dtype, local.device), []).append(local)
     for of_kind in by_kind.values():
         for bucket in _buckets(of_kind):
-            flat = flatten_dense_tensors(bucket)
+            flat = torch_private.flatten_dense_tensors(bucket)
             dist.all_reduce(flat, group=group)
-            copy_each(bucket, list(unflatten_dense_tensors(flat, bucket)))
+            torch_private.copy_each(bucket, list(torch_private.unflatten_dense_tensors(flat, bucket)))
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -134,17 +138,6 @@ class _BothWays(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         results = ctx.back(*gradients)
         return None, None, *(results if isinstance(results, tuple) else (results,))
-
-
-def _gathered_columns(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return gathered(own, group).movedim(0, -2).flatten(-2)
-
-
-def _summed_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = whole.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
-    own = torch.empty_like(parts[0])
-    reduce_scatter_single(own.view(-1), parts.view(-1), group=group)
-    return own
 
 
 def _gathered_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:

@@ -1,12 +1,7 @@
-"""Delay the gradients of weights in a backward.
+"""Delay the gradients of weights in a backward, to compute them during communication.
 
-The rest of the backward needs only the gradients of activations. Weight gradients are needed only when parameters are
-reduced, so we can compute them during communication::
-
-    plain      dX dW | wait for communication | dX dW ...
-    delayed    dX | dW during communication | dX ...
-
-The matmuls and their operands are the same, so results are bit-identical.
+The rest of the backward needs only the gradients of activations; weight gradients are needed only when parameters are
+reduced. The matmuls and their operands are the same, so results are bit-identical.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random numbers, such as those of dropout, by micro-batch and block: the order of forwards does not change them.
+"""Random numbers, such as dropout's, by micro-batch and block: the order of forwards does not change them.
 
 A forward seeds the generators at its start, after the encoders and before each block. A pipeline stage, a recomputation
 and one process then draw the same numbers, whatever ran before.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,19 +19,8 @@ from omnitrain.ops.device import mixed_seed, seed_device
 _INDEX = "_index_of_draws"
 
 
-@dataclass(frozen=True)
-class Draws:
-    """The random numbers of a forward, from the ``seed`` of the step and the micro-batch, on the blocks' ``device``."""
-
-    seed: int
-    device: torch.device
-
-    def begin(self, part: int | str = "") -> None:
-        """Seed the generators for a part of the forward: a block, or code before the first block."""
-        seed_device(mixed_seed(self.seed, part), self.device)
-
-
-_draws: ContextVar[Draws | None] = ContextVar("draws", default=None)
+# The seed of the running forward, of the step and the micro-batch, and the blocks' device.
+_draws: ContextVar[tuple[int, torch.device] | None] = ContextVar("draws", default=None)
 
 
 def seed_blocks(blocks: Iterable[nn.Module]) -> None:
@@ -50,15 +38,19 @@ def seed_foundation() -> None:
 
     Tensor parallel ranks encode other items each, but must draw the same numbers from then on.
     """
-    if (draws := _draws.get()) is not None:
-        draws.begin("foundation")
+    _begin("foundation")
 
 
 @torch.compiler.disable
 def _seed(block: nn.Module, _: Any) -> None:
-    draws = _draws.get()
-    if draws is not None:
-        draws.begin(getattr(block, _INDEX))
+    _begin(getattr(block, _INDEX))
+
+
+def _begin(part: int | str) -> None:
+    """Seed the generators for a part of the running forward: a block, or code before the first block."""
+    if (draws := _draws.get()) is not None:
+        seed, device = draws
+        seed_device(mixed_seed(seed, part), device)
 
 
 class StepDraws:
@@ -81,9 +73,8 @@ class StepDraws:
         """
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            draws = Draws(mixed_seed(self._seed, *position), self._device)
-            draws.begin()
-            token = _draws.set(draws)
+            token = _draws.set((mixed_seed(self._seed, *position), self._device))
+            _begin("")
             try:
                 yield
             finally:

@@ -1,12 +1,10 @@
 """Count the floating-point operations of a model from the products that it computes, on tensors without content.
 
-A product of ``[m, k]`` and ``[k, n]`` is ``2 m k n`` FLOPs: a multiplication and an addition for each of its terms.
-Matrix products, convolutions, grouped products of experts and attention count; sums, norms and activations do not.
-
-Attention over a sample of ``l`` tokens computes a score, and reads a value, for pairs of a query and a key. ``full``
-counts all ``l * l`` pairs, ``kept`` only those that the mask keeps: ``l (l + 1) / 2`` if it is causal. For each pair
-and query head, the forward takes ``2 D + 2 E`` FLOPs with heads of width ``D`` and values of width ``E``, and the
-backward twice as many. That flash attention computes scores again in its backward is not counted.
+A product of ``[m, k]`` and ``[k, n]`` is ``2 m k n`` FLOPs. Matrix products, convolutions, grouped products of experts
+and attention count; sums, norms and activations do not. Attention over ``l`` tokens has ``full`` = ``l * l`` pairs of a
+query and a key, and ``kept`` pairs that the mask keeps, ``l (l + 1) / 2`` if it is causal. For each pair and query
+head, the forward takes ``2 D + 2 E`` FLOPs with heads of width ``D`` and values of width ``E``, and the backward twice
+as many. That flash attention computes scores again in its backward is not counted.
 """
 
 from __future__ import annotations
@@ -149,7 +147,7 @@ class Recomputed:
 
 
 def count(run: Callable[[], Sequence[Tensor]], model: nn.Module, recomputed: Iterable[Recomputed] = ()) -> Counted:
-    """Count the forward ``run`` of ``model``, and the backward from those of its results that have a graph.
+    """Count the forward ``run`` of ``model``, and the backward from its results that have a graph.
 
     ``model`` is from :func:`without_content`. Packed attention and torch's own are not computed.
     """

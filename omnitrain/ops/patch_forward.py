@@ -15,7 +15,7 @@ Forward = Callable[..., Any]  # (module, *args, **kwargs)
 
 
 def forward_of(module: nn.Module) -> Forward:
-    """Return the module's current forward: that of its class, or its replacement."""
+    """Return the module's current forward: its class's forward, or its replacement."""
     replaced = vars(module).get("forward")
     return type(module).forward if replaced is None else replaced.__func__
 
@@ -43,7 +43,7 @@ def changed_by_one_thread(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def own_forward(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
-    """Replace the module's forward by a function of its arguments within the context; None: that of its class."""
+    """Replace the module's forward by a function of its arguments within the context; None: its class's forward."""
     attributes = vars(module)
     before = attributes.pop("forward", None)
     if forward is not None:

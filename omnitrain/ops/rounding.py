@@ -25,8 +25,8 @@ class Deviation:
 
     distance: float  # norm of the difference
     scale: float  # part of the difference along the tensor: 0.02 if all of it is multiplied by 1.02
-    most_distance: float  # the distance, and the absolute scale, that rounding explains
-    most_scale: float
+    most_distance: float  # the distance that rounding explains
+    most_scale: float  # the absolute scale that rounding explains
 
     @property
     def excess(self) -> float:
@@ -97,17 +97,16 @@ class Rounding:
 
     def deviations(self, step: Step) -> dict[str, Deviation]:
         """Return ``loss`` and parameter name -> how far it is off; a missing gradient counts as zeros."""
-        return {name: self._deviation(name, *found) for name, found in self._differences(step)}
+        found = {}
+        for name, (distance, along) in self._differences(step):
+            norm = (_norm(self._expected[name]) if name in self._expected else 0.0) or 1.0
+            most, most_along = (FACTOR * most for most in self._most.get(name, (0.0, 0.0)))
+            found[name] = Deviation(distance / norm, along / norm**2, most / norm, most_along / norm**2)
+        return found
 
     def beyond(self, step: Step) -> dict[str, Deviation]:
         """Return what rounding does not explain; empty if nothing is wrong."""
         return {name: found for name, found in self.deviations(step).items() if found.excess > 1}
-
-    def _deviation(self, name: str, distance: float, along: float) -> Deviation:
-        expected = self._expected.get(name)
-        norm = _norm(expected) or 1.0 if expected is not None else 1.0
-        most_distance, most_along = self._most.get(name, (0.0, 0.0))
-        return Deviation(distance / norm, along / norm**2, FACTOR * most_distance / norm, FACTOR * most_along / norm**2)
 
     def _differences(self, step: Step) -> Iterator[tuple[str, tuple[float, float]]]:
         """Name -> norm of the difference, and its product with the expected tensor."""

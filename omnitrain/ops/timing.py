@@ -22,8 +22,8 @@ class What:
 
     kind: Kind  # action: of the step's schedule; compute; link: communication; wait: for communication
     name: str  # name of the activity, such as experts or dispatch, or the action
-    phase: Phase | None = None  # phase of the step, and name of the layer's module; None: an action
-    layer: str | None = None
+    phase: Phase | None = None  # phase of the step; None: an action
+    layer: str | None = None  # name of the layer's module; None: an action
     chunk: int | None = None  # chunk of the layer's experts; None: all experts
 
 

@@ -1,11 +1,9 @@
 """Run a forward and a backward in turn: while one waits for communication, the other computes.
 
-Each of the two has a thread, and only one thread runs at a time. A thread gives its turn to the other just before it
-waits (:func:`give_turn`). So the order depends on where the two wait, never on timing, and ranks whose forwards and
-backwards have the same waits start their collectives in the same order.
-
-Autograd computes the whole backward in the thread of ours. By itself, it would do so in the one worker thread that it
-has for a GPU, which would then wait for its turn, and a backward inside the forward would wait for the worker.
+Each has a thread, and only one thread runs at a time: it gives its turn to the other just before it waits
+(:func:`give_turn`). So the order depends on where the two wait, never on timing, and ranks whose passes have the same
+waits start their collectives in the same order. Autograd computes the whole backward in the thread of ours, not in the
+one worker thread that it has for a GPU, for which a backward inside the forward would wait.
 """
 
 from __future__ import annotations

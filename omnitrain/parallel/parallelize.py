@@ -40,8 +40,7 @@ from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, unit_names
 from omnitrain.parallel.fsdp.weight_loader import WeightLoader, Where, where_weights_are
 from omnitrain.parallel.layout import ComponentLayout, ModelLayout, remember_layout
 from omnitrain.parallel.memory.offload import ActivationOffload
-from omnitrain.parallel.memory.recompute import recompute_blocks
-from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
+from omnitrain.parallel.memory.recompute import offload_tensors, recompute_blocks, recompute_parts
 from omnitrain.parallel.meshes import data_mesh
 from omnitrain.parallel.pipeline.apply import Pipeline, cut_into_stages
 from omnitrain.parallel.pipeline.relay import PipelineRelay
@@ -55,11 +54,11 @@ from omnitrain.parallel.sections.serve import AskSections
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state, states_of_components, with_own_groups
-from omnitrain.parallel.tensor.adapters import styles_with_adapters
 from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel
+from omnitrain.parallel.tensor.styles import styles_with_adapters
 from omnitrain.peers import is_spread
 from omnitrain.plan.mesh import MeshShape
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan

@@ -13,12 +13,9 @@ Points = list[tuple[int, float | None]]  # step, value; None is a gap
 
 @dataclass(frozen=True)
 class Curve:
-    """A number of a run over its steps.
+    """A number of a run over its steps, of the same name in all runs; its points have at least one value.
 
-    Attributes:
-        run: index of the run in the report.
-        name: name of the number, the same in all runs.
-        points: step and value; None where a line of metrics lacks it. At least one value.
+    ``run`` is the index of the run in the report.
     """
 
     run: int
@@ -53,11 +50,7 @@ def numbers_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 class Metrics:
-    """The numbers of all lines of several runs, by path. Each can be taken once.
-
-    Args:
-        lines: of each run, in the order of the report, its lines, which have ``step``.
-    """
+    """The numbers of all lines of metrics of several runs, by path. Each can be taken once."""
 
     def __init__(self, lines: Sequence[Sequence[Line]]) -> None:
         self._rows = [[(line["step"], dict(numbers_in(line))) for line in of_run] for of_run in lines]

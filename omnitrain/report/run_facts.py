@@ -21,11 +21,7 @@ def write_facts(
 ) -> None:
     """Write both files to the existing folder of a run. Only the first rank calls this.
 
-    Args:
-        folder: the folder.
-        model: the model, sharded or in one process.
-        ops: component -> result of :func:`fuse_ops`.
-        layout: what was done to the model; None: it runs in one process as it is.
+    ``ops``: component -> result of :func:`fuse_ops`. Without a layout, the model runs in one process as it is.
     """
     _write(folder / LAYOUT_FILE, layout_facts(model, ops, layout))
     _write(folder / ENVIRONMENT_FILE, [asdict(finding) for finding in examine(imports=False)])

@@ -22,9 +22,7 @@ Parts = tuple[Path, Sequence[Mapping[str, str]]]  # of a message, and the folder
 def samples(runs: Sequence[RunRecord], room: int) -> Markup:
     """Return a table for each source: what was asked, the reference, and the answers of each evaluation.
 
-    Args:
-        runs: the runs.
-        room: bytes for images and sounds. The first sample of every source comes first.
+    Images and sounds have ``room``, in bytes. The first sample of every source comes first.
     """
     columns: list[str] = []
     found: dict[tuple[str, str], dict[str, Parts]] = {}  # source and id -> column -> message

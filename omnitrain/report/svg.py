@@ -123,14 +123,7 @@ def _line(points: Sequence[tuple[int, float | None]], across: _Axis, up: _Axis) 
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of time, or of something else.
-
-    Attributes:
-        lane: index of its lane, from the top.
-        start: its left end.
-        length: its length.
-        color: index of its colour.
-    """
+    """A stretch of time, or of something else, in the ``lane``-th lane from the top, with the index of its colour."""
 
     lane: int
     start: float
@@ -139,14 +132,9 @@ class Bar:
 
 
 def draw_bars(bars: Sequence[Bar], lanes: Sequence[str], title: str, x: str, end: float | None = None) -> Markup:
-    """Return bars, with a lane for each of ``lanes``.
+    """Return bars in lanes with these names, from the top.
 
-    Args:
-        bars: the bars.
-        lanes: names of the lanes, from the top.
-        title: what it shows.
-        x: label of the horizontal axis, with its unit.
-        end: right end of the axis; None: that of the last bar.
+    The horizontal axis goes from 0 to ``end``, or else to the end of the last bar; ``x`` names it, with its unit.
     """
     left, width, bottom = 12 + 5.2 * max(map(len, lanes)), 650, 4 + _LANE * len(lanes)
     last = max((bar.start + bar.length for bar in bars), default=1) if end is None else end
@@ -163,14 +151,7 @@ def draw_bars(bars: Sequence[Bar], lanes: Sequence[str], title: str, x: str, end
 
 
 def draw_histogram(edges: Sequence[float], counts: Mapping[str, Sequence[int]], title: str, x: str) -> Markup:
-    """Return stacked bars.
-
-    Args:
-        edges: ends of the bins, one more than bins.
-        counts: name -> number of values in each bin; the names have the colours 0, 1, ...
-        title: what it shows.
-        x: label of the horizontal axis.
-    """
+    """Return stacked bars: name -> number of values in each bin between ``edges``, in the colours 0, 1, ..."""
     across, up = _axes(edges[0], edges[-1], 0, max(map(sum, zip(*counts.values(), strict=True))) or 1)
     parts = [*_across(across, up.start, x, is_grid=False), *_up(up, _WIDTH - 8, least=1)]
     below = [0] * (len(edges) - 1)

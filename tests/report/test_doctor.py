@@ -1,4 +1,5 @@
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,9 @@ def test_backend_that_is_installed_but_broken_shows_the_import_error(
 
 
 @pytest.fixture
-def torchvision_of_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def torchvision_of_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A stand-in that fails as torchvision 0.24.0 does with a torch that it was not built for."""
+    packages.installed_version.cache_clear()
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(
         "raise RuntimeError('operator torchvision::nms does not exist')"
@@ -66,6 +68,8 @@ def torchvision_of_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "reads_images.py").write_text("raise ModuleNotFoundError('Could not import module Bloom')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(packages, "torch_version", lambda: "2.13.0+cpu")
+    yield
+    packages.installed_version.cache_clear()
 
 
 def test_a_torchvision_that_does_not_fit_is_one_line_with_the_command(

@@ -9,15 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from omnitrain import torch_private
 from omnitrain.ops.attention.backends.ragged import aligned, obstacle_of, padded
 from omnitrain.ops.attention.spec import MaskSpec, repeat_heads
 from omnitrain.plan.ring import MASKED, Block
-from omnitrain.torch_private import (
-    cpu_flash_attention,
-    cpu_flash_attention_backward,
-    flash_attention,
-    flash_attention_backward,
-)
 
 States = tuple[Tensor, Tensor, Tensor]  # queries [H, N, D], keys [K, M, D], values [K, M, E]; or their gradients
 Seen = tuple[int, int]  # keys before and after a query's own position, see seen_before_and_after
@@ -63,14 +58,14 @@ class CpuFlash:
         return block.kind != MASKED and query.size(-1) == value.size(-1)
 
     def attend(self, states: States, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:  # noqa: D102
-        out, lse = cpu_flash_attention(*_equal_heads(states), 0.0, seen == CAUSAL_SEEN, scale=scale)
+        out, lse = torch_private.cpu_flash_attention(*_equal_heads(states), 0.0, seen == CAUSAL_SEEN, scale=scale)
         return out[0], lse[0]
 
     def attend_backward(  # noqa: D102
         self, grad: Tensor, states: States, out: Tensor, lse: Tensor, seen: Seen, scale: float
     ) -> States:
         of_all = (grad[None], *_equal_heads(states), out[None], lse[None])
-        dq, dk, dv = cpu_flash_attention_backward(*of_all, 0.0, seen == CAUSAL_SEEN, scale=scale)
+        dq, dk, dv = torch_private.cpu_flash_attention_backward(*of_all, 0.0, seen == CAUSAL_SEEN, scale=scale)
         return dq[0], _of_key_heads(dk[0], len(states[1])), _of_key_heads(dv[0], len(states[2]))
 
 
@@ -85,7 +80,7 @@ class CudaFlash:
         return obstacle_of(query, value) is None
 
     def attend(self, states: States, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:  # noqa: D102
-        out, lse, *_ = flash_attention(
+        out, lse, *_ = torch_private.flash_attention(
             *_tokens_first(*states, width=aligned(states[0].size(-1))),
             *(None, None, states[0].size(1), states[1].size(1)),  # no cu_seqlens; numbers of queries and keys
             *(0.0, seen == CAUSAL_SEEN),
@@ -100,7 +95,7 @@ class CudaFlash:
         self, grad: Tensor, states: States, out: Tensor, lse: Tensor, seen: Seen, scale: float
     ) -> States:
         no_dropout = grad.new_empty(0)
-        dq, dk, dv = flash_attention_backward(
+        dq, dk, dv = torch_private.flash_attention_backward(
             *_tokens_first(grad, *states, out, width=aligned(states[0].size(-1))),
             lse[None].contiguous(),  # the kernel reads no strides of the lse
             *(None, None, states[0].size(1), states[1].size(1)),

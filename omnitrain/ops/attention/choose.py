@@ -19,7 +19,7 @@ class AttentionRow:
     """The backend that computes the packed attention of one kind of layer.
 
     ``module`` is the layer's class, ``asked`` the backend in the settings or ``auto``, ``needs`` the kind of mask and
-    the features of its calls, ``dtype`` that of the queries.
+    the features of its calls, ``dtype`` the queries' dtype.
     """
 
     module: str
@@ -67,31 +67,24 @@ def require_trainable(asked: str, device: torch.device, dtype: torch.dtype) -> N
     Raises:
         UserError: names the reason, and the backends that can.
     """
-    if asked == AUTO:
-        return
-    states = torch.empty(1, 1, 2, 64, device=device, dtype=dtype, requires_grad=True)
-    with torch.enable_grad():
-        _named("ordinary attention", Call(states, states, states, MaskSpec((0, 2), causal=True)), asked)
+    if asked != AUTO:
+        states = torch.empty(1, 1, 2, 64, device=device, dtype=dtype, requires_grad=True)
+        with torch.enable_grad():
+            _choose("ordinary attention", Call(states, states, states, MaskSpec((0, 2), causal=True)), asked)
 
 
 def _choose(module: str, call: Call, asked: str) -> Backend:
-    if asked != AUTO:
-        return _named(module, call, asked)
     device = call.query.device.type
+    problems = {backend.name: _problem(backend, call) for backend in BACKENDS}
     candidates = [b for b in BACKENDS if b.automatic_on is None or device in b.automatic_on]
-    able = [backend for backend in candidates if not _problem(backend, call)]
-    if not able:
-        problems = "; ".join(f"{backend.name}: {_problem(backend, call)}" for backend in candidates)
-        raise UserError(f"no attention backend can compute {module}: {problems}")
-    return able[0]
-
-
-def _named(module: str, call: Call, asked: str) -> Backend:
-    named = next(backend for backend in BACKENDS if backend.name == asked)
-    if problem := _problem(named, call):
-        others = ", ".join(backend.name for backend in BACKENDS if not _problem(backend, call))
-        raise UserError(f"attention backend {asked!r} cannot compute {module}: {problem}; {others or 'none'} can")
-    return named
+    for backend in candidates if asked == AUTO else [b for b in BACKENDS if b.name == asked]:
+        if problems[backend.name] is None:
+            return backend
+    if asked == AUTO:
+        reasons = "; ".join(f"{backend.name}: {problems[backend.name]}" for backend in candidates)
+        raise UserError(f"no attention backend can compute {module}: {reasons}")
+    able = ", ".join(name for name, problem in problems.items() if problem is None) or "none"
+    raise UserError(f"attention backend {asked!r} cannot compute {module}: {problems[asked]}; {able} can")
 
 
 def _problem(backend: Backend, call: Call) -> str | None:

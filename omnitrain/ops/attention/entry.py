@@ -12,15 +12,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnitrain.errors import UserError
+from omnitrain.ops.attention import packed_context
 from omnitrain.ops.attention.choose import choose
 from omnitrain.ops.attention.hf_arguments import refuse_unknown
 from omnitrain.ops.attention.hf_masks import describe, is_causal, pattern_of
-from omnitrain.ops.attention.packed_context import (
-    PackedSequence,
-    check_recomputation,
-    packed_sequence,
-    relies_on_context,
-)
 from omnitrain.ops.attention.spec import CAUSAL, FULL, Call, MaskFunction, MaskSpec, plain_spec, shard_of
 from omnitrain.ops.attention.unpacked import SDPA, plain_attention, plain_mask
 from omnitrain.ops.cpu.unread_rows import rows_read_of
@@ -48,12 +43,12 @@ def attending_through(around: Callable[[Call, Attend], Tensor]) -> Iterator[None
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | Tensor | None:
     """Return a spec for a packed sequence, else the mask of ``implementation``; for ``AttentionMaskInterface``.
 
-    ``arguments`` are those of transformers' ``sdpa_mask``, ``implementation`` is that for unpacked input.
+    ``arguments`` are the arguments of transformers' ``sdpa_mask``; ``implementation`` is for unpacked input.
 
     Raises:
         UserError: the sequence is packed, and the requested mask does not fit it.
     """
-    padding, packed = arguments.get("attention_mask"), packed_sequence()
+    padding, packed = arguments.get("attention_mask"), packed_context.packed_sequence()
     if isinstance(padding, MaskSpec):  # an outer model made it; transformers passes on such a mask, too
         return padding
     if packed is None:
@@ -73,7 +68,9 @@ def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | Tenso
     return spec if packed.sequence_slice is None else spec.on(packed.sequence_slice.attention)
 
 
-def _described(packed: PackedSequence, function: MaskFunction, use_vmap: bool, device: torch.device) -> MaskSpec:
+def _described(
+    packed: packed_context.PackedSequence, function: MaskFunction, use_vmap: bool, device: torch.device
+) -> MaskSpec:
     """The mask of the whole sequence; a mask function made from a slice of the tokens may not cover it."""
     if packed.whole_masks is not None and pattern_of(function, packed.offsets) is None:
         return packed.whole_masks()[len(packed.masks)]
@@ -140,7 +137,7 @@ def _spec(
     module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> MaskSpec | None:
     """The spec of a packed sequence whose mask is not a spec yet; None: the input is not packed."""
-    packed = packed_sequence()
+    packed = packed_context.packed_sequence()
     if (cu_seqlens := kwargs.get("cu_seq_lens_q")) is not None:
         keys = kwargs.get("cu_seq_lens_k")
         if keys is not None and keys is not cu_seqlens and not torch.equal(keys, cu_seqlens):
@@ -151,9 +148,9 @@ def _spec(
             spec = _spec_of_layer(module, offsets, mask, kwargs, _specs_of.setdefault(cu_seqlens, set()))
             return spec if shard is None else spec.on(shard)
     if packed is None or not _is_packed(module, query, key, packed, mask):
-        check_recomputation(module)
+        packed_context.check_recomputation(module)
         return None
-    relies_on_context(module)
+    packed_context.relies_on_context(module)
     spec = _spec_of_layer(module, packed.offsets, mask, kwargs, packed.specs)
     return spec if packed.sequence_slice is None else spec.on(packed.sequence_slice.attention)
 
@@ -223,7 +220,7 @@ def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: Tensor | None) ->
 
 
 def _is_packed(
-    module: torch.nn.Module, query: Tensor, key: Tensor, packed: PackedSequence, mask: Tensor | None
+    module: torch.nn.Module, query: Tensor, key: Tensor, packed: packed_context.PackedSequence, mask: Tensor | None
 ) -> bool:
     """Whether a layer inside a packed sequence attends over the sequence, not over other states."""
     length = packed.num_local_tokens

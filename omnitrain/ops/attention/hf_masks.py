@@ -39,8 +39,8 @@ class Pattern:
 def describe(mask_function: MaskFunction, offsets: tuple[int, ...], use_vmap: bool, device: torch.device) -> MaskSpec:
     """Return the spec of a sequence packed at ``offsets`` ``(0, ..., T)`` in a model with the mask ``mask_function``.
 
-    ``mask_function``, over indices of the sequence, and ``use_vmap`` are as transformers passed them; ``device`` is
-    that of the indices.
+    ``mask_function``, over indices of the sequence, and ``use_vmap`` are as transformers passed them; ``device`` holds
+    the indices.
 
     Raises:
         UserError: a function that the model added both counts from the sequence's start and looks up tokens, so its

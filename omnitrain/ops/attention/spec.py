@@ -17,13 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.masking_utils import (
-    and_masks,
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-    sliding_window_causal_mask_function,
-)
+from transformers import masking_utils
 
 from omnitrain.errors import UserError
 from omnitrain.ops.cpu.unread_rows import ReadRows
@@ -65,7 +59,7 @@ class MaskSpec:
             a mask ``[1, 1 or heads, T, T]`` (boolean: may see, or a float to add to the scores).
         use_vmap: whether ``general`` takes scalar indices, as transformers states for functions that models add.
         shard: the slice of the sequence on this rank; None: all of it. All other fields describe the whole sequence.
-        ndim, shape: those of the mask tensor that it replaces.
+        ndim, shape: ndim and shape of the mask tensor that it replaces.
     """
 
     ndim = 4
@@ -148,7 +142,7 @@ class MaskSpec:
         """
         if isinstance(self.general, Tensor):
             return self.general[..., slice(*queries), slice(*keys)]
-        return sdpa_mask(
+        return masking_utils.sdpa_mask(
             batch_size=1,
             q_length=queries[1] - queries[0],
             kv_length=keys[1] - keys[0],
@@ -179,13 +173,13 @@ class MaskSpec:
                 raise TypeError("a float mask is not a function of indices")
             return partial(_look_up, self.general.to(device))
         if self.window is not None:
-            return sliding_window_causal_mask_function(self.window)
-        return causal_mask_function if self.causal else bidirectional_mask_function
+            return masking_utils.sliding_window_causal_mask_function(self.window)
+        return masking_utils.causal_mask_function if self.causal else masking_utils.bidirectional_mask_function
 
     def packed_function(self, device: torch.device) -> MaskFunction:
         """Return the mask as a function of token indices, exact for the whole sequence."""
         segments = segment_numbers(self.offsets, device)
-        return and_masks(partial(_same, segments), self.function(device))
+        return masking_utils.and_masks(partial(_same, segments), self.function(device))
 
 
 @dataclass(frozen=True, eq=False)

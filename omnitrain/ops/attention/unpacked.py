@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,9 +45,11 @@ def plain_attention(
         raise UserError(f"{type(module).__name__} passes {_CHOSEN_BLOCKS} to its attention, which is not supported")
     if (indices := kwargs.pop(_CHOSEN_KEYS, None)) is not None:
         attention_mask = _of_chosen_keys(module, attention_mask, indices, key.size(2))
-    if implementation in (SDPA, EAGER) and _is_padding(attention_mask, query, key):
+    # Some models pass on padding [B, keys] if the implementation's name contains `flash`.
+    flat = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
+    if implementation in (SDPA, EAGER) and flat is not None and flat.shape != (query.size(2), key.size(2)):
         raise UserError(
-            f"{type(module).__name__} passes a padding mask of shape {tuple(attention_mask.shape)} to its attention, "
+            f"{type(module).__name__} passes a padding mask of shape {tuple(flat.shape)} to its attention, "
             "which is not supported"
         )
     if implementation == EAGER:
@@ -70,11 +72,6 @@ def own_eager(module: torch.nn.Module) -> Callable[..., Any]:
             "file has none"
         )
     return function
-
-
-def _is_padding(mask: Tensor | None, query: Tensor, key: Tensor) -> TypeGuard[Tensor]:
-    """Whether it is ``[B, keys]``: some models pass it on if the implementation's name contains ``flash``."""
-    return mask is not None and mask.ndim == 2 and mask.shape != (query.size(2), key.size(2))
 
 
 def _of_chosen_keys(module: torch.nn.Module, mask: Tensor | None, indices: Tensor, num_keys: int) -> Tensor:

@@ -12,17 +12,12 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from omnitrain import torch_private
 from omnitrain.errors import UserError
-from omnitrain.ops.compile.cache_limit import keep_compilations
-from omnitrain.torch_private import (
-    compile_id,
-    compiled_call,
-    dynamo_backend,
-    dynamo_config,
-    find_cpp_compiler,
-    has_triton,
-    set_compiled_call,
-)
+
+# Past its default limit of 8, torch silently runs eagerly, or fails with fullgraph=True. Models, kinds of layers,
+# lengths, forward and recomputation share code, so they need more.
+_KEPT = 64
 
 # Compilations in this process: (id of the code, index of its compilation).
 _compiled: list[tuple[int, int]] = []
@@ -31,10 +26,10 @@ _compiled: list[tuple[int, int]] = []
 @cache
 def _counting(name: str) -> Callable[..., Any]:
     """A backend that counts compilations. One object per name: torch does not share code between backend objects."""
-    compile_graph = dynamo_backend(name)
+    compile_graph = torch_private.dynamo_backend(name)
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-        current = compile_id()
+        current = torch_private.compile_id()
         if current is not None and current.frame_id is not None and current.frame_compile_id is not None:
             _compiled.append((current.frame_id, current.frame_compile_id))
         return compile_graph(graph, inputs, **options)
@@ -78,14 +73,14 @@ class CompiledBlocks:
 
         Attention and losses that are compiled separately stay compiled; they would need far more memory otherwise.
         """
-        compiled = [compiled_call(block) for block in self._blocks]
+        compiled = [torch_private.compiled_call(block) for block in self._blocks]
         for block in self._blocks:
-            set_compiled_call(block, None)
+            torch_private.set_compiled_call(block, None)
         try:
             yield
         finally:
             for block, call in zip(self._blocks, compiled, strict=True):
-                set_compiled_call(block, call)
+                torch_private.set_compiled_call(block, call)
 
 
 def compile_blocks(
@@ -106,7 +101,7 @@ def compile_blocks(
     if backend == "inductor" and (lack := compiler_missing(device)) is not None:
         raise UserError(f"train.compile: torch.compile {lack}; install it or set train.compile to false")
     keep_compilations()
-    dynamo_config().nested_graph_breaks = True  # a graph break inside a call must not break its callers
+    torch_private.dynamo_config().nested_graph_breaks = True  # a graph break inside a call must not break its callers
     for block in blocks.values():
         block.compile(backend=_counting(backend), dynamic=True)
     return CompiledBlocks(blocks, max_recompiles)
@@ -124,7 +119,18 @@ def blocks_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def compiler_missing(device: torch.device) -> str | None:
     """Return the missing requirement of torch.compile for ``device``; None: nothing is missing."""
     try:
-        find_cpp_compiler()
+        torch_private.find_cpp_compiler()
     except Exception as error:  # the type depends on the platform
         return f"needs a C++ compiler, and none was found ({str(error).splitlines()[0]})"
-    return "needs triton (pip install triton)" if device.type == "cuda" and not has_triton() else None
+    return "needs triton (pip install triton)" if device.type == "cuda" and not torch_private.has_triton() else None
+
+
+def keep_compilations() -> None:
+    """Raise torch's limit of compilations of one piece of code for this thread; call it where compiled code runs.
+
+    Since torch 2.13 each thread has its own settings, and on a GPU the backward, which recomputes blocks, runs in
+    another thread than the forward.
+    """
+    config = torch_private.dynamo_config()
+    if config.recompile_limit < _KEPT:
+        config.recompile_limit = _KEPT

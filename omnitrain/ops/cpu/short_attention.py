@@ -27,8 +27,8 @@ class ShortBatch:
     """Segments that share a matmul, padded at their ends."""
 
     length: int  # L
-    num_queries: int  # B * K * G * Q padded queries, and B * K * L padded keys
-    num_keys: int
+    num_queries: int  # B * K * G * Q, padded
+    num_keys: int  # B * K * L, padded
     hidden: Tensor  # [1 or B * K, G * Q, L] fp32, 0 if a query sees a key, else -inf
     is_real: Tensor | None  # [B * K, G * Q, 1] fp32, 0 for padding, else 1; None: no padding
 
@@ -53,8 +53,8 @@ class _Padded:
 class ShortKeys:
     """The batches of a sequence and the indices of their keys; layers with different queries share them."""
 
-    tokens: int  # T and K
-    heads: int
+    tokens: int  # T
+    heads: int  # K
     batches: tuple[_Padded, ...]  # the padded positions of each batch, in order of the sequence
     rows: Tensor  # for each padded key, its row of [T * K, D]
     padded: Tensor  # [T * K], the padded position of each of these rows

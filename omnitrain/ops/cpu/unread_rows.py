@@ -64,7 +64,7 @@ def rows_read() -> ReadRows | None:
 def rows_read_of(module: nn.Module, length: int) -> ReadRows | None:
     """Return the tokens that are read of an attention's output; None: all, because it is not the last attention.
 
-    If ``length``, the number of its tokens, is not that of the forward, all are read.
+    If it has another number of tokens (``length``) than the forward, all are read.
     """
     read = _read.get() if module in _last_to_mix else None
     return read if read is not None and read.length == length else None

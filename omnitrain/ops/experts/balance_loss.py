@@ -31,7 +31,7 @@ def sample_balance(scores: Tensor, counts: Tensor, sample: Tensor) -> Tensor:
 
 
 def fraction_balance(scores: Tensor, fractions: Tensor) -> Tensor:
-    """Sum over tokens of ``E * sum_e f_e p_te`` for given shares ``f`` ``[E]``, such as those of the previous step."""
+    """Sum over tokens of ``E * sum_e f_e p_te`` for given shares ``f`` ``[E]``, such as the previous step's."""
     return scores.size(-1) * (scores.float().softmax(-1) @ fractions).sum()
 
 

@@ -50,7 +50,7 @@ class Dispatcher(Protocol):
     def dispatch(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> DispatchHandle:
         """Send a row of each token in ``[T, H]`` to each of its experts; the whole exchange is differentiable.
 
-        The weights ``[T, k]`` are those of :meth:`DispatchHandle.combine`.
+        :meth:`DispatchHandle.combine` uses the weights ``[T, k]``.
         """
 
 
@@ -123,7 +123,7 @@ def omnitrain_experts(
     """Compute the weighted sum ``[T, H]`` of each token's experts; for transformers' ``ExpertsInterface``.
 
     ``hidden_states`` are ``[T, H]``, ``top_k_index`` ``[T, k]`` indices of experts in the whole layer,
-    ``top_k_weights`` ``[T, k]``; ``backend`` is that of the matmuls, or ``auto``. The result has the dtype of
+    ``top_k_weights`` ``[T, k]``; ``backend`` computes the matmuls, or is ``auto``. The result has the dtype of
     ``hidden_states``.
     """
     settings = settings_of(module)

@@ -73,7 +73,7 @@ def _products(experts: ExpertWeights, rows: Tensor, ends: Tensor, activates_agai
 def _adapted(
     product: Tensor, rows: Tensor, adapter: ExpertAdapter | None, ends: Tensor, before: Before | None = None
 ) -> Tensor:
-    """Add the product of ``rows`` and an adapter to ``product``, that of frozen matrices, in the wider dtype."""
+    """Add the product of ``rows`` and an adapter to the ``product`` of frozen matrices, in the wider dtype."""
     if adapter is None:
         return product
     thin = grouped_linear(rows, adapter.a, None, ends, transposed=False, before=before)

@@ -20,7 +20,7 @@ from omnitrain.ops.collectives import with_backward
 class TokenPermutation:
     """The (token, expert) pairs of a layer, sorted by expert."""
 
-    token_of_row: Tensor  # [S] int64, the token of each row; those of one expert are ascending
+    token_of_row: Tensor  # [S] int64, the token of each row; tokens of one expert are ascending
     row_of_slot: Tensor  # [T, k] int64, the row of each token's expert
     ends: Tensor  # [E] int32, the end of each expert's rows
 

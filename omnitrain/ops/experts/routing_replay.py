@@ -69,7 +69,7 @@ class Recording:
     ) -> Iterator[Replayed]:
         """Replay the recorded decisions in the forward inside; samples without a recording are routed as usual.
 
-        ``ids`` and ``lengths`` (numbers of tokens) are those of the pack's samples; ``tokens`` ``[t]`` int64 are the
+        ``ids`` and ``lengths`` (numbers of tokens) describe the pack's samples; ``tokens`` ``[t]`` int64 are the
         tokens of the pack on this rank; None: all.
         """
         changes = Replayed()
@@ -126,7 +126,7 @@ class _LayersOf(TorchFunctionMode):
         self._hooks: list[Any] = []
 
     def __enter__(self) -> _LayersOf:
-        # The tokens of a teacher's calls are those of other samples, or of these in another order.
+        # The tokens of a teacher's calls belong to other samples, or to these in another order.
         apart = tuple(f"{name}." for name, part in self._model.named_modules() if getattr(part, "is_teacher", False))
         for name in {name.rpartition(".")[0] for name, _ in experts_in(self._model) if not name.startswith(apart)}:
             layer = self._model.get_submodule(name)

@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 Made = TypeVar("Made")
 
-_TOP_K = (torch.topk, torch.Tensor.topk)
-
 
 class RoutingTape:
     """The decisions of one forward of one block: the indices of every ``topk``, and values computed from them.
@@ -30,40 +28,37 @@ class RoutingTape:
 
     def recording(self) -> AbstractContextManager[None]:
         """Return the context of the forward."""
-        return _open(self, _Record(self._indices), replays=False)
+
+        def recorded(compute: Callable[[], Tensor]) -> Tensor:
+            with torch.no_grad():
+                self._indices.append(compute())
+            return self._indices[-1]
+
+        return _open(self._made, None, recorded)
 
     def replaying(self) -> AbstractContextManager[None]:
         """Return the context of a recomputation; it may be used several times."""
-        return _open(self, _Replay(self._indices), replays=True)
+        left = iter(self._indices)
+        return _open(self._made, iter(self._made), lambda _: next(left))
 
 
-class _Record(TorchFunctionMode):
-    def __init__(self, indices: list[Tensor]) -> None:
+class _TopK(TorchFunctionMode):
+    """Takes the indices of every ``topk`` from ``indices_of``, which gets a function that computes them."""
+
+    def __init__(self, indices_of: Callable[[Callable[[], Tensor]], Tensor]) -> None:
         super().__init__()
-        self._indices = indices
+        self._indices_of = indices_of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
         if not is_top_k(func):
-            return func(*args, **(kwargs or {}))
-        with torch.no_grad():
-            self._indices.append(func(*args, **(kwargs or {})).indices)
-        return top_k_at(self._indices[-1], *args, **(kwargs or {}))  # what autograd saves must be as in the replay
-
-
-class _Replay(TorchFunctionMode):
-    def __init__(self, indices: list[Tensor]) -> None:
-        super().__init__()
-        self._left = iter(indices)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_top_k(func):
-            return top_k_at(next(self._left), *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return func(*args, **given)
+        return top_k_at(self._indices_of(lambda: func(*args, **given).indices), *args, **given)
 
 
 def is_top_k(function: Any) -> bool:
     """Whether ``function`` is ``torch.topk`` or ``Tensor.topk``."""
-    return function in _TOP_K
+    return function in (torch.topk, torch.Tensor.topk)
 
 
 def top_k_at(indices: Tensor, input: Tensor, k: int, dim: int = -1, **kwargs: Any) -> Any:
@@ -71,28 +66,17 @@ def top_k_at(indices: Tensor, input: Tensor, k: int, dim: int = -1, **kwargs: An
     return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
-class _TapeReader:
-    """A tape in use, and its read position."""
-
-    def __init__(self, made: list[Any], replays: bool) -> None:
-        self._made, self._replays, self._next = made, replays, 0
-
-    def made(self, make: Callable[[], Made]) -> Made:
-        if self._replays:
-            self._next += 1
-            return self._made[self._next - 1]
-        self._made.append(make())
-        return self._made[-1]
-
-
-_reel: ContextVar[_TapeReader | None] = ContextVar("routing_tape", default=None)
+# What the running forward has made, and what its recomputation has not taken yet; None: it is not the recomputation.
+_reel: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar("routing_tape", default=None)
 
 
 @contextmanager
-def _open(tape: RoutingTape, mode: TorchFunctionMode, *, replays: bool) -> Iterator[None]:
-    token = _reel.set(_TapeReader(tape._made, replays))
+def _open(
+    made: list[Any], replayed: Iterator[Any] | None, indices_of: Callable[[Callable[[], Tensor]], Tensor]
+) -> Iterator[None]:
+    token = _reel.set((made, replayed))
     try:
-        with mode:
+        with _TopK(indices_of):
             yield
     finally:
         _reel.reset(token)
@@ -100,11 +84,15 @@ def _open(tape: RoutingTape, mode: TorchFunctionMode, *, replays: bool) -> Itera
 
 def cached_for_recompute(make: Callable[[], Made]) -> Made:
     """Return the result of ``make()``; in a recomputation, its result in the forward."""
-    reel = _reel.get()
-    return make() if reel is None else reel.made(make)
+    if (reel := _reel.get()) is None:
+        return make()
+    made, replayed = reel
+    if replayed is not None:
+        return next(replayed)
+    made.append(make())
+    return made[-1]
 
 
 def is_replaying() -> bool:
     """Whether this is the recomputation of a recorded forward."""
-    reel = _reel.get()
-    return reel is not None and reel._replays
+    return (reel := _reel.get()) is not None and reel[1] is not None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +49,7 @@ class LayerSpans:
         """Return the result of the shared experts for ``hidden``, and record it."""
         if not self._recorder.is_on:
             return compute(hidden)
-        own = hidden.view_as(hidden)  # others read the hidden states, too, whose gradient is there much later
+        own = hidden.view_as(hidden)  # `hidden` has other consumers, so its gradient is complete much later
         return self._computed("shared experts", None, own, lambda: compute(own))
 
     def _computed(self, name: str, chunk: int | None, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
@@ -66,14 +66,10 @@ class LayerSpans:
         phase: Phase = "backward" if backward else "recompute" if is_replaying() else "forward"
         return What(kind, name, phase, self._layer, chunk)
 
-    @contextmanager
-    def _during(self, kind: Kind, name: str, chunk: int | None = None, *, backward: bool = False) -> Iterator[None]:
-        if not self._recorder.is_on:
-            yield
-            return
-        started = self._recorder.mark()
-        yield
-        self._recorder.add(self._what(kind, name, chunk, backward=backward), started, self._recorder.mark())
+    def _during(
+        self, kind: Kind, name: str, chunk: int | None = None, *, backward: bool = False
+    ) -> AbstractContextManager[None]:
+        return self._recorder.span(self._what(kind, name, chunk, backward=backward))
 
 
 NOT_RECORDED = LayerSpans(SpanRecorder(), "")

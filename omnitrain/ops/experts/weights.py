@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,9 +24,9 @@ _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 class ExpertRange(NamedTuple):
     """Consecutive experts of a chunk."""
 
-    start: int  # range of the experts within the chunk
+    start: int  # its experts within the chunk, from here to `stop`
     stop: int
-    first_row: int  # range of their rows within the chunk
+    first_row: int  # their rows within the chunk, from here to `end_row`
     end_row: int
 
 
@@ -70,7 +71,7 @@ def num_experts_of(module: nn.Module) -> int:
 class ExpertWeights:
     """The experts on this rank; it replaces their module in functions that compute experts.
 
-    Weights are plain tensors. All other attributes are those of the module.
+    Weights are plain tensors. All other attributes come from the module.
 
     Attributes:
         module: the experts of a layer.
@@ -184,6 +185,7 @@ class _InChunks(torch.autograd.Function):
         return None, None, *(whole.of(name) for name in ctx.names)
 
 
+@dataclass(eq=False)
 class _Gradients:
     """Collects the gradients of chunks' matrices in one buffer, so that none exists twice.
 
@@ -193,30 +195,25 @@ class _Gradients:
     it.
     """
 
-    def __init__(
-        self,
-        offsets: tuple[int, ...],
-        ranges: Sequence[Sequence[ExpertRange]],
-        matrices: tuple[str, ...],
-        work: WeightGradients | None,
-    ) -> None:
-        self.offsets = offsets
-        self._ranges, self._matrices, self._work = ranges, matrices, work
-        self._wholes: dict[int, _Wholes] = {}
-        self.later: Mapping[str, Later] = {}
-        self._pieces: dict[tuple[int, str], list[_Piece]] = {}
+    offsets: tuple[int, ...]  # of the chunks
+    ranges: Sequence[Sequence[ExpertRange]]  # of each chunk
+    matrices: tuple[str, ...]
+    work: WeightGradients | None
+    later: Mapping[str, Later] = field(default_factory=dict)
+    _wholes: dict[int, _Wholes] = field(default_factory=dict)
+    _pieces: dict[tuple[int, str], list[_Piece]] = field(default_factory=dict)
 
     def taker(self, name: str, chunk: int) -> DelayedByRange:
         """Return a function that takes the gradient of a chunk of the matrix ``name``."""
 
         def take(make: MakeRange) -> None:
             backward = current_graph_task_id()
-            for span in self._ranges[chunk]:
+            for span in self.ranges[chunk]:
                 start, stop = self.offsets[chunk] + span.start, self.offsets[chunk] + span.stop
                 if name in self.later:
                     self._pieces.setdefault((backward, name), []).append((start, stop, partial(make, span)))
-                elif self._work is not None:
-                    self._work.add((backward, name, start, stop), partial(make, span))
+                elif self.work is not None:
+                    self.work.add((backward, name, start, stop), partial(make, span))
                 else:
                     self._wholes.setdefault(backward, self._none_yet()).add(name, start, stop, make(span))
 
@@ -229,9 +226,9 @@ class _Gradients:
             if pieces := self._pieces.pop((backward, name), None):
                 later(partial(_joined, pieces, self.offsets[-1]))
         whole = self._wholes.pop(backward, None) or self._none_yet()
-        if self._work is None:
+        if self.work is None:
             return whole
-        for (of_backward, name, start, stop), gradient in self._work.made(lambda key: self._matrices.index(key[1])):
+        for (of_backward, name, start, stop), gradient in self.work.made(lambda key: self.matrices.index(key[1])):
             if of_backward == backward:
                 whole.add(name, start, stop, gradient)
             del gradient  # release it before computing the next one

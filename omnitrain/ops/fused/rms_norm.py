@@ -72,19 +72,16 @@ class _FusedRMSNorm(torch.autograd.Function):
         kept, inverse, weight = ctx.saved_tensors
         grad, normalised = grad.float(), kept if kept.dtype == inverse.dtype else kept.float() * inverse
         product_TH = (grad * normalised).reshape(-1, kept.size(-1))
-        scale = _scale(weight, ctx.form.offset, kept)
+        if weight is None:
+            scale = kept.new_ones(kept.size(-1), dtype=torch.float32)
+        else:
+            scale = weight.float() + ctx.form.offset if ctx.form.offset else weight.float()
         grad_weight = product_TH.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
         mean = torch.mv(product_TH, scale).div_(kept.size(-1)).view(inverse.shape)
         grad_x = (grad * scale).addcmul_(normalised, mean, value=-1).mul_(inverse)
         return grad_x.to(kept.dtype), grad_weight, None
-
-
-def _scale(weight: Tensor | None, offset: float, x: Tensor) -> Tensor:
-    if weight is None:
-        return x.new_ones(x.size(-1), dtype=torch.float32)
-    return weight.float() + offset if offset else weight.float()
 
 
 def _liger_rms_norm(x: Tensor, weight: Tensor | None, form: RMSNormForm) -> Tensor:
@@ -102,7 +99,7 @@ RMS_NORM = (
 
 
 def rms_norm_form(module: nn.Module) -> RMSNormForm | None:
-    """Return the form whose outputs equal those of ``module`` bit for bit in fp32, bf16 and both; None: no RMSNorm.
+    """Return the form whose outputs equal ``module``'s bit for bit in fp32, bf16 and both; None: no RMSNorm.
 
     We compare on random rows and weights; the module's values and device do not matter.
     """

@@ -108,7 +108,7 @@ ROTARY = (
 def rotary_forward(module: nn.Module, run: Rotary) -> Callable[..., Any] | None:
     """Return the forward of ``module``'s class with ``run`` instead of the rotary function in its file, if any.
 
-    A function named in the forward is the rotary function if its outputs equal those of :func:`rotary` bit for bit. If
+    A function named in the forward is the rotary function if its outputs equal :func:`rotary`'s bit for bit. If
     it rotates only the first ``R`` features, so does the new one. Other calls (more arguments, several dtypes) go to
     the model's own function.
     """

@@ -14,15 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import UserError
 from omnitrain.ops.collectives import add_up_gradients
-from omnitrain.ops.compile.blocks import compiler_missing
-from omnitrain.ops.compile.cache_limit import keep_compilations
-from omnitrain.ops.loss.token_functions import (
-    TeacherRows,
-    TokenFunction,
-    token_losses,
-    token_metrics,
-    with_gradient_of_logits,
-)
+from omnitrain.ops.compile.blocks import compiler_missing, keep_compilations
+from omnitrain.ops.loss import token_functions
 from omnitrain.ops.loss.vocab_parallel import require_labels, sharded_softmax
 from omnitrain.ops.registry import Backend, choose, liger_missing
 
@@ -65,24 +58,24 @@ def cross_entropy_rows(
     labels: Tensor,
     *,
     count: int | None = None,
-    function: TokenFunction | None = None,
-    metrics: Mapping[str, TokenFunction] | None = None,
-    teachers: TeacherRows | None = None,
+    function: token_functions.TokenFunction | None = None,
+    metrics: Mapping[str, token_functions.TokenFunction] | None = None,
+    teachers: token_functions.TeacherRows | None = None,
 ) -> LossTerm:
     """Compute the plain loss of logits ``[N, classes]``, for models that transform their logits after the head.
 
-    The other arguments are those of :func:`linear_cross_entropy`; with ``function`` or ``metrics`` no label may be
-    ignored.
+    The other arguments have the meaning that :func:`linear_cross_entropy` gives them; with ``function`` or ``metrics``
+    no label may be ignored.
     """
     if count is None:
         count = int((labels != IGNORED).sum())
     if function is None or not len(labels):  # without tokens, a teacher has no rows for functions
         rows = F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=IGNORED)
     else:
-        rows = token_losses(function, logits.float(), labels, teachers)
+        rows = token_functions.token_losses(function, logits.float(), labels, teachers)
     values = dict.fromkeys(metrics or {}, rows.detach())
     if len(labels):
-        values = token_metrics(metrics or {}, logits, labels, teachers or {})
+        values = token_functions.token_metrics(metrics or {}, logits, labels, teachers or {})
     return LossTerm(rows.sum(), count, rows.detach(), values)
 
 
@@ -94,9 +87,9 @@ def linear_cross_entropy(
     *,
     count: int | None = None,
     backend: str = "auto",
-    function: TokenFunction | None = None,
-    metrics: Mapping[str, TokenFunction] | None = None,
-    teachers: TeacherRows | None = None,
+    function: token_functions.TokenFunction | None = None,
+    metrics: Mapping[str, token_functions.TokenFunction] | None = None,
+    teachers: token_functions.TeacherRows | None = None,
     chunk_elements: int | None = None,
 ) -> LossTerm:
     """Compute ``-log softmax(hidden @ weight.T + bias)[labels]``, chunk by chunk.
@@ -141,7 +134,8 @@ def linear_cross_entropy(
                 "vocabulary; remove them, or set tp to 1"
             )
         chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
-        weight, bias = _own(weight), _own(bias)
+        of_ranks: tuple[Any, Any] = weight, bias
+        weight, bias = of_ranks[0].to_local(), None if bias is None else of_ranks[1].to_local()  # with a graph
     if chunk_elements is None:
         buffer_bytes = chosen.buffer_bytes if function is None else _BYTES_OF_OWN
         chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + buffer_bytes)
@@ -152,27 +146,18 @@ def linear_cross_entropy(
         """Measure the chunk before the softmax, which may write over its logits."""
         of_chunk = {name: rows[at] for name, rows in (teachers or {}).items()}
         if metrics:
-            chunks.append(token_metrics(metrics, logits, labels[at], of_chunk))
+            chunks.append(token_functions.token_metrics(metrics, logits, labels[at], of_chunk))
         if function is not None:
-            return with_gradient_of_logits(function, logits, labels[at], of_chunk, with_gradient)
+            return token_functions.with_gradient_of_logits(function, logits, labels[at], of_chunk, with_gradient)
         return chosen.run(logits, labels[at], wide, with_gradient)
 
     total, rows = _LinearCrossEntropy.apply(
         hidden, weight, bias, labels, kept, chunk_rows, run, torch.is_grad_enabled()
     )
-    values = {name: _in_rows([chunk[name] for chunk in chunks], rows, kept) for name in metrics or {}}
+    values = {name: torch.cat([rows[:0], *(chunk[name] for chunk in chunks)]) for name in metrics or {}}
+    if kept is not None:  # 0 where the label is ignored
+        values = {name: torch.zeros_like(rows).index_copy_(0, kept, found) for name, found in values.items()}
     return LossTerm(total if group is None else add_up_gradients(total, group), count, rows, values)
-
-
-def _in_rows(chunks: list[Tensor], rows: Tensor, kept: Tensor | None) -> Tensor:
-    """Return the values of the chunks as ``[n]`` like ``rows``; 0 where the label is ignored."""
-    values = torch.cat([rows[:0], *chunks])
-    return values if kept is None else torch.zeros_like(rows).index_copy_(0, kept, values)
-
-
-def _own(tensor: Any) -> Any:
-    """This rank's part of a DTensor, with a graph."""
-    return None if tensor is None else tensor.to_local()
 
 
 def _torch_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -186,7 +171,7 @@ def _torch_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bo
 
 
 def _compiled_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Reads the logits twice and writes the gradient over them, once: a GPU's time for it is that of its memory."""
+    """Reads the logits twice and writes the gradient over them, once: a GPU's time for it is the time of its memory."""
     require_labels(labels, logits.size(1))  # compiled code takes -1 for the last class
     losses = _compiled()(logits, labels, with_gradient)
     return losses, logits if with_gradient else None

@@ -42,7 +42,7 @@ _UNMEASURED_CHUNKS = 4  # for `expert_chunks: auto` until chunks are measured
 class ExpertLayer:
     """The experts of one layer.
 
-    ``name`` is that of their module, ``weights`` the names of their parameters whose dim 0 is the expert, ``backend``
+    ``name`` is their module's name, ``weights`` the names of their parameters whose dim 0 is the expert, ``backend``
     the configured one, or ``auto``.
     """
 
@@ -66,7 +66,7 @@ def expert_layers(model: OmniModel) -> dict[str, tuple[ExpertLayer, ...]]:
 def chosen_layers(
     model: OmniModel, layers: Sequence[ExpertLayer], ep_plan: Mapping[str, int] | None
 ) -> tuple[ExpertLayer, ...]:
-    """Return the ``layers`` of a component that ``ep_plan`` shards; without one, those of the model's HF plan.
+    """Return the ``layers`` of a component that ``ep_plan`` shards; without one, the layers in the model's HF plan.
 
     If the HF plan contains none of the layers, return all: most plans shard exactly the declared experts.
     """

@@ -1,17 +1,11 @@
 """Dispatch token rows to the ranks of their experts and combine the results, overlapped with the experts.
 
-A rank's experts compute in chunks, one after the other, and each chunk has its own all-to-alls. All dispatches start at
-once; while the experts of one chunk compute, rows of later chunks arrive and results of earlier chunks return::
-
-    in flight    rows 0 | rows 1    | rows 2    | results 0 | results 1 | results 2
-    experts               chunk 0   | chunk 1   | chunk 2   |
-
-Chunks divide experts, not tokens: an expert computes all of its rows at once, so the number of chunks does not change
-a bit of the result. Autograd runs the last node of the forward first. So each exchange has two autograd nodes: the
-first starts it in the forward and waits for its transpose in the backward; the second does the reverse.
-
-Concatenating the chunks' weight gradients would hold them twice. So they are computed in ranges of experts, which stay
-small with few chunks; the rows of the ranges are counted together with the splits of the exchange.
+A rank's experts compute in chunks, and each chunk has its own all-to-alls. All dispatches start at once; while the
+experts of one chunk compute, rows of later chunks arrive and results of earlier chunks return. Chunks divide experts,
+not tokens, so their number does not change a bit of the result. Autograd runs the last node of the forward first. So
+each exchange has two autograd nodes: the first starts it in the forward and waits for its transpose in the backward;
+the second does the reverse. Weight gradients are computed in ranges of experts, since concatenating those of chunks
+would hold them twice; the rows of the ranges are counted together with the splits of the exchange.
 """
 
 from __future__ import annotations
@@ -29,14 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.ops.collectives import gather_rows, with_backward
+from omnitrain.ops.experts import permute
 from omnitrain.ops.experts.entry import Dispatcher, DispatchHandle
-from omnitrain.ops.experts.permute import (
-    TokenPermutation,
-    sort_by_expert,
-    token_gradients,
-    weighted_sum_gradients,
-    weighted_sums,
-)
 from omnitrain.ops.experts.routing_tape import is_replaying
 from omnitrain.ops.experts.timing import LayerSpans
 from omnitrain.ops.experts.weights import ExpertRange, chunk_offsets
@@ -85,8 +73,8 @@ class GroupLink:
 class ChunkSplits:
     """The exchange of one chunk of experts."""
 
-    sent: list[int]  # numbers of rows sent to, and received from, each rank
-    received: list[int]
+    sent: list[int]  # number of rows sent to each rank
+    received: list[int]  # number of rows received from each rank
     by_expert: Tensor  # [R] int64: sorts received rows, which come by sender, by this rank's experts
     by_sender: Tensor  # [R] int64: the inverse
     ends: Tensor  # [E] int32: end of each expert's rows after sorting
@@ -100,7 +88,7 @@ class DispatchPlan:
     ``routes`` sorts this rank's tokens into rows by the chunk of their experts, then by rank, then by expert.
     """
 
-    routes: TokenPermutation
+    routes: permute.TokenPermutation
     chunks: tuple[ChunkSplits, ...]
 
     def rows_to_others(self, rank: int) -> int:
@@ -123,7 +111,7 @@ class RankDispatcher:
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> DispatchPlan:
         """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
         order = _Order.of(num_experts, self.link.size, self.chunks, top_k_index.device)
-        routes = sort_by_expert(order.position[top_k_index], num_experts)
+        routes = permute.sort_by_expert(order.position[top_k_index], num_experts)
         to_send = routes.counts[order.position].view(self.link.size, -1)
         with spans.waiting("counts"):
             to_receive = self.link.exchange_counts(to_send)
@@ -154,7 +142,7 @@ class _Order:
         by_rank = torch.arange(num_experts, device=device).view(ranks, -1)
         starts = chunk_offsets(by_rank.size(1), chunks)
         sizes, offsets = [stop - start for start, stop in pairwise(starts)], torch.tensor(starts, device=device)
-        # A single chunk's weight gradients are those of all experts, so there is nothing to concatenate.
+        # A single chunk's weight gradients cover all experts, so there is nothing to concatenate.
         ranges = [chunk_offsets(size, min(size, -(-_RANGES // chunks)) if chunks > 1 else 1) for size in sizes]
         range_offsets = torch.tensor(
             [start + offset for start, in_chunk in zip(starts, ranges, strict=False) for offset in in_chunk]
@@ -215,7 +203,7 @@ class ChunkedDispatch:
             return tuple(_placeholder(sum(splits.received), tokens) for splits in plan.chunks)
 
         def sum_gradients(*_: Tensor) -> Tensor:
-            return token_gradients(in_flight.wait_all(), plan.routes)
+            return permute.token_gradients(in_flight.wait_all(), plan.routes)
 
         self._rows: tuple[Tensor, ...] = with_backward(start, sum_gradients, tokens)
         self._results: list[Tensor] = []
@@ -317,14 +305,14 @@ class _Combine(torch.autograd.Function):
         rows = in_flight.wait_all()
         ctx.in_flight = in_flight
         ctx.save_for_backward(rows, weights)
-        return weighted_sums(rows, weights, in_flight.plan.routes)
+        return permute.weighted_sums(rows, weights, in_flight.plan.routes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         in_flight: _InFlight = ctx.in_flight
         rows, weights = ctx.saved_tensors
-        of_rows, of_weights = weighted_sum_gradients(gradient, rows, weights, in_flight.plan.routes)
+        of_rows, of_weights = permute.weighted_sum_gradients(gradient, rows, weights, in_flight.plan.routes)
         chunks = in_flight.plan.chunks
         if any(ctx.needs_input_grad[2:]):
             for chunk in reversed(range(len(chunks))):  # autograd waits for the last chunk first

@@ -17,13 +17,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.device import to_device
-from omnitrain.ops.experts.balance_loss import (
-    counts_per_sample,
-    fraction_balance,
-    micro_batch_balance,
-    sample_balance,
-    z_loss,
-)
+from omnitrain.ops.experts import balance_loss
 from omnitrain.ops.experts.entry import bytes_sent
 from omnitrain.ops.experts.routers import choice_bias, find_router
 from omnitrain.ops.experts.routing_tape import is_replaying
@@ -141,7 +135,7 @@ class RouterMonitor:
             return
         layer.index = arguments[1].detach()
         chosen = layer.index[self._rows.valid]
-        counts = counts_per_sample(chosen, torch.zeros_like(chosen[:, 0]), 1, layer.num_experts)[0]
+        counts = balance_loss.counts_per_sample(chosen, torch.zeros_like(chosen[:, 0]), 1, layer.num_experts)[0]
         layer.counts = counts if layer.counts is None else layer.counts + counts
 
     def begin(self, packs: Sequence[Pack]) -> None:
@@ -172,10 +166,10 @@ class RouterMonitor:
         scores, index = self._taken(layers, rows)
         per_token = [balance.weight * of_layer for of_layer in self._balance_of(layers, scores, index, rows)]
         if balance.z_weight:
-            per_token += [balance.z_weight * z_loss(of_layer) for of_layer in scores]
+            per_token += [balance.z_weight * balance_loss.z_loss(of_layer) for of_layer in scores]
         terms = [torch.stack(per_token).sum() / (self._num_tokens * len(self._layers))] if per_token else []
         if balance.loss == "micro_batch" and len(rows.valid):
-            terms.append(balance.weight * micro_batch_balance(scores, index) / self._num_micro_batches)
+            terms.append(balance.weight * balance_loss.micro_batch_balance(scores, index) / self._num_micro_batches)
         return torch.stack(terms).sum() if terms else None
 
     def _taken(self, layers: Sequence[_Layer], rows: _SampleTokens) -> tuple[list[Tensor], list[Tensor]]:
@@ -198,17 +192,17 @@ class RouterMonitor:
         """Yield each layer's balance loss, summed over tokens, for the losses that are per token."""
         if self._balance.loss == "previous_step":
             for layer, of_layer in zip(layers, scores, strict=True):
-                yield fraction_balance(of_layer, layer.fractions.to(of_layer.device))
+                yield balance_loss.fraction_balance(of_layer, layer.fractions.to(of_layer.device))
         elif self._balance.loss == "sample":
             per_layer = [
-                counts_per_sample(of_layer, rows.sample, rows.num_samples, layer.num_experts)
+                balance_loss.counts_per_sample(of_layer, rows.sample, rows.num_samples, layer.num_experts)
                 for layer, of_layer in zip(layers, index, strict=True)
             ]
             counts = torch.cat(per_layer, dim=1)
             if rows.is_slice:
                 dist.all_reduce(counts, group=self._sequence)
             for of_layer, of_samples in zip(scores, counts.split([c.size(1) for c in per_layer], dim=1), strict=True):
-                yield sample_balance(of_layer, of_samples, rows.sample)
+                yield balance_loss.sample_balance(of_layer, of_samples, rows.sample)
 
     @torch.no_grad()
     def end(self) -> None:

@@ -1,14 +1,10 @@
 """Hold FSDP units: a schedule gathers their weights, frees them, and reduces their gradients.
 
-FSDP's own hooks gather the weights of a unit before each forward and reduce its gradients after each backward. With
-several micro-batches between their forward and their backward, that is too often, and a backward would free weights
-that another micro-batch still needs. Held units keep their weights, and add up gradients, until the schedule says so.
-
-A unit has one state for its forward and its backward, which a forward and a backward of two micro-batches at the same
-time would confuse. So the hooks of held units only cast, and add up gradients when autograd has left the unit.
-
-torch has public functions to gather and free; :meth:`HeldUnits.reduce` does what ``torch.distributed.pipelining`` does
-for its own stages.
+FSDP's own hooks gather a unit's weights before each forward, and reduce its gradients and free its weights after each
+backward: too often if several micro-batches are in flight, and too early for the others. A unit also has one state for
+its forward and its backward, which two micro-batches at the same time would confuse. So the hooks of held units only
+cast, and add up gradients when autograd has left the unit. :meth:`HeldUnits.reduce` does what
+``torch.distributed.pipelining`` does for its own stages.
 """
 
 from __future__ import annotations
@@ -21,15 +17,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from omnitrain.torch_private import (
-    add_up_gradients,
-    call_after_backward,
-    end_backward,
-    is_backward,
-    parameter_groups,
-    replace_hook_before_backward,
-    reset_after_error,
-)
+from omnitrain import torch_private
 
 
 class HeldUnits:
@@ -48,19 +36,19 @@ class HeldUnits:
             for unit in self._units.values():
                 unit.set_reshard_after_backward(False, recurse=False)
                 unit.set_requires_gradient_sync(False, recurse=False)
-                replace_hook_before_backward(unit, lambda output: output)
-                for group in parameter_groups(unit):
+                torch_private.replace_hook_before_backward(unit, lambda output: output)
+                for group in torch_private.parameter_groups(unit):
                     group.pre_forward = partial(_pre_forward, group)
                     group.post_forward = lambda module, args, output: output
             self._root.set_is_last_backward(False)
             yield
         except BaseException:
-            reset_after_error(self._root)
+            torch_private.reset_after_error(self._root)
             raise
         finally:
             for unit in self._units.values():
-                replace_hook_before_backward(unit, None)
-                for group in parameter_groups(unit):
+                torch_private.replace_hook_before_backward(unit, None)
+                for group in torch_private.parameter_groups(unit):
                     del group.pre_forward, group.post_forward
                 unit.set_reshard_after_backward(True, recurse=False)
                 unit.set_requires_gradient_sync(True, recurse=False)
@@ -86,19 +74,19 @@ class HeldUnits:
             unit = self._units[name]
             unit.set_reshard_after_backward(True, recurse=False)
             unit.set_requires_gradient_sync(True, recurse=False)
-            for group in parameter_groups(unit):
+            for group in torch_private.parameter_groups(unit):
                 group.post_backward()
 
     def add_up(self) -> None:
         """Add the gradients of a backward to those that units hold, in the dtype in which they are reduced."""
         for unit in self._units.values():
-            for group in parameter_groups(unit):
-                add_up_gradients(group)
+            for group in torch_private.parameter_groups(unit):
+                torch_private.add_up_gradients(group)
 
     def finish(self) -> None:
         """Wait for all reductions, at the end of a step."""
         self._root.set_is_last_backward(True)
-        end_backward(self._root)
+        torch_private.end_backward(self._root)
 
 
 @contextmanager
@@ -112,15 +100,15 @@ def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
         names: the units of which the next backward runs a part, too.
     """
     units = [unit for name in names if isinstance(unit := model.get_submodule(name), FSDPModule)]
-    groups = [group for unit in units for group in parameter_groups(unit)]
+    groups = [group for unit in units for group in torch_private.parameter_groups(unit)]
     assert isinstance(model, FSDPModule)
     model.set_is_last_backward(False)
     for group in groups:
-        group.post_backward = _nothing_after_backward
+        group.post_backward = lambda *_: None
     try:
         yield
     except BaseException:
-        reset_after_error(model)
+        torch_private.reset_after_error(model)
         raise
     finally:
         model.set_is_last_backward(True)
@@ -128,9 +116,6 @@ def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
             del group.post_backward
 
 
-def _nothing_after_backward(*_: object) -> None: ...
-
-
 def _pre_forward(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Add up the gradients of a unit when its backward has ended; a recomputation runs inside of that backward."""
-    return (args, kwargs) if is_backward() else call_after_backward(group, args, kwargs)
+    return (args, kwargs) if torch_private.is_backward() else torch_private.call_after_backward(group, args, kwargs)

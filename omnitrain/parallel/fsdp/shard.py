@@ -10,15 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from transformers import PreTrainedModel
 
 from omnitrain.models.omni.model import OmniModel
@@ -40,7 +33,7 @@ class Sharding:
     """The sharding of a component's parameters.
 
     ``mesh``: one axis: shard over it (FSDP2). Two axes: replicate over the first, shard over the second (HSDP).
-    ``compute_dtype``: dtype of parameters and activations in forward and backward; None: that of the parameters.
+    ``compute_dtype``: dtype of parameters and activations in forward and backward; None: the dtype of the parameters.
     """
 
     mesh: DeviceMesh
@@ -120,16 +113,16 @@ def shard(
 
 def _shard_unit(
     module: nn.Module, how: Sharding, ignored: set[nn.Parameter], *, casts_inputs: bool, keeps_unsharded: bool
-) -> FSDPModule:
+) -> fsdp.FSDPModule:
     """Shard one unit. Inputs of blocks are not cast, so rotary tables stay fp32 as in transformers."""
     on_device = how.mesh.device_type != "cpu"
-    unit = fully_shard(
+    unit = fsdp.fully_shard(
         module,
         mesh=how.mesh,
-        mp_policy=MixedPrecisionPolicy(
+        mp_policy=fsdp.MixedPrecisionPolicy(
             param_dtype=how.compute_dtype, reduce_dtype=how.reduce_dtype, cast_forward_inputs=casts_inputs
         ),
-        offload_policy=CPUOffloadPolicy(pin_memory=on_device) if how.offload else OffloadPolicy(),
+        offload_policy=fsdp.CPUOffloadPolicy(pin_memory=on_device) if how.offload else fsdp.OffloadPolicy(),
         reshard_after_forward=not (how.keep_unsharded or keeps_unsharded),
         ignored_params=ignored,
     )
@@ -158,7 +151,7 @@ def _gather_in_methods(model: OmniModel, component: str, dtype: torch.dtype) -> 
     module: Any = model.get_submodule(component)
     calls = _ENCODER_CALLS if component in model.encoder_names else _DECODER_CALLS
     setattr(module, _RUN_UNSHARDED, run)
-    register_fsdp_forward_method(module, _RUN_UNSHARDED)
+    fsdp.register_fsdp_forward_method(module, _RUN_UNSHARDED)
     for method, casts in calls.items():
         setattr(module, method, partial(_call, module, getattr(module, method), dtype if casts else None))
 

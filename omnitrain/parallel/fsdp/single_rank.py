@@ -14,40 +14,34 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from omnitrain.torch_private import (
-    DefaultReduceScatter,
-    FSDPParam,
-    input_of_reduce_scatter,
-    parameter_groups,
-    stored_shard,
-)
+from omnitrain import torch_private
 
 
 def skip_copy_in_out(unit: FSDPModule) -> None:
     """Avoid these copies in a unit just returned by ``fully_shard``, on a mesh of one rank, without CPU offload."""
-    for group in parameter_groups(unit):
+    for group in torch_private.parameter_groups(unit):
         unit.set_custom_reduce_scatter(_SharedBuffer())
         for parameter in group.fsdp_params:
             parameter.__class__ = _CastIntoOutput
 
 
-class _CastIntoOutput(FSDPParam):
+class _CastIntoOutput(torch_private.FSDPParam):
     """Allocate the all-gather output in the compute dtype, so that torch's copy into it casts."""
 
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
         """``[n]`` in the stored dtype; torch's version has the compute dtype."""
-        stored = stored_shard(self)
+        stored = torch_private.stored_shard(self)
         self.init_all_gather_outputs([stored.numel()], [self.param_dtype or stored.dtype], 1, stored.device)
         return [stored]
 
 
-class _SharedBuffer(DefaultReduceScatter):
+class _SharedBuffer(torch_private.DefaultReduceScatter):
     """Use one buffer as input and output of a reduce-scatter on one rank."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the input buffer on the second call of torch's ``foreach_reduce``, which allocates its output."""
-        allocated = input_of_reduce_scatter(sys._getframe(1))
+        allocated = torch_private.input_of_reduce_scatter(sys._getframe(1))
         if allocated is None:
             return super().allocate(size, dtype=dtype, device=device)
         if allocated.is_cuda:

@@ -105,7 +105,7 @@ class _Parameters:
         self._fp32 = {parameter for name, parameter in model.named_parameters() if is_fp32(name)}
 
     def _find(self, module: nn.Module) -> dict[nn.Parameter, None]:
-        """Note the parameters of a module, and return those of it and of the modules in it that are not ignored."""
+        """Note the parameters of a module, and return all parameters in it that are not ignored."""
         if module not in self._managed:
             own = list(module.parameters(recurse=False))
             for parameter in own:

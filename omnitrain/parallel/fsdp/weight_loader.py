@@ -1,12 +1,9 @@
 """Give each rank its shards of the weights, unit by unit: no rank holds the model.
 
-First, all ranks move the model to the meta device, where tensors take no memory. The first rank says how each parameter
-is made of tensors in files (:mod:`omnitrain.models.hf.stored_values`), and each rank puts that description in the place
-of the parameter. Tensor parallelism and FSDP slice it like any tensor, and what FSDP copies into its shard is read from
-the files.
-
-Parameters that are in no file, such as fresh ones, are broadcast from the first rank: each rank keeps its shard, and
-the unit is sharded before the next one is broadcast. So are all parameters if some rank does not have the same files.
+All ranks move the model to the meta device. The first rank says how each parameter is made of tensors in files
+(:mod:`omnitrain.models.hf.stored_values`), and each rank puts that description in the parameter's place. Tensor
+parallelism and FSDP slice it like any tensor, and what FSDP copies into its shard is read from the files. Parameters
+that are in no file, and all if some rank lacks the files, are broadcast from the first rank, unit by unit.
 """
 
 from __future__ import annotations

@@ -62,22 +62,18 @@ class ActivationOffload:
         """Offload the tensors that each call of ``block`` saves; for a checkpointed block use :meth:`saving`."""
         around_calls(block, lambda args, kwargs: self.saving(block))
 
-    @contextmanager
-    def saving(self, block: nn.Module) -> Iterator[None]:
+    def saving(self, block: nn.Module) -> AbstractContextManager[None]:
         """Offload tensors that autograd saves inside the context, except parameters of ``block``."""
 
         def is_activation(storage: int) -> bool:  # read at each call: an inner FSDP unit gathers its parameters late
             return all(storage_of(parameter) != storage for parameter in block.parameters())
 
-        with self._saved(is_activation):
-            yield
+        return self._saved(is_activation)
 
-    @contextmanager
-    def saving_only(self, tensor: Tensor) -> Iterator[None]:
+    def saving_only(self, tensor: Tensor) -> AbstractContextManager[None]:
         """Offload only saved tensors that share the storage of ``tensor``."""
         wanted = storage_of(tensor)
-        with self._saved(lambda storage: storage == wanted):
-            yield
+        return self._saved(lambda storage: storage == wanted)
 
     @contextmanager
     def _saved(self, is_wanted: Callable[[int], bool]) -> Iterator[None]:

@@ -1,8 +1,13 @@
-"""Activation recompute through transformers' checkpointing layers: whole blocks, or all except some ops' outputs."""
+"""Activation recompute by transformers' checkpointing layers: whole blocks, all but the outputs of some ops, or parts.
+
+Recompute of a whole block repeats the dispatch of its tokens. Parts are those that need most memory otherwise:
+recompute of attention, router and the experts' activation; offload of dispatched rows and of the MoE layer's input.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
@@ -12,9 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from omnitrain.ops.experts.weights import is_experts
+from omnitrain.ops.experts.install import set_experts
+from omnitrain.ops.experts.routers import find_router
+from omnitrain.ops.experts.weights import experts_in, is_experts
 from omnitrain.ops.recompute import Contexts, recompute_contexts
+from omnitrain.parallel.memory.offload import ActivationOffload, around_calls
 from omnitrain.parallel.tensor.sequence_parallel import dividing, tokens_divided
+from omnitrain.recipe.parallel import OffloadedTensor, RecomputedPart
 from omnitrain.torch_private import PROFILER_RECORDS
 from omnitrain.transformers_private import checkpoint_block
 
@@ -42,6 +51,8 @@ _REGISTERED_BY = {"torch_attn": "torch.nn.attention.varlen", "flash_attn": "flas
 # recompute, because they run there outside of the root's forward.
 SAC_IGNORED_OPS.update(PROFILER_RECORDS)
 
+_OF_ATTENTION = {"attention_mask", "cu_seqlens"}  # parameters of a forward that attends
+
 
 def recompute_blocks(
     blocks: Iterable[nn.Module],
@@ -64,14 +75,14 @@ def recompute_blocks(
 
 def recompute_modules(modules: Iterable[nn.Module]) -> None:
     """Save only the inputs of each call of these modules in training, and recompute the rest in the backward."""
+
+    def call(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return _checkpoint(partial(forward, **kwargs), args, partial(_contexts, None, True))
+
     for module in modules:
-        module.forward = partial(_recomputed_call, module, module.forward)
-
-
-def _recomputed_call(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    if not (module.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-    return _checkpoint(partial(forward, **kwargs), args, partial(_contexts, None, True))
+        module.forward = partial(call, module, module.forward)
 
 
 def find_op(name: str) -> Any:
@@ -119,3 +130,44 @@ def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:
 
     saving, replaying = create_selective_checkpoint_contexts(policy)
     return recompute_contexts(has_routers, [lambda: saving], [divided, lambda: replaying])
+
+
+def recompute_parts(model: nn.Module, blocks: Sequence[str], parts: Sequence[RecomputedPart]) -> None:
+    """Recompute ``parts`` of the named blocks in the backward."""
+    for name in blocks:
+        block = model.get_submodule(name)
+        if "attention" in parts:
+            recompute_modules(attention_modules(block))
+        for path, experts in experts_in(block):
+            if "router" in parts:
+                router = find_router(model, f"{name}.{path}".rpartition(".")[0])
+                assert router is not None  # resolve_plans has checked it
+                recompute_modules(router[:1])
+            if "expert_activation" in parts:
+                set_experts(experts, recomputes_activation=True)
+
+
+def attention_modules(block: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost attention modules in ``block``: their forward has a parameter for a mask or cu_seqlens."""
+    for child in block.children():
+        if _OF_ATTENTION & inspect.signature(child.forward).parameters.keys():
+            yield child
+        else:
+            yield from attention_modules(child)
+
+
+def offload_tensors(
+    model: nn.Module, blocks: Sequence[str], tensors: Sequence[OffloadedTensor], offload: ActivationOffload
+) -> None:
+    """Offload ``tensors`` of the MoE layers in the named blocks to host memory."""
+
+    def saving_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        return offload.saving_only(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
+
+    for name in blocks:
+        block = model.get_submodule(name)
+        for path, experts in experts_in(block):
+            if "dispatched_rows" in tensors:
+                set_experts(experts, saving=offload.saving_only)
+            if "mlp_input" in tensors:
+                around_calls(block.get_submodule(path.rpartition(".")[0]), saving_input)

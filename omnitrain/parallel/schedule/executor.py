@@ -160,11 +160,10 @@ class Executor:
                 self._held.finish()
             if self._pipeline is not None:
                 self._pipeline.channel.finish()
-            for edge in () if self._layout is None else self._layout.edges.values():
-                edge.finish()
+            self._graph.finish()
         kinds = (self._live, self._delayed, self._forward_in, self._forward_out, self._backward_in, self._backward_out)
-        left = [*{key for kind in kinds for key in kind}, *self._graph.left]
-        assert not left, f"(stage or component, micro-batch) without all their actions: {left}"
+        left = sorted({key for kind in kinds for key in kind})
+        assert not left, f"(stage, micro-batch) without all their actions: {left}"
         return self._total
 
     def _expect_features(self, schedule: Schedule) -> None:

@@ -247,6 +247,12 @@ class StepGraph:
         live = [(component, window) for component, node in self._nodes.items() for window in node.windows]
         return [*self._encoded, *self._gradients, *self._before, *live, *self._read]
 
+    def finish(self) -> None:
+        """End the step: wait until all messages have left."""
+        for edge in self._messages.values():
+            edge.finish()
+        assert not self.left, f"(component, window) whose features or gradients nobody has taken: {self.left}"
+
     def waiting_bytes(self, component: str) -> int:
         """Return the bytes of features and gradients of a component that wait on this rank now."""
         return sum(read.num_bytes for (name, _), read in self._read.items() if name == component)

@@ -23,7 +23,7 @@ from omnitrain.plan.sequence import SequenceSplit, split_sequence
 def slice_of(state: ParallelState, num_tokens: int, device: torch.device) -> RankSlice | None:
     """Return this rank's slice of a pack of ``num_tokens``; None: the rank has all tokens.
 
-    ``state`` is that of the foundation, ``device`` that of the pack; a pack too short for its ranks will be padded.
+    ``state`` is the foundation's, ``device`` the pack's; a pack too short for its ranks will be padded.
     """
     ranks = state.size("sequence")
     if ranks == 1:
@@ -51,7 +51,7 @@ def slice_of_call(state: ParallelState, num_rows: int, device: torch.device) -> 
 class RankSlice:
     """This rank's slice of a sequence on ``device`` that ``split`` divides among the ranks of ``group``.
 
-    ``rank`` is that of this process in ``group``; ``attention`` attends over the whole sequence.
+    ``rank`` is this process's rank in ``group``; ``attention`` attends over the whole sequence.
     """
 
     split: SequenceSplit

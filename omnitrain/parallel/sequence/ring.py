@@ -17,14 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention.online_softmax import (
-    RunningSoftmax,
-    Scoring,
-    attend_block,
-    attend_block_backward,
-    blocks_between,
-    row_products,
-)
+from omnitrain.ops.attention import online_softmax
 from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.plan.ring import Block, Run, Section, sections_of
 from omnitrain.plan.sequence import SequenceSplit
@@ -61,9 +54,10 @@ def ring_attention(
         pieces = [index for index, section in enumerate(sections) if section.segment is not None]
         # A rank without pieces takes part, too, to pass on the keys and values of others.
         query, key, value = (
-            _all_tokens([of_sections[index] for index in pieces], of_sections[0]) for of_sections in states
+            (torch.cat([of_sections[index] for index in pieces], dim=2) if pieces else of_sections[0][:, :, :0])[0]
+            for of_sections in states
         )
-        ring = _Ring(call.mask, of_ranks, group, Scoring(call.mask, call.scaling, call.softcap))
+        ring = _Ring(call.mask, of_ranks, group, online_softmax.Scoring(call.mask, call.scaling, call.softcap))
         out = _RingAttention.apply(ring, query, key, value, call.sinks).transpose(0, 1)[None]
         for index, part in zip(pieces, out.split([lengths[index] for index in pieces], dim=1), strict=True):
             outputs[index] = part
@@ -83,11 +77,6 @@ def _require_supported(call: Call) -> None:
         raise UserError(f"ring attention does not support {', '.join(unsupported)}; set cp to 1")
 
 
-def _all_tokens(pieces: list[Tensor], like: Tensor) -> Tensor:
-    """``[heads, tokens of all pieces, width]``."""
-    return (torch.cat(pieces, dim=2) if pieces else like[:, :, :0])[0]
-
-
 @dataclass(frozen=True, eq=False)
 class _Ring:
     """The pieces of samples on each rank, and the scoring of their blocks."""
@@ -95,15 +84,11 @@ class _Ring:
     mask: MaskSpec
     sections: tuple[tuple[Section, ...], ...]
     group: dist.ProcessGroup
-    scoring: Scoring
+    scoring: online_softmax.Scoring
 
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        return len(self.sections)
 
     def pieces(self, rank: int) -> list[tuple[int, Section]]:
         """The pieces of a rank, each with its start in the concatenated pieces."""
@@ -119,7 +104,7 @@ class _Ring:
 
     def held(self, step: int) -> int:
         """The rank whose keys and values this rank holds in a step."""
-        return (self.rank - step) % self.size
+        return (self.rank - step) % len(self.sections)
 
     def blocks(self, owner: int, device: torch.device) -> Iterator[tuple[slice, slice, Block]]:
         """Yield the unmasked blocks between this rank's queries and the keys of ``owner``: rows, columns, block."""
@@ -128,7 +113,7 @@ class _Ring:
                 if queries.segment != keys.segment:
                     continue
                 runs: tuple[Run, Run] = (queries.start, queries.stop), (keys.start, keys.stop)
-                for block in blocks_between(self.mask, *runs, device):
+                for block in online_softmax.blocks_between(self.mask, *runs, device):
                     rows, columns = first - queries.start, first_key - keys.start
                     yield (
                         slice(block.queries[0] + rows, block.queries[1] + rows),
@@ -143,7 +128,7 @@ class _Hop:
     def __init__(self, ring: _Ring, sent: Sequence[Tensor], arriving_from: int) -> None:
         """``arriving_from``: the rank whose keys arrive."""
         peers = dist.get_process_group_ranks(ring.group)
-        after, before = peers[(ring.rank + 1) % ring.size], peers[(ring.rank - 1) % ring.size]
+        after, before = peers[(ring.rank + 1) % len(ring.sections)], peers[(ring.rank - 1) % len(ring.sections)]
         tokens = ring.num_tokens(arriving_from)
         self._sent = [tensor.contiguous() for tensor in sent]
         self._arriving = [tensor.new_empty(tensor.size(0), tokens, tensor.size(2)) for tensor in sent]
@@ -161,8 +146,8 @@ class _Hop:
 def _around(ring: _Ring, own: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield the owner, keys and values of each rank in turn, while the next ones are in flight."""
     held = list(own)
-    for step in range(ring.size):
-        hop = _Hop(ring, held, ring.held(step + 1)) if step + 1 < ring.size else None
+    for step in range(len(ring.sections)):
+        hop = _Hop(ring, held, ring.held(step + 1)) if step + 1 < len(ring.sections) else None
         yield ring.held(step), held
         if hop is not None:
             held = hop.arrived()
@@ -173,11 +158,11 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        state = RunningSoftmax(query, value.size(-1))
+        state = online_softmax.RunningSoftmax(query, value.size(-1))
         for owner, (keys, values) in _around(ring, (key, value)):
             for rows, columns, block in ring.blocks(owner, query.device):
                 states = query[:, rows], keys[:, columns], values[:, columns]
-                state.add(rows, *attend_block(states, block, ring.scoring))
+                state.add(rows, *online_softmax.attend_block(states, block, ring.scoring))
         if sinks is not None:
             state.add_sinks(sinks)
         output = state.out.to(value.dtype)
@@ -197,7 +182,7 @@ class _RingAttention(torch.autograd.Function):
             of_keys, of_values = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
             for rows, columns, block in ring.blocks(owner, query.device):
                 states = query[:, rows], keys[:, columns], values[:, columns]
-                dq, dk, dv = attend_block_backward(
+                dq, dk, dv = online_softmax.attend_block_backward(
                     grad[:, rows], states, output[:, rows], lse[:, rows], block, ring.scoring
                 )
                 of_query[:, rows] += dq
@@ -206,11 +191,11 @@ class _RingAttention(torch.autograd.Function):
             if sums is not None:
                 for total, before in zip((of_keys, of_values), sums.arrived(), strict=True):
                     total += before
-            sums = _Hop(ring, (of_keys, of_values), (owner - 1) % ring.size)
+            sums = _Hop(ring, (of_keys, of_values), (owner - 1) % len(ring.sections))
         assert sums is not None
         of_key, of_value = sums.arrived()
         of_sinks = None
         if sinks is not None:
             share = (sinks.to(lse)[:, None] - lse).exp()
-            of_sinks = -(share * row_products(output, grad)).sum(-1).to(sinks.dtype)
+            of_sinks = -(share * online_softmax.row_products(output, grad)).sum(-1).to(sinks.dtype)
         return None, of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks

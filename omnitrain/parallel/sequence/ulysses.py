@@ -76,7 +76,7 @@ class UlyssesShard:
     """Attention over a sequence that ``split`` divides among the ranks of two groups.
 
     A :class:`~omnitrain.ops.attention.spec.SequenceShard`, attached to a mask by ``MaskSpec.on``. The ranks of
-    ``sp_group`` exchange tokens for heads; those of ``cp_group`` are a ring; None: no ring attention.
+    ``sp_group`` exchange tokens for heads; the ranks of ``cp_group`` are a ring; None: no ring attention.
     """
 
     split: SequenceSplit

@@ -3,7 +3,7 @@
 The regions of a block are its children that have children, such as attention and MLP. Before a region, tokens are
 all-gathered; after it, each rank takes its slice. If a region ends in a rowwise matrix, a reduce-scatter replaces the
 all-reduce. Norms and residual sums run on slices; the gradients of norms are therefore partial, and are summed over the
-ranks like those of all replicated parameters (``replicated_grads.py``).
+ranks like the gradients of all replicated parameters (``replicated_grads.py``).
 """
 
 from __future__ import annotations

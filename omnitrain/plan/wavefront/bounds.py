@@ -20,7 +20,9 @@ def lower_bound(wave: Wavefront) -> float:
         descending = [sorted((wave.work[s] for s in lane), reverse=True) for lane in lanes]
         whole = [sum(max(of_rank) for of_rank in zip(*descending, strict=True))] * len(lanes)
     found = [*whole, max(_chain(wave, s) for s in range(wave.num_samples))]
-    found += [_of_feeder(wave, feeder, lanes, whole) for feeder in wave.feeders]
+    for feeder in wave.feeders:
+        fed = [s for lane in feeder.lanes for s in lanes[lane] if feeder.forward[s] > 0]
+        found += [*_own_work(wave, feeder, fed), *_lanes_in_turn(feeder, lanes, whole)] if fed else []
     return max(found)
 
 
@@ -29,11 +31,6 @@ def _chain(wave: Wavefront, sample: int) -> float:
     fed_by = [wave.feeders[g] for g in wave.needs[sample]]
     before = max((feeder.forward[sample] for feeder in fed_by), default=0.0)
     return before + wave.work[sample] + max((feeder.backwards[sample] for feeder in fed_by), default=0.0)
-
-
-def _of_feeder(wave: Wavefront, feeder: Feeder, lanes: Sequence[Sequence[int]], whole: Sequence[float]) -> float:
-    fed = [s for lane in feeder.lanes for s in lanes[lane] if feeder.forward[s] > 0]
-    return max([*_own_work(wave, feeder, fed), *_lanes_in_turn(feeder, lanes, whole)]) if fed else 0.0
 
 
 def _own_work(wave: Wavefront, feeder: Feeder, fed: Sequence[int]) -> Iterator[float]:

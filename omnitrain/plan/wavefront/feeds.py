@@ -41,7 +41,7 @@ class Wavefront:
     """Samples of a step, the lanes that train on them, and the feeders that encode for the lanes.
 
     A lane is one data-parallel rank of the critical section. It runs the forward and the backward of a sample, then
-    those of the next one; a sample begins when all of its features are there. A feeder begins the next forward as soon
+    the next sample; a sample begins when all of its features are there. A feeder begins the next forward as soon
     as slots and ``in_flight`` allow, otherwise the backward that became possible first.
 
     Attributes:

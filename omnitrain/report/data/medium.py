@@ -24,16 +24,7 @@ class Medium:
 
 
 def medium_of(row: Row, part: MediaPart, frames: FramesOf) -> Medium:
-    """Decode the medium of a part.
-
-    Args:
-        row: the data row.
-        part: the part.
-        frames: chooses the frames of a video.
-
-    Raises:
-        ValueError: it is missing or damaged.
-    """
+    """Decode the medium of a part of a row; ``frames`` chooses those of a video. ValueError: missing or damaged."""
     with row.open_media(part.modality, part.position) as file:
         content = decode_medium(part.modality, file, frames(part, file))
     if isinstance(content, Image.Image):

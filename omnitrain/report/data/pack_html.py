@@ -23,14 +23,7 @@ _MEDIA_ROOM = 3_000_000  # bytes of a page for media
 def preview_html(
     packs: Sequence[PackView], rejected: Sequence[RejectedView], frames: FramesOf, unread: Sequence[str]
 ) -> Markup:
-    """Return the chapters about packs, rejected rows, and keys of data sets that nothing reads.
-
-    Args:
-        packs: the packs.
-        rejected: rows that training skips; their media have room first.
-        frames: chooses the frames of a video.
-        unread: the keys, in words.
-    """
+    """Return the chapters about packs, rejected rows (whose media have room first), and keys that nothing reads."""
     budget = MediaBudget(_MEDIA_ROOM)
 
     def medium(row: Row, part: MediaPart) -> Markup:

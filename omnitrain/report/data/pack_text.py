@@ -18,13 +18,7 @@ _LETTERS = 400  # of the messages of a rejected row
 
 
 def pack_lines(number: int, pack: PackView, frames: FramesOf) -> Iterator[RenderableType]:
-    """Yield the lines about a pack.
-
-    Args:
-        number: its place among all, from 1.
-        pack: the pack.
-        frames: chooses the frames of a video.
-    """
+    """Yield the lines about a pack; ``number``: its place among all, from 1."""
     yield Text.assemble((f"pack {number}", "bold"), f": {pack.words}; predicted: {pack.predicted_words}")
     yield _bar(pack)
     for index, sample in enumerate(pack.samples):

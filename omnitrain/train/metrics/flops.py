@@ -15,7 +15,7 @@ from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.flops import Recomputed
 from omnitrain.parallel.fsdp.units import find_units
 from omnitrain.parallel.layout import ModelLayout
-from omnitrain.parallel.memory.selective_recompute import attention_modules
+from omnitrain.parallel.memory.recompute import attention_modules
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.peers import Peers
 from omnitrain.plan import Topology

@@ -98,16 +98,10 @@ def verify_recipe(
 ) -> VerifyReport:
     """Train one global batch of the recipe's first samples under each layout and compare with one process.
 
-    Args:
-        recipe: the recipe.
-        layouts: layouts such as ``dp4``, see :func:`verify`. ``plan`` is the recipe's plan, in fp32 and without
-            compilation, because both change rounding; ``plan.bf16`` and ``plan.bf16_param`` are the same in bf16. If
-            empty: ``plan`` if the recipe has one, ``dp2``, ``dp4`` and ``hsdp2x2``, of which the last three may be
-            refused, but not all layouts.
-        nproc: see :func:`verify`, also for ``pool`` and ``memory``.
-        num_samples: samples of the global batch.
-        pool: see there.
-        memory: see there.
+    Among ``layouts`` (see :func:`verify`, also for the other arguments), ``plan`` is the recipe's plan, in fp32 and
+    without compilation, because both change rounding; ``plan.bf16`` and ``plan.bf16_param`` are the same in bf16. If
+    none are given: ``plan`` if the recipe has one, ``dp2``, ``dp4`` and ``hsdp2x2``, of which the last three may be
+    refused, but not all layouts.
 
     Raises:
         UserError: parts of the recipe do not fit together, a layout is unknown, or no sample can be used.

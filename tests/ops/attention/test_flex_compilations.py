@@ -53,7 +53,9 @@ def test_rows_of_any_length_are_attended_to_by_layers_of_all_kinds_in_forwards_a
 ) -> None:
     with ThreadPoolExecutor(1) as backward:  # as on a GPU
         for length in (200, 300):
-            layers = [(MaskSpec((0, 30, length), causal=True, window=window), RoutingTape()) for window in (None, 8)]
+            layers = [
+                (MaskSpec((0, 30, length), causal=True, window=window), RoutingTape()) for window in (None, 8, 16)
+            ]
             for spec, tape in layers:
                 attend(spec)
                 with tape.recording():

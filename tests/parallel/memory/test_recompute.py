@@ -15,8 +15,7 @@ from torch.func import functional_call
 
 from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.ops.experts.weights import experts_in
-from omnitrain.parallel.memory.recompute import recompute_blocks, recompute_modules
-from omnitrain.parallel.memory.selective_recompute import attention_modules
+from omnitrain.parallel.memory.recompute import attention_modules, recompute_blocks, recompute_modules
 from tests.parallel import factories
 
 NOISE = 1e-6  # of a router's weights, as between two kernels that add in another order

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omnitrain.ops.attention.spec import DROPOUT, EVERYTHING, Backend, Call
-from omnitrain.ops.compile.cache_limit import keep_compilations
+from omnitrain.ops.compile.blocks import keep_compilations
 
 _MIN_HEAD_DIM = 16  # the least that the CUDA kernel takes
 

@@ -8,18 +8,7 @@ from torch import Tensor
 
 from omnitrain.ops.attention.backends.ragged import MAX_HEAD_DIM
 from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
-from omnitrain.ops.attention.spec import (
-    CAUSAL,
-    DROPOUT,
-    FULL,
-    GENERAL,
-    GQA,
-    VALUE_WIDTH,
-    WINDOW,
-    Backend,
-    Call,
-    repeat_heads,
-)
+from omnitrain.ops.attention.spec import CAUSAL, EVERYTHING, POSITION_BIAS, SINKS, SOFTCAP, Backend, Call, repeat_heads
 
 SHORT = 64  # tokens of a segment; above about this length torch's CPU kernel is faster
 
@@ -63,8 +52,5 @@ def _may_be_short(call: Call) -> bool:
 
 
 SDPA = Backend(
-    name="sdpa",
-    honours=frozenset({FULL, CAUSAL, WINDOW, GENERAL, GQA, VALUE_WIDTH, DROPOUT}),
-    obstacle=lambda _: None,
-    attend=attend,
+    name="sdpa", honours=EVERYTHING - {SINKS, SOFTCAP, POSITION_BIAS}, obstacle=lambda _: None, attend=attend
 )

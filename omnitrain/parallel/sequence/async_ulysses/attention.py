@@ -44,8 +44,8 @@ class Input:
 
     linear: str  # name of the linear layer
     is_key: bool  # whether its output features are concatenated key heads, instead of query heads
-    norm: str = ""  # name of the norm after it (empty: none), and last dim of the norm's input
-    norm_width: int = 0
+    norm: str = ""  # name of the norm after it; empty: none
+    norm_width: int = 0  # last dim of its input
     heads_first: bool = False
 
 

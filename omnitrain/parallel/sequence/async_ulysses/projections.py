@@ -35,9 +35,9 @@ class Projection:
 
     linear: nn.Linear  # the linear layer
     spans: HeadSpans  # the heads of each rank
-    norm: nn.Module | None = None  # normalises the last dim, which has this width; None: no norm
-    norm_forward: Callable[[Tensor], Tensor] | None = None
-    norm_width: int = 0
+    norm: nn.Module | None = None  # after the linear layer; None: no norm
+    norm_forward: Callable[[Tensor], Tensor] | None = None  # its forward
+    norm_width: int = 0  # last dim of its input
     heads_first: bool = False  # whether the memory of its gradient is heads-first, instead of tokens-first
 
     @property
