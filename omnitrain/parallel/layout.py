@@ -33,33 +33,21 @@ _ATTRIBUTE = "_applied_layout"
 
 @dataclass(frozen=True, eq=False)
 class ComponentLayout:
-    """The layout of one component.
+    """The layout of one component."""
 
-    Attributes:
-        name: name of the component.
-        plan: its plan with every field set.
-        units: names of its FSDP units, whose parameters are gathered and reduced together; ``""`` is the root.
-        parameters: names of its parameters.
-        is_trained: whether it has a backward: a parameter of it, or of the component that it reads, gets a gradient.
-        num_units: number of its FSDP units on the ranks of its section; in a pipeline, on this rank.
-        activations: its activation offload, if any.
-        compiled: its compiled blocks, if any.
-        async_ulysses: its attention modules with async Ulysses, if the plan asks for it.
-        tokens: whether sequence parallelism was applied, if the plan asks for it.
-        tower: its shared blocks, if the ranks of a sequence group make its calls together.
-    """
-
-    name: str
-    plan: ComponentPlan
+    name: str  # name of the component
+    plan: ComponentPlan  # its plan with every field set
+    # names of its FSDP units, whose parameters are gathered and reduced together; ``""`` is the root
     units: tuple[str, ...]
-    parameters: tuple[str, ...]
-    is_trained: bool
-    num_units: int
-    activations: ActivationOffload | None = None
-    compiled: CompiledBlocks | None = None
+    parameters: tuple[str, ...]  # names of its parameters
+    is_trained: bool  # whether it has a backward: a parameter of it, or of the component that it reads, gets a gradient
+    num_units: int  # number of its FSDP units on the ranks of its section; in a pipeline, on this rank
+    activations: ActivationOffload | None = None  # its activation offload, if any
+    compiled: CompiledBlocks | None = None  # its compiled blocks, if any
+    # its attention modules with async Ulysses, if the plan asks for it
     async_ulysses: AsyncUlyssesModules | None = None
-    tokens: TokenSharding | None = None
-    tower: SharedTower | None = None
+    tokens: TokenSharding | None = None  # whether sequence parallelism was applied, if the plan asks for it
+    tower: SharedTower | None = None  # its shared blocks, if the ranks of a sequence group make its calls together
 
     @property
     def num_replicas(self) -> int:
@@ -74,31 +62,22 @@ class ComponentLayout:
 
 @dataclass(frozen=True, eq=False)
 class ModelLayout:
-    """The layout of a model.
+    """The layout of a model."""
 
-    Attributes:
-        state: the factorisation of the ranks of this rank's section. Without sections, the foundation uses it.
-        states: component -> the factorisation of the ranks that share its matrices: that of its section, or one of its
-            own. Another section's has no process groups.
-        components: component -> its layout.
-        topology: where and when each component runs.
-        pipeline: the pipeline of the foundation; None: every rank of ``main`` has all blocks.
-        exchanges: component -> the ranks that exchange its features with this one.
-        section: the section of this rank; None: ``main``.
-        edges: component of a section -> this rank's end of its edge. Empty on ranks that no edge reaches.
-        sections: section -> its settings, in the order of ranks.
-        shared: name -> parameter that several stages of the pipeline hold.
-    """
-
+    # the factorisation of the ranks of this rank's section. Without sections, the foundation uses it.
     state: ParallelState
+    # component -> the factorisation of the ranks that share its matrices: that of its section, or one of its own.
+    # Another section's has no process groups.
     states: Mapping[str, ParallelState]
-    components: Mapping[str, ComponentLayout]
-    topology: Topology
-    pipeline: Pipeline | None
-    exchanges: Mapping[str, dist.ProcessGroup]
-    section: Section | None = None
+    components: Mapping[str, ComponentLayout]  # component -> its layout
+    topology: Topology  # where and when each component runs
+    pipeline: Pipeline | None  # the pipeline of the foundation; None: every rank of ``main`` has all blocks
+    exchanges: Mapping[str, dist.ProcessGroup]  # component -> the ranks that exchange its features with this one
+    section: Section | None = None  # the section of this rank; None: ``main``
+    # component of a section -> this rank's end of its edge. Empty on ranks that no edge reaches.
     edges: Mapping[str, FeatureEdge] = field(default_factory=dict)
-    sections: Mapping[str, Section] = field(default_factory=dict)
+    sections: Mapping[str, Section] = field(default_factory=dict)  # section -> its settings, in the order of ranks
+    # name -> parameter that several stages of the pipeline hold
     shared: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)
 
     @property
@@ -132,14 +111,14 @@ class ModelLayout:
         parameters = {} if model is None else dict(model.named_parameters())
         return LayoutTable(
             _row(
-                component.name,
-                section_text(self.states[component.name]) if self.sections else "",
-                component.plan,
-                component.num_units,
-                [parameters[name] for name in component.parameters] if parameters else [],
-                _sequence(component.plan, component.async_ulysses, component.tokens),
+                c.name,
+                section_text(self.states[c.name]) if self.sections else "",
+                c.plan,
+                c.num_units,
+                [parameters[name] for name in c.parameters] if parameters else [],
+                *(c.async_ulysses, c.tokens),
             )
-            for component in self.components.values()
+            for c in self.components.values()
         )
 
     def facts_of_sections(self) -> list[dict[str, Any]]:
@@ -181,14 +160,7 @@ def planned_table(
         sections: component -> the text of its section (:func:`section_text`); empty without sections.
     """
     return LayoutTable(
-        _row(
-            name,
-            sections.get(name, ""),
-            plans[name],
-            len(units[name]),
-            list(parameters.values()),
-            _sequence(plans[name]),
-        )
+        _row(name, sections.get(name, ""), plans[name], len(units[name]), list(parameters.values()))
         for name, parameters in model.components.items()
     )
 
@@ -225,11 +197,7 @@ def reduce_replicas(model: OmniModel, active_last: Mapping[str, bool]) -> None:
 
     FSDP reduce-scatters within a replica in every micro-batch. One all-reduce across replicas per step is enough. It
     happens in the last micro-batch in which the component runs on any rank: in a later one its units do not run, and
-    their gradient sums would be lost.
-
-    Args:
-        model: parallelized.
-        active_last: component -> whether this is its last active micro-batch. Other components keep their setting.
+    their gradient sums would be lost. ``active_last``: component -> whether this is that micro-batch.
     """
     layout = layout_of(model)
     assert layout is not None, "build_parallelize_model was not called"
@@ -249,8 +217,9 @@ def reduce_all_replicas(model: OmniModel) -> None:
 
 
 def _row(
-    name: str, section: str, plan: ComponentPlan, units: int, parameters: list[nn.Parameter], sequence: str
+    name: str, section: str, plan: ComponentPlan, units: int, parameters: list[nn.Parameter], *methods: object
 ) -> LayoutRow:
+    """``methods``: of sequence parallelism; some may be None."""
     assert plan.precision is not None
     offload: dict[str, bool | None] = {
         "activations": plan.activation_offload,
@@ -272,7 +241,7 @@ def _row(
         dtypes=f"{stored} / {plan.precision.compute or stored} / {plan.precision.reduce}",
         recompute=f"{plan.recompute}{ops}",
         offload=", ".join(name for name, is_offloaded in offload.items() if is_offloaded) or "none",
-        sequence=sequence,
+        sequence=_sequence(plan, *methods),
     )
 
 

@@ -13,33 +13,19 @@ LAYOUT_TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / su
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """One component in the table that is printed at start-up.
+    """One component in the table that is printed at start-up."""
 
-    Attributes:
-        name: name of the component.
-        section: its section, and the ranks of that; empty without sections.
-        mode: ``fsdp2``, ``hsdp`` or ``replicate``.
-        mesh: copies x shards, then the tensor parallel and expert parallel degrees above 1.
-        units: number of FSDP units on the ranks that have the component; in a pipeline, on this rank.
-        parameters: number of elements of all parameters.
-        trainable: number of elements of trained parameters.
-        dtypes: dtypes of parameters, computation and gradient sums.
-        recompute: the recompute mode, with saved ops or recomputed parts.
-        offload: the tensors kept in host memory.
-        sequence: how ranks share a sequence.
-    """
-
-    name: str
-    section: str
-    mode: str
-    mesh: str
-    units: int
-    parameters: int
-    trainable: int
-    dtypes: str
-    recompute: str
-    offload: str
-    sequence: str
+    name: str  # name of the component
+    section: str  # its section, and the ranks of that; empty without sections
+    mode: str  # ``fsdp2``, ``hsdp`` or ``replicate``
+    mesh: str  # copies x shards, then the tensor parallel and expert parallel degrees above 1
+    units: int  # number of FSDP units on the ranks that have the component; in a pipeline, on this rank
+    parameters: int  # number of elements of all parameters
+    trainable: int  # number of elements of trained parameters
+    dtypes: str  # dtypes of parameters, computation and gradient sums
+    recompute: str  # the recompute mode, with saved ops or recomputed parts
+    offload: str  # the tensors kept in host memory
+    sequence: str  # how ranks share a sequence
 
 
 LAYOUT_COLUMNS = ("component", *(field.name for field in fields(LayoutRow)[1:]))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -61,7 +61,6 @@ from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_seq
 from omnitrain.parallel.tensor.styles import styles_with_adapters
 from omnitrain.peers import is_spread
 from omnitrain.plan.mesh import MeshShape
-from omnitrain.plan.placement import Topology
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 
 
@@ -133,31 +132,18 @@ def build_parallelize_model(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What to apply to a model: all settings merged, and accepted.
+    """What to apply to a model: all settings merged, and accepted."""
 
-    Attributes:
-        model: the omni model, not changed yet.
-        state: the ranks.
-        plan: the user's plan.
-        plans: component -> its complete plan.
-        tensors: the styles of tensor parallelism.
-        tokens: whether Megatron's sequence parallelism applies; None: the plan does not ask for it.
-        adapters: component -> LoRA adapters that its plan adds.
-        stored: component -> LoRA adapters in the checkpoint.
-        where: for each rank, where its weights are.
-        states: component -> the ranks that share its matrices.
-    """
-
-    model: OmniModel
-    state: ParallelState
-    plan: ParallelPlan
-    plans: dict[str, ComponentPlan]
-    tensors: TensorPlan
-    tokens: TokenSharding | None
-    adapters: Mapping[str, Adapters]
-    stored: Mapping[str, Adapters]
-    where: Sequence[Where]
-    states: Mapping[str, ParallelState]
+    model: OmniModel  # the omni model, not changed yet
+    state: ParallelState  # the ranks
+    plan: ParallelPlan  # the user's plan
+    plans: dict[str, ComponentPlan]  # component -> its complete plan
+    tensors: TensorPlan  # the styles of tensor parallelism
+    tokens: TokenSharding | None  # whether Megatron's sequence parallelism applies; None: the plan does not ask for it
+    adapters: Mapping[str, Adapters]  # component -> LoRA adapters that its plan adds
+    stored: Mapping[str, Adapters]  # component -> LoRA adapters in the checkpoint
+    where: Sequence[Where]  # for each rank, where its weights are
+    states: Mapping[str, ParallelState]  # component -> the ranks that share its matrices
 
 
 def _prepare(
@@ -237,7 +223,8 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     _freeze(omni, prepared.plans)
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
-    elsewhere = frozenset(n for name, parameters in omni.components.items() if name not in plans for n in parameters)
+    names = omni.components
+    elsewhere = frozenset(chain.from_iterable(names[component] for component in names.keys() - plans))
     loader = WeightLoader(omni, device, state.section_group, elsewhere) if loads else None
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
     _set_compute_dtypes(omni, prepared.plans)
@@ -273,7 +260,24 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": prepared.tokens}
     components = _layouts(omni, prepared.plans | plans, units, activations, towers, of_foundation)
     exchanges = {name: calling[name].group(axes) for name, axes in topology.exchanges.items() if name in plans}
-    _remember(prepared, components, topology, pipeline, exchanges, device)
+    sections = prepared.plan.sections
+    components = _with_units_of_all(components, list(plans)) if sections else components
+    edges, section = _connect(prepared, pipeline, device), sections.get(state.section)
+    layout = ModelLayout(state, states, components, topology, pipeline, exchanges, section, edges, sections)
+    remember_layout(omni, layout)
+
+
+def _connect(prepared: _Prepared, pipeline: Pipeline | None, device: torch.device) -> dict[str, FeatureEdge]:
+    """Connect stages and sections for evaluation; return the edges of sections in a step."""
+    model, state, sections = prepared.model, prepared.state, prepared.plan.sections
+    model.takes_batches = False
+    if pipeline is not None:
+        model.relay = PipelineRelay(pipeline, device)
+    if not sections:
+        return {}
+    edges = connect_sections(model, sections, state, device)
+    model.ask = AskSections(model, sections, state, device)
+    return edges
 
 
 def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader | None) -> None:
@@ -286,6 +290,13 @@ def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader |
         ignore_absent_in_device()
 
 
+def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
+    for name, parameters in model.components.items():
+        if plans[name].freeze:
+            for parameter in parameters.values():
+                parameter.requires_grad_(False)
+
+
 def _shard_matrices(prepared: _Prepared, plans: Mapping[str, ComponentPlan], pipeline: Pipeline | None) -> None:
     """Apply tensor parallelism to the components of this rank, and Megatron's sequence parallelism."""
     model, tokens, styles = prepared.model, prepared.tokens, prepared.tensors
@@ -295,41 +306,6 @@ def _shard_matrices(prepared: _Prepared, plans: Mapping[str, ComponentPlan], pip
     if tokens is not None and not tokens.problem:
         last, spans = [model.get_submodule(n) for n in ends], None if pipeline is None else pipeline.stages.spans
         apply_sequence_parallel(model.foundation, last, prepared.state.tp_mesh.get_group(), spans)
-
-
-def _remember(
-    prepared: _Prepared,
-    components: dict[str, ComponentLayout],
-    topology: Topology,
-    pipeline: Pipeline | None,
-    exchanges: Mapping[str, dist.ProcessGroup],
-    device: torch.device,
-) -> None:
-    """Connect the sections, and store on the model what was applied."""
-    model, state, sections = prepared.model, prepared.state, prepared.plan.sections
-    edges: dict[str, FeatureEdge] = {}
-    if sections:
-        here = [name for name, at in prepared.states.items() if at.section == state.section]
-        components = _with_units_of_all(components, here)
-        edges = connect_sections(model, sections, state, device)
-        model.ask = AskSections(model, sections, state, device)
-    if pipeline is not None:
-        model.relay = PipelineRelay(pipeline, device)
-    model.takes_batches = False
-    remember_layout(
-        model,
-        ModelLayout(
-            state,
-            prepared.states,
-            components,
-            topology,
-            pipeline,
-            exchanges,
-            section=sections.get(state.section),
-            edges=edges,
-            sections=sections,
-        ),
-    )
 
 
 def _require_types(**arguments: tuple[object, Any, str]) -> None:
@@ -351,13 +327,6 @@ def _token_sharding(
     if drawn := drawn_in_training(model.foundation.config):  # tensor parallel ranks must draw the same numbers
         return TokenSharding(f"it draws random numbers in training ({', '.join(drawn)})")
     return try_tokens(model.foundation, tensors.styles, state)
-
-
-def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
-    for name, parameters in model.components.items():
-        if plans[name].freeze:
-            for parameter in parameters.values():
-                parameter.requires_grad_(False)
 
 
 def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
@@ -420,11 +389,8 @@ def _spread_experts(
 
 def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, SharedTower]:
     """The components whose calls all ranks of a sequence group make together."""
-    return {
-        name: SharedTower(model, parameters.values(), partial(slice_of_call, state))
-        for name, parameters in model.components.items()
-        if name in plans and name != FOUNDATION and (plans[name].ulysses or 1) > 1
-    }
+    shared = [name for name, plan in plans.items() if name != FOUNDATION and (plan.ulysses or 1) > 1]
+    return {n: SharedTower(model, model.components[n].values(), partial(slice_of_call, state)) for n in shared}
 
 
 def _apply_recompute_and_offload(
@@ -463,7 +429,7 @@ def _shardings(
     }
     shardings = {}
     for name, plan in plans.items():
-        at, copies = states[name], _copies(plan)
+        at, copies = states[name], (plan.dp_replicate or 1, plan.dp_shard or 1)
         key = (at.section, at.size("tp"), *copies)
         if key not in meshes and copies != (at.shape.dp_replicate, at.size("fsdp")):
             shape = MeshShape(at.size("pp"), *copies, tp=at.size("tp"))
@@ -471,11 +437,6 @@ def _shardings(
         if at.section == state.section and (mesh := meshes[key]) is not None:
             shardings[name] = _sharding(plan, mesh, state, full_shard)
     return shardings
-
-
-def _copies(plan: ComponentPlan) -> tuple[int, int]:
-    """Number of copies of a component, and of ranks that share one."""
-    return plan.dp_replicate or 1, plan.dp_shard or 1
 
 
 def _sharding(plan: ComponentPlan, mesh: DeviceMesh, state: ParallelState, full_shard: bool) -> Sharding:

@@ -10,8 +10,6 @@ from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.placement import EdgeKind, Place, Placement, Topology
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan
 
-Groups = tuple[tuple[int, ...], ...]
-
 
 def place_components(
     model: OmniModel, plans: Mapping[str, ComponentPlan], states: Mapping[str, ParallelState]
@@ -31,7 +29,7 @@ def place_components(
     return Topology(
         world_size=main.num_ranks,
         components=tuple(Placement(**_facts_of(model, name), **settings[name]) for name in names),
-        losses=_losses_of(model),
+        losses=("text", *model.decoder_names),
         data_groups=tuple(group for state in sections for group in _groups(state, "data")),
         first_stage=tuple(rank % of_stage if rank in main.ranks else rank for rank in range(main.num_ranks)),
         readers=main.ranks,
@@ -43,7 +41,7 @@ def place_copies(model: OmniModel, num_ranks: int) -> Topology:
     ranks = tuple(range(num_ranks))
     names = (*model.media_names, FOUNDATION)
     placements = [Placement(**_facts_of(model, name), ranks=ranks, num_replicas=num_ranks) for name in names]
-    return Topology(num_ranks, tuple(placements), _losses_of(model))
+    return Topology(num_ranks, tuple(placements), ("text", *model.decoder_names))
 
 
 def calling_axes(plan: ComponentPlan) -> tuple[str, ...]:
@@ -51,9 +49,6 @@ def calling_axes(plan: ComponentPlan) -> tuple[str, ...]:
 
     On ``sequence`` they share the tower's rows; on ``tp`` they share its matrices, or each of them encodes the items of
     its own samples (``place: local``).
-
-    Args:
-        plan: the complete plan of the component.
     """
     return ("sequence",) * _shares_rows(plan) + ("tp",) * (_shares_matrices(plan) or plan.place == "local")
 
@@ -61,17 +56,10 @@ def calling_axes(plan: ComponentPlan) -> tuple[str, ...]:
 def calling_state(plan: ComponentPlan, own: ParallelState, section: ParallelState) -> ParallelState:
     """Return the state on whose :func:`calling_axes` ranks make a component's calls together.
 
-    Args:
-        plan: the complete plan of the component.
-        own: the state whose ``tp`` ranks share its matrices.
-        section: the state of its section. If each rank encodes the items of its own samples, all ranks that hold the
-            same samples make its calls.
+    ``own``: whose ``tp`` ranks share its matrices; but if each rank encodes the items of its own samples, all ranks of
+    the ``section`` that hold the same samples make its calls.
     """
     return section if plan.place == "local" else own
-
-
-def _losses_of(model: OmniModel) -> tuple[str, ...]:
-    return ("text", *model.decoder_names)
 
 
 def _facts_of(model: OmniModel, name: str) -> dict[str, Any]:
@@ -135,5 +123,5 @@ def _exchange_of(edge: EdgeKind, place: Place, axes: tuple[str, ...]) -> str:
     return "stage" if is_world else "data"
 
 
-def _groups(state: ParallelState, *axes: str) -> Groups:
+def _groups(state: ParallelState, *axes: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for group in state.groups(*axes).tolist())

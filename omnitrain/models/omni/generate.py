@@ -63,14 +63,14 @@ class Answer:
         return "".join(part for part in self.parts if isinstance(part, str)).strip()
 
 
+@dataclass
 class _Sequence:
     """An unfinished answer: the head that draws its next token, and its tokens so far."""
 
-    def __init__(self, writers: dict[int, str]) -> None:
-        self.writers = writers  # start token -> decoder
-        self.mode = "text"
-        self.answer = Answer()
-        self.item: list[int] = []
+    writers: dict[int, str]  # start token -> decoder
+    mode: str = "text"
+    answer: Answer = field(default_factory=Answer)
+    item: list[int] = field(default_factory=list)
 
     def take(self, token: int, end_token: int, is_complete: Callable[[str, list[int]], bool]) -> None:
         self.answer.tokens.append((self.mode, token))
@@ -191,13 +191,7 @@ class _Heads:
     def draw(
         self, by_mode: Sequence[tuple[str, list[int]]], hidden: torch.Tensor, text_logits: torch.Tensor
     ) -> tuple[dict[int, int], torch.Tensor]:
-        """Return row -> its next token, and embeddings ``[batch, hidden]``; zeros for finished rows.
-
-        Args:
-            by_mode: result of :func:`_rows_by_mode`.
-            hidden: ``[batch, hidden]``.
-            text_logits: ``[batch, vocabulary]``.
-        """
+        """Return row -> its next token, and embeddings ``[batch, hidden]``; zeros for finished rows."""
         drawn: dict[int, int] = {}
         size = (len(hidden), self._text_embedding.weight.size(1))
         embeds = hidden.new_zeros(size, dtype=self._text_embedding.weight.dtype)
@@ -225,17 +219,11 @@ def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]
 
 @dataclass(frozen=True)
 class _Cells:
-    """Features that replace token embeddings in a batch.
+    """Features that replace token embeddings in a batch."""
 
-    Attributes:
-        prompts: ``[n]`` int64, which row of the batch; on the host, as ``columns``.
-        columns: ``[n]`` int64.
-        embeds: ``[n, hidden]``.
-    """
-
-    prompts: torch.Tensor
-    columns: torch.Tensor
-    embeds: torch.Tensor
+    prompts: torch.Tensor  # ``[n]`` int64, which row of the batch; on the host, as ``columns``
+    columns: torch.Tensor  # ``[n]`` int64
+    embeds: torch.Tensor  # ``[n, hidden]``
 
 
 class _Foundation:
@@ -271,7 +259,7 @@ class _Foundation:
         _require_no_rows(self.given, longest)
         self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
         self.native = self._encoded(prompts, torch.tensor(pads), peers)
-        self.uses_cache = use_cache and (not model.relay.is_cut or _can_fill_up(self._new_cache()))
+        self.uses_cache = use_cache and (not model.relay.is_cut or _can_fill_up(model))
         self.caches: dict[int, DynamicCache] = {}  # first block of a stage -> its cache
         self.seen = 0  # columns that the caches hold
 
@@ -346,15 +334,12 @@ class _Foundation:
             _fill_up(cache, self.input_ids)
         return output if stage.span.is_last else (output,)
 
-    def _new_cache(self) -> DynamicCache:
-        return DynamicCache(config=self.model.foundation.config)
-
     def _cache_of(self, stage: StageInput | None) -> DynamicCache | None:
         if not self.uses_cache:
             return None
         first = 0 if stage is None else stage.span.start
         if first not in self.caches:
-            self.caches[first] = self._new_cache()
+            self.caches[first] = DynamicCache(config=self.model.foundation.config)
         return self.caches[first]
 
     def _places(self, columns: slice) -> dict[str, torch.Tensor]:
@@ -382,9 +367,10 @@ class _Foundation:
         }
 
 
-def _can_fill_up(cache: DynamicCache) -> bool:
+def _can_fill_up(model: OmniModel) -> bool:
     """Whether :func:`_fill_up` can do what it says: layers with a state other than keys and values have no length."""
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    layers = DynamicCache(config=model.foundation.config).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
 def _fill_up(cache: DynamicCache, input_ids: torch.Tensor) -> None:

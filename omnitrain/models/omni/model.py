@@ -40,9 +40,8 @@ from omnitrain.models.omni.encode import Ask, EncodedPack, MicroBatchWork, encod
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.lockstep import idle_prompt
-from omnitrain.models.omni.relay import ONE_STAGE, StageRelay
 from omnitrain.models.omni.save import save_whole
-from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
+from omnitrain.models.omni.stage import OneStage, StageInput, arrived_pack, handed_on
 from omnitrain.models.omni.teacher import Teacher
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.attention.packed_context import SequenceSlice
@@ -94,7 +93,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         self.compute_device: torch.device | None = None
         self._draws = False
         self.takes_batches = True
-        self.relay: StageRelay = ONE_STAGE
+        self.relay = OneStage()
         self.ask: Ask | None = None
         self._minimal_inputs: dict[str, tuple[TensorFeatures, tuple[int, ...]]] = {}
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
@@ -192,7 +191,15 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             self._require_no_adapters()
         if is_spread(self):
             unknown = {f"a positional argument ({value!r})" for value in args} | (kwargs.keys() - _FOR_ONE_PROCESS)
-            self._save_spread(Path(save_directory), unknown | ({"push_to_hub"} if kwargs.get("push_to_hub") else set()))
+            unknown |= {"push_to_hub"} if kwargs.get("push_to_hub") else set()
+            if unknown:
+                found = ", ".join(sorted(unknown))
+                raise UserError(
+                    f"save_pretrained of a model that is spread over ranks: found {found}; expected only a folder; "
+                    "save it, load it in one process, and save it again from there"
+                )
+            with ranks_of(self) as peers:
+                save_whole(self, Path(save_directory), peers)
         elif kwargs.get("is_main_process", True):
             whole = self.state_dict()
             weights, _ = split_weights(self, whole)
@@ -202,25 +209,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             super().save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
             set_default_modes(Path(save_directory).glob("*.safetensors"))
 
-    def _save_spread(self, folder: Path, unknown: set[str]) -> None:
-        if unknown:
-            found = ", ".join(sorted(unknown))
-            raise UserError(
-                f"save_pretrained of a model that is spread over ranks: found {found}; expected only a folder; "
-                "save it, load it in one process, and save it again from there"
-            )
-        with ranks_of(self) as peers:
-            save_whole(self, folder, peers)
-
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
-        """Upload config and weights to the Hub.
-
-        Args:
-            *args: arguments for transformers.
-            **kwargs: keyword arguments for transformers.
-
-        Returns:
-            The address of the commit.
+        """Upload config and weights to the Hub, with the arguments of transformers; return the address of the commit.
 
         Raises:
             UserError: there are LoRA adapters, which transformers would not upload.
@@ -366,18 +356,13 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             return forward_of_batch(self, batch, pack)
         if given := sorted(name for name, value in batch.items() if value is not None):
             raise UserError(f"forward: found a pack and {', '.join(given)}; expected a pack or a batch, not both")
-        if stage is not None:
-            return self._forward_of_stage(pack, work or MicroBatchWork(), stage)
-        encoded = self.encode_media(pack, work)
-        return self.run_heads(encoded, self.run_foundation(encoded))
-
-    def _forward_of_stage(
-        self, pack: Pack, work: MicroBatchWork, stage: StageInput
-    ) -> OmniOutput | tuple[torch.Tensor, ...]:
-        if stage.span.is_first:
-            encoded = self.encode_media(pack, work)
-        else:
+        if stage is not None and not stage.span.is_first:
+            work = work or MicroBatchWork()
             encoded = arrived_pack(self, self._filled_up(pack, work.sequence_slice), work, stage)
+        else:
+            encoded = self.encode_media(pack, work)
+        if stage is None:
+            return self.run_heads(encoded, self.run_foundation(encoded))
         output = self.run_stage(encoded, stage.span, stage.arrived[0] if stage.arrived else None)
         if isinstance(output, FoundationOutput):
             return self.run_heads(encoded, output)
@@ -387,10 +372,6 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         """First step of :meth:`forward`: take the features of ``work``, and encode the media of other components.
 
         FSDP gathers parameters only inside ``forward``, so the three steps of a sharded model must run inside it.
-
-        Args:
-            pack: see :meth:`forward`.
-            work: see :meth:`forward`.
         """
         work = work or MicroBatchWork()
         encoded = encode(self, self._filled_up(pack, work.sequence_slice), work)
@@ -398,11 +379,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         return encoded
 
     def run_foundation(self, encoded: EncodedPack) -> FoundationOutput:
-        """Second step of :meth:`forward`: run the foundation over text and media.
-
-        Args:
-            encoded: the result of :meth:`encode_media`.
-        """
+        """Second step of :meth:`forward`: run the foundation over text and media."""
         return self.runner.text_loss(encoded.pack, encoded.media, encoded.work.sequence_slice)
 
     def run_stage(
@@ -431,9 +408,6 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     def stage_of(self, stage: StageInput) -> Stage:
         """Return a call of a pipeline stage, for :meth:`FoundationRunner.run`.
 
-        Args:
-            stage: the input of the stage.
-
         Raises:
             UserError: the foundation cannot be cut there.
         """
@@ -442,12 +416,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         return Stage(stage.span, self.stage_contract, *stage.arrived[:1])
 
     def run_heads(self, encoded: EncodedPack, output: FoundationOutput) -> OmniOutput:
-        """Third step of :meth:`forward`: the losses of all heads over the foundation's hidden states.
-
-        Args:
-            encoded: the result of :meth:`encode_media`.
-            output: the result of :meth:`run_foundation`.
-        """
+        """Third step of :meth:`forward`: the losses of all heads over the foundation's hidden states."""
         pack, sequence_slice, hidden = encoded.pack, encoded.work.sequence_slice, output.hidden
         idle = list(encoded.idle)
         losses, read = {}, {"text": pack.text_rows[local_positions(sequence_slice, pack.text_rows)[0]]}
@@ -478,7 +447,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:
     config = as_config(values)
     for node in config_nodes(config):
-        node.dtype = None  # the one that is asked for holds for all parts, not what each was saved in
+        node.dtype = None  # the requested dtype applies to every sub-config; ignore the saved one
     return class_of(config)(config)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,21 +18,46 @@ from omnitrain.models.foundation.stage import BlockSpan
 from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode
 from omnitrain.ops.attention.packed_context import SequenceSlice
 
+T = TypeVar("T")
 Across = tuple[str, str]  # modality, name of the tensor in the layout of its features
 
 
 @dataclass(frozen=True)
 class StageInput:
-    """The input of a stage besides its pack.
+    """The input of a stage besides its pack."""
 
-    Attributes:
-        span: the blocks of the stage.
-        arrived: hidden states ``[1, t, hidden]``, then the features in the order of :func:`features_across`; empty for
-            the first stage.
+    span: BlockSpan  # the blocks of the stage
+    # hidden states ``[1, t, hidden]``, then the features in the order of :func:`features_across`; empty for the first
+    # stage
+    arrived: tuple[Tensor, ...] = ()
+
+
+class OneStage:
+    """Runs a model outside of training; here, one that is not cut into stages.
+
+    The ranks of all stages of a model have the same data. All of them must call every method, in the same order.
     """
 
-    span: BlockSpan
-    arrived: tuple[Tensor, ...] = ()
+    is_cut = False
+
+    def run(self, forward: Callable[[StageInput | None], Any]) -> Any:
+        """Run the stages of this rank.
+
+        Args:
+            forward: runs one stage, and returns a tuple of tensors for the next one. None: it runs the whole model.
+
+        Returns:
+            What ``forward`` returns for the last stage, or for the whole model; None on ranks without the last stage.
+        """
+        return forward(None)
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return on all ranks what ``make`` returns on the rank with the first stage; its error is raised on all."""
+        return make()
+
+    def from_last(self, make: Callable[[], T]) -> T:
+        """The same for the rank with the last stage."""
+        return make()
 
 
 def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) -> dict[str, int]:
@@ -58,11 +84,7 @@ def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) ->
 def features_across(model: Any, pack: Pack, sequence_slice: SequenceSlice | None, cut: int) -> dict[Across, int]:
     """Return the features that cross a cut, with their number, in the order in which they are sent.
 
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        pack: a micro-batch.
-        sequence_slice: the slice of the sequence on this rank; None: all tokens.
-        cut: index of the block after the cut.
+    ``cut``: index of the block after it; see :func:`features_in`.
     """
     contract = model.stage_contract
     across: dict[Across, int] = {}
@@ -75,14 +97,7 @@ def features_across(model: Any, pack: Pack, sequence_slice: SequenceSlice | None
 
 
 def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput) -> EncodedPack:
-    """Return the input of a stage after the first: features that arrived, and on the last stage the decoders' labels.
-
-    Args:
-        model: see :func:`features_in`.
-        pack: the micro-batch.
-        work: this rank's work in the micro-batch.
-        stage: the input of the stage.
-    """
+    """Return the input of a stage after the first: features that arrived; on the last stage, the decoders' labels."""
     hidden, *features = stage.arrived
     here = dict(zip(features_across(model, pack, work.sequence_slice, stage.span.start), features, strict=True))
     native = {}
@@ -99,13 +114,9 @@ def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput
 
 
 def handed_on(model: Any, encoded: EncodedPack, hidden: Tensor, cut: int) -> tuple[Tensor, ...]:
-    """Return what a stage sends to the next one: hidden states, then features in the order of :func:`features_across`.
+    """Return what a stage sends to the next one, at whose first block is the cut: its output ``hidden``, then features.
 
-    Args:
-        model: see :func:`features_in`.
-        encoded: the input of this stage.
-        hidden: its output.
-        cut: index of the block after the stage.
+    The features are in the order of :func:`features_across`.
     """
     sent = [hidden]
     for modality, name in features_across(model, encoded.pack, encoded.work.sequence_slice, cut):

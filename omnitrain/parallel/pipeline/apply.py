@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,32 +35,23 @@ from omnitrain.recipe.parallel import ComponentPlan, PipelineSchedule
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """The pipeline of a parallelized model.
+    """The pipeline of a parallelized model."""
 
-    Attributes:
-        stages: the cut, and the stages of this rank.
-        schedule: how a step runs through the stages.
-        group: this rank's column of the mesh: one rank of each pipeline rank, with the same samples.
-        column: the same ranks, on the host.
-        channel: messages between stages.
-        held_by: parameter -> the pipeline ranks that hold it.
-        shared: set of pipeline ranks that hold the same parameters -> their group, if this rank is one of them.
-    """
-
-    stages: PipelineStages
-    schedule: PipelineSchedule
-    group: dist.ProcessGroup
-    column: Peers
-    channel: StageChannel
-    held_by: Mapping[str, tuple[int, ...]]
+    stages: PipelineStages  # the cut, and the stages of this rank
+    schedule: PipelineSchedule  # how a step runs through the stages
+    group: dist.ProcessGroup  # this rank's column of the mesh: one rank of each pipeline rank, with the same samples
+    column: Peers  # the same ranks, on the host
+    channel: StageChannel  # messages between stages
+    held_by: Mapping[str, tuple[int, ...]]  # parameter -> the pipeline ranks that hold it
+    # set of pipeline ranks that hold the same parameters -> their group, if this rank is one of them
     shared: Mapping[tuple[int, ...], dist.ProcessGroup]
 
     def __str__(self) -> str:
         return f"pp {max(self.stages.ranks) + 1}"
 
-    def schedule_of(self, num_micro_batches: int, encoders: tuple[EncoderWindows, ...] = ()) -> Schedule:
+    def schedule_of(self, num_micro_batches: int) -> Schedule:
         """Return the schedule of a step; see :func:`complete_schedule`."""
-        return complete_schedule(self.schedule, max(self.stages.ranks) + 1, num_micro_batches, encoders)
+        return complete_schedule(self.schedule, max(self.stages.ranks) + 1, num_micro_batches)
 
     def held_by_several(self, model: OmniModel) -> dict[str, nn.Parameter]:
         """The parameters that several stages hold."""
@@ -134,20 +126,8 @@ def schedule_of_plan(
 def complete_schedule(
     settings: PipelineSchedule, num_ranks: int, num_micro_batches: int, encoders: tuple[EncoderWindows, ...] = ()
 ) -> Schedule:
-    """Return a schedule with all sends, receives and gathers, after it was validated.
-
-    Args:
-        settings: how a step runs through the stages.
-        num_ranks: number of pipeline ranks.
-        num_micro_batches: number of micro-batches of the step on each rank.
-        encoders: components that are encoded outside of the forwards.
-
-    Raises:
-        ScheduleError: it cannot run.
-    """
-    kind, chunks = settings.resolved_kind, settings.stages_per_rank
-    overlap = bool(settings.overlap)
-    return _lowered(kind, num_ranks, chunks, settings.group_size, overlap, num_micro_batches, encoders)
+    """Return a schedule with all sends, receives and gathers, after it was validated; see :func:`schedule_of_plan`."""
+    return _lowered(_sizes(settings, num_ranks, num_micro_batches), encoders)
 
 
 def passes_of(settings: PipelineSchedule | None, num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -160,35 +140,33 @@ def passes_of(settings: PipelineSchedule | None, num_ranks: int, num_micro_batch
     """
     if settings is None or (num_ranks == 1 and not settings.overlap):
         return accumulate(num_micro_batches)
-    return _generated(
-        settings.resolved_kind,
-        num_ranks,
-        settings.stages_per_rank,
-        settings.group_size,
-        bool(settings.overlap),
-        num_micro_batches,
-    )
+    return _generated(_sizes(settings, num_ranks, num_micro_batches))
+
+
+class _Sizes(NamedTuple):
+    """What a schedule of forwards and backwards depends on."""
+
+    kind: str
+    num_ranks: int
+    num_micro_batches: int
+    num_chunks: int
+    group_size: int | None
+    overlap: bool
+
+
+def _sizes(settings: PipelineSchedule, num_ranks: int, num_micro_batches: int) -> _Sizes:
+    chunks, overlap = settings.stages_per_rank, bool(settings.overlap)
+    return _Sizes(settings.resolved_kind, num_ranks, num_micro_batches, chunks, settings.group_size, overlap)
 
 
 @lru_cache(maxsize=32)
-def _generated(
-    kind: str, ranks: int, chunks: int, group_size: int | None, overlap: bool, num_micro_batches: int
-) -> Schedule:
-    return generate(kind, ranks, num_micro_batches, num_chunks=chunks, group_size=group_size, overlap=overlap)
+def _generated(sizes: _Sizes) -> Schedule:
+    return generate(**sizes._asdict())
 
 
 @lru_cache(maxsize=32)
-def _lowered(
-    kind: str,
-    ranks: int,
-    chunks: int,
-    group_size: int | None,
-    overlap: bool,
-    num_micro_batches: int,
-    encoders: tuple[EncoderWindows, ...],
-) -> Schedule:
-    passes = _generated(kind, ranks, chunks, group_size, overlap, num_micro_batches)
-    schedule = lower(with_encoders(passes, encoders))
+def _lowered(sizes: _Sizes, encoders: tuple[EncoderWindows, ...]) -> Schedule:
+    schedule = lower(with_encoders(_generated(sizes), encoders))
     validate(schedule)
     return schedule
 
@@ -199,20 +177,14 @@ def units_by_stage(
     """Return stage of this rank -> its FSDP units, in the order of modules.
 
     Units outside of blocks, such as embeddings that several stages read, belong to this rank's first stage: its
-    backward is the last one, so all gradients exist when its units are reduced.
-
-    Args:
-        model: sharded.
-        stages: the cut.
-        of_encoders: units that belong to no stage.
+    backward is the last one, so all gradients exist when its units are reduced. Those ``of_encoders`` have no stage.
     """
-    path = path_of_blocks(model)
-    stage_of_block = {f"{path}.{block}": stage for stage in stages.local for block in range(*stages.spans[stage])}
+    of_blocks = {block: s for block, s in stages.of_blocks(path_of_blocks(model)).items() if s in stages.local}
     first = stages.local[0]
     units: dict[int, list[str]] = {stage: [] for stage in stages.local}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and name not in of_encoders:
-            inside = next((s for block, s in stage_of_block.items() if f"{name}.".startswith(f"{block}.")), first)
+            inside = next((stage for block, stage in of_blocks.items() if f"{name}.".startswith(block)), first)
             units[inside].append(name)
     return {stage: tuple(names) for stage, names in units.items()}
 
@@ -221,10 +193,6 @@ def keep_on_first_stage(shared: Mapping[str, nn.Parameter], pipeline: Pipeline) 
     """Before a backward, let only one stage keep the earlier gradients that :func:`add_up_over_stages` will sum.
 
     They are the same on all stages that hold the parameter, and would count once for each of them.
-
-    Args:
-        shared: the parameters that several stages hold.
-        pipeline: the pipeline.
     """
     for name, parameter in shared.items():
         if parameter.grad is not None and pipeline.held_by[name][0] != pipeline.stages.rank:
@@ -236,10 +204,6 @@ def add_up_over_stages(shared: Mapping[str, nn.Parameter], pipeline: Pipeline) -
 
     Call it once per optimizer step, after the gradients are reduced. Each of these ranks then has the whole gradient
     and makes the same update. A parameter without a gradient on any of them has none afterwards.
-
-    Args:
-        shared: the parameters that several stages hold.
-        pipeline: the pipeline.
     """
     trained = {name: parameter for name, parameter in shared.items() if parameter.requires_grad}
     if not trained:

@@ -30,11 +30,11 @@ class StageChannel:
         self._sent: dict[tuple[str, int], list[Transfer]] = {}
 
     def send(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """Send tensors to a rank, without waiting.
+        """Begin to send tensors, which must not change before :meth:`finish`.
 
         Args:
             kind: ``F`` or ``B``.
-            tensors: any shapes; they must not change before :meth:`finish`.
+            tensors: any shapes.
             peer: pipeline rank of the receiver.
             tag: number of the message, equal on both sides, and below 2**20.
         """
@@ -43,14 +43,7 @@ class StageChannel:
         self._sent.setdefault((kind, peer), []).append(sent)
 
     def receive(self, kind: str, like: Sequence[Tensor], peer: int, tag: int) -> Transfer:
-        """Post the receives of a message, without waiting.
-
-        Args:
-            kind: ``F`` or ``B``.
-            like: buffers with the shapes, dtypes and device of the tensors that will come.
-            peer: pipeline rank of the sender.
-            tag: see :meth:`send`.
-        """
+        """Post the receives of a message from ``peer`` into ``like``, buffers with its shapes, dtypes and device."""
         return receive_tensors(like, *self._end(kind, peer, self._rank, peer), tag)
 
     def _end(self, kind: str, sender: int, receiver: int, peer: int) -> tuple[dist.ProcessGroup, int]:
@@ -79,11 +72,7 @@ class StageChannel:
 
 
 def directions(stage_ranks: Sequence[int]) -> list[Direction]:
-    """Return what messages go between the stages of a pipeline, in an order that is the same on all ranks.
-
-    Args:
-        stage_ranks: ``[stages]``, the pipeline rank of each stage.
-    """
+    """Return what messages go between stages, given the pipeline rank of each; in one order on all ranks."""
     pairs = sorted({pair for pair in pairwise(stage_ranks) if pair[0] != pair[1]})
     return [("F", *pair) for pair in pairs] + [("B", later, earlier) for earlier, later in pairs]
 

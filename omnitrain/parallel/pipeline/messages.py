@@ -23,15 +23,8 @@ from omnitrain.plan.schedule.actions import Action, Kind
 class StageMessages:
     """The messages between stages in one step.
 
-    A stage sends its hidden states ``[1, t, hidden]``, and the features ``[n, hidden]`` that later stages read. Their
-    gradients, of the same shapes, come back.
-
-    Args:
-        model: parallelized.
-        pipeline: its pipeline.
-        state: its parallel state.
-        packs: this rank's micro-batches, which all stages have.
-        dtype: dtype of the hidden states.
+    A stage sends its hidden states ``[1, t, hidden]`` of ``dtype``, and the features ``[n, hidden]`` that later stages
+    read. Their gradients, of the same shapes, come back. All stages have the ``packs``.
     """
 
     def __init__(

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.models.foundation.stage import BlockSpan
-from omnitrain.models.omni.stage import StageInput
+from omnitrain.models.omni.stage import OneStage, StageInput, T
 from omnitrain.parallel.pipeline.apply import Pipeline
 from omnitrain.peers import told_error
 
-T = TypeVar("T")
 
-
-class PipelineRelay:
-    """:class:`~omnitrain.models.omni.relay.StageRelay` of a pipeline.
-
-    Unlike :class:`~omnitrain.parallel.pipeline.messages.StageMessages`, there is no step plan with the
-    shapes, so they are sent first.
-
-    Args:
-        pipeline: the pipeline.
-        device: of this rank.
-    """
+class PipelineRelay(OneStage):
+    """The stages of a pipeline in turn. There is no step plan with the shapes of messages, so they are sent first."""
 
     is_cut = True
 
@@ -36,7 +26,7 @@ class PipelineRelay:
         self._column, self._device = pipeline.column, device
 
     def run(self, forward: Callable[[StageInput | None], Any]) -> Any:
-        """Run the stages of this rank; see :class:`StageRelay`."""
+        """Run the stages of this rank, each when the output of the stage before has arrived."""
         stages = self._stages
         count = stages.spans[-1][1]
         output: Any = ()
@@ -50,11 +40,11 @@ class PipelineRelay:
         return output if stages.rank == stages.last_rank else None
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Return on all ranks what ``make`` returns on the rank with the first stage."""
+        """See :class:`OneStage`."""
         return self._broadcast(self._stages.first_rank, make)
 
     def from_last(self, make: Callable[[], T]) -> T:
-        """Return on all ranks what ``make`` returns on the rank with the last stage."""
+        """See :class:`OneStage`."""
         return self._broadcast(self._stages.last_rank, make)
 
     def _send(self, stage: int, tensors: Sequence[Tensor]) -> None:

@@ -25,19 +25,13 @@ from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """The cut of a foundation into stages.
+    """The cut of a foundation into stages."""
 
-    Attributes:
-        spans: for each stage, its first block and the block after its last one.
-        costs: for each stage, the number of parameters that a token meets in its blocks, and on the last in the head.
-        ranks: for each stage, the pipeline rank that computes it.
-        rank: pipeline rank of this process.
-    """
-
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]  # for each stage, its first block and the block after its last one
+    # for each stage, the active parameters per token in its blocks, and on the last in the head
     costs: tuple[float, ...]
-    ranks: tuple[int, ...]
-    rank: int
+    ranks: tuple[int, ...]  # for each stage, the pipeline rank that computes it
+    rank: int  # pipeline rank of this process
 
     @property
     def num_stages(self) -> int:
@@ -59,6 +53,10 @@ class PipelineStages:
         """The stages of this rank, ascending."""
         return tuple(stage for stage, rank in enumerate(self.ranks) if rank == self.rank)
 
+    def of_blocks(self, path: str) -> dict[str, int]:
+        """Return the start of the names in each block of the module list at ``path`` -> the stage of the block."""
+        return {f"{path}.{block}.": s for s, span in enumerate(self.spans) for block in range(*span)}
+
     def is_last(self, stage: int) -> bool:
         """Whether the stage computes the losses."""
         return stage == self.num_stages - 1
@@ -67,12 +65,7 @@ class PipelineStages:
 def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState) -> PipelineStages:
     """Return the stages of a model: as many blocks as the schedule says, else stages of equal cost.
 
-    The cost of a block is the number of parameters that a token meets in it; the last stage has that of the head, too.
-
-    Args:
-        model: before tensors are sharded.
-        schedule: its schedule.
-        state: the parallel state.
+    The cost of a block is its number of active parameters per token; the last stage has that of the head, too.
 
     Raises:
         ScheduleError: fewer blocks than stages, a split that does not add up, or a cut that is not exact.
@@ -90,10 +83,10 @@ def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState
 
 
 def parameters_met(model: OmniModel) -> tuple[list[float], float]:
-    """Return the number of parameters that a token meets in each block of the foundation, and in its head.
+    """Return the active parameters per token of each block of the foundation, and of its head.
 
-    A token meets only the experts that its router chooses. The numbers are the same before and after tensors are
-    sharded, and on all ranks.
+    Of experts, only those that a router chooses count. The numbers are the same before and after tensors are sharded,
+    and on all ranks.
     """
     text = model.foundation.config.get_text_config(decoder=True)
     chosen = next((number for name in CHOSEN_EXPERTS if (number := config_value(text, name))), None)
@@ -102,7 +95,7 @@ def parameters_met(model: OmniModel) -> tuple[list[float], float]:
 
 
 def _cost(block: nn.Module, chosen: int | None) -> float:
-    """The number of parameters that a token meets in a block. ``chosen``: experts per token; None: all of them."""
+    """The active parameters per token of a block. ``chosen``: experts per token; None: all of them."""
     cost = float(sum(weight.numel() for weight in block.parameters()))
     for _, experts in experts_in(block):
         weights, number = sum(weight.numel() for weight in experts.parameters(recurse=False)), num_experts_of(experts)
@@ -133,19 +126,14 @@ def holders(
         on_all: encoders that run on all pipeline ranks.
     """
     at = {"first": {stages.first_rank}, "last": {stages.last_rank}, "inner": set(stages.ranks[1:-1])}
-    path = path_of_blocks(model)
-    rank_of_block = {
-        f"{path}.{block}.": stages.ranks[stage]
-        for stage, (start, stop) in enumerate(stages.spans)
-        for block in range(start, stop)
-    }
+    of_blocks = stages.of_blocks(path_of_blocks(model))
     ranks: dict[str, tuple[int, ...]] = {}
     components = {name: component for component, names in model.components.items() for name in names}
     bases = {name: base for base, name in names_without_adapters(model, components).items()}
     bases |= {adapter: base for base, names in model.renamed.items() for adapter in names[1:]}
     for name, component in components.items():
         base = bases[name].removeprefix(f"{FOUNDATION}.")
-        inside = next((rank for prefix, rank in rank_of_block.items() if name.startswith(prefix)), None)
+        inside = next((stage for prefix, stage in of_blocks.items() if name.startswith(prefix)), None)
         if component in on_all:
             held = set(stages.ranks)
         elif component in model.decoder_names:
@@ -153,7 +141,7 @@ def holders(
         elif component != FOUNDATION:
             held = at["first"]
         elif inside is not None:
-            held = {inside}
+            held = {stages.ranks[inside]}
         else:
             held = {rank for position in read_by.get(base, ("first",)) for rank in at[position]}
         ranks[name] = tuple(sorted(held))
@@ -175,9 +163,7 @@ def _device_of_present(model: PreTrainedModel) -> torch.device:
 def drop_parameters(model: nn.Module, names: Collection[str]) -> None:
     """Move parameters to the meta device, where they keep their shapes and take no memory.
 
-    Args:
-        model: every reference to such a parameter changes, too.
-        names: parameters that other stages hold.
+    Every reference to such a parameter in the model changes, too.
     """
     parameters = dict(model.named_parameters())
     for name in names:

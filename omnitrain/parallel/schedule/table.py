@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import ModelLayout, layout_of
@@ -24,21 +23,17 @@ def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = No
         upcoming: of the next step, for sections that encode ahead; None: the last one, or no section of this rank does.
     """
     layout = layout_of(model)
-    schedule = _of_main(layout, plan)
+    if not plan.num_micro_batches:
+        schedule = Schedule(((),), (0,), 0)
+    elif layout is None:
+        schedule = accumulate(plan.num_micro_batches)
+    else:
+        schedule = schedule_of_plan(layout.components[FOUNDATION].plan, plan.num_micro_batches, layout.encoders(plan))
     if layout is None or not layout.sections or not plan.num_micro_batches:
         return schedule
     estimate = _Estimate(plan, schedule.num_stages // schedule.num_pipeline_ranks)
     sections = [section_windows(layout, plan, name, upcoming) for name in layout.sections]
     return with_sections(schedule, sections, estimate.seconds, estimate.encoding)
-
-
-def _of_main(layout: ModelLayout | None, plan: StepPlan) -> Schedule:
-    """The schedule of the ranks that read packs."""
-    if not plan.num_micro_batches:
-        return Schedule(((),), (0,), 0)
-    if layout is None:
-        return accumulate(plan.num_micro_batches)
-    return schedule_of_plan(layout.components[FOUNDATION].plan, plan.num_micro_batches, layout.encoders(plan))
 
 
 def section_windows(layout: ModelLayout, plan: StepPlan, name: str, upcoming: StepPlan | None = None) -> SectionWindows:
@@ -66,6 +61,9 @@ def _windows(plan: StepPlan, components: list[str], size: int) -> dict[str, list
     return {component: [start for start in starts if plan.is_active(component, start)] for component in components}
 
 
+_PARTS: Mapping[Kind, int] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
+
+
 class _Estimate:
     """The seconds of a step's actions, from the rates of its plan: a backward takes twice as long as a forward."""
 
@@ -81,6 +79,3 @@ class _Estimate:
 
     def encoding(self, component: str, window: int) -> float:
         return float(self._encodes[component][window])
-
-
-_PARTS: Mapping[Kind, Any] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}

@@ -12,7 +12,7 @@ from omnitrain.models.omni.encode import call_component
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.parallel.sections.edges import FeatureEdge, FeatureForm
-from omnitrain.parallel.sections.message import Edge
+from omnitrain.parallel.sections.message import Ends
 from omnitrain.parallel.state import ParallelState
 from omnitrain.recipe.parallel import MAIN, Section
 
@@ -22,9 +22,8 @@ def connect_sections(
 ) -> dict[str, FeatureEdge]:
     """Return component -> this rank's end of its edge. All ranks must call it.
 
-    An edge goes to the section with the component that reads the features: most often the foundation in ``main``.
-
-    Each section encodes its smallest input once, and tells the other ranks the form of the features.
+    An edge goes to the section with the component that reads the features: most often the foundation in ``main``. Each
+    section encodes its smallest input once, and tells the other ranks the form of the features.
 
     Args:
         model: sharded; each rank has the components of its section.
@@ -42,19 +41,12 @@ def connect_sections(
     for section_name, section in sections.items():
         senders = state.of_section(section_name).ranks
         for component in section.components:
-            form = replace(forms[component], pattern=_on(forms[component].pattern, device))
-            edge = Edge(section_name, reader_of.get(component, MAIN))
-            reading = state.of_section(edge.target)
+            form = forms[component]._replace(pattern=_on(forms[component].pattern, device))
+            ends = Ends(section_name, reader_of.get(component, MAIN))
+            reading = state.of_section(ends.target)
             receivers = reading.ranks[: reading.size("stage")]  # of the first stage
             made = FeatureEdge(
-                component,
-                form,
-                edge,
-                senders,
-                receivers,
-                slots=section.slots,
-                device=device,
-                carrier=section.carrier,
+                component, form, ends, senders, receivers, slots=section.slots, device=device, carrier=section.carrier
             )
             if state.rank in (*senders, *receivers):
                 edges[component] = made

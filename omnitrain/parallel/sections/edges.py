@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from itertools import compress, groupby
+from operator import itemgetter
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,26 +16,21 @@ from torch import Tensor
 from omnitrain.models.discovery import MediaFeatures
 from omnitrain.ops.device import to_device
 from omnitrain.parallel.sections.carriers.carrier import Carrier
-from omnitrain.parallel.sections.carriers.nixl import GrowingNixlCarrier
+from omnitrain.parallel.sections.carriers.nixl import NixlCarrier
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
-from omnitrain.parallel.sections.message import Edge, Message, Part, Rows
+from omnitrain.parallel.sections.message import Ends, Message, Part, Rows
 from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox
 from omnitrain.plan import StepPlan
+from omnitrain.plan.ragged import ranges
 
 _ANY = 2**31  # slots without a limit
 
 
-@dataclass(frozen=True)
-class FeatureForm:
-    """The form of an encoder's features, which ranks without the encoder cannot measure.
+class FeatureForm(NamedTuple):
+    """The form of an encoder's features, which ranks without the encoder cannot measure."""
 
-    Attributes:
-        pattern: features without items.
-        is_trained: whether their gradients go back.
-    """
-
-    pattern: MediaFeatures
-    is_trained: bool
+    pattern: MediaFeatures  # features without items
+    is_trained: bool  # whether their gradients go back
 
     @property
     def rows(self) -> tuple[Rows, ...]:
@@ -49,20 +45,14 @@ class FeatureForm:
     @property
     def gradient_rows(self) -> tuple[Rows, ...]:
         """The tensors of a message with gradients."""
-        return tuple(rows for rows, goes_back in zip(self.rows, self.has_gradient, strict=True) if goes_back)
+        return tuple(compress(self.rows, self.has_gradient))
 
 
-@dataclass(frozen=True)
-class _Share:
-    """A part of a message, as its sender sees it.
+class _Share(NamedTuple):
+    """A part of a message, as its sender sees it."""
 
-    Attributes:
-        receiver: global rank.
-        rows: ``[rows of the part]`` int64: which rows of the sender's features these are.
-    """
-
-    receiver: int
-    rows: np.ndarray
+    receiver: int  # global rank
+    rows: np.ndarray  # ``[rows of the part]`` int64: which rows of the sender's features these are
 
 
 class FeatureEdge:
@@ -73,7 +63,7 @@ class FeatureEdge:
     Args:
         component: name of the encoder.
         form: the form of its features.
-        edge: from its section to the one that reads the features, most often ``main``.
+        ends: its section, and the one that reads the features, most often ``main``.
         senders: ranks of its section.
         receivers: ranks that read the features; of ``main``, those of the first pipeline stage.
         slots: number of messages for which a receiver has room.
@@ -88,7 +78,7 @@ class FeatureEdge:
         self,
         component: str,
         form: FeatureForm,
-        edge: Edge,
+        ends: Ends,
         senders: Sequence[int],
         receivers: Sequence[int],
         *,
@@ -98,16 +88,15 @@ class FeatureEdge:
     ) -> None:
         self.component, self.form, self.slots = component, form, slots
         self._rank, self._device = dist.get_rank(), device
-        self._is_sender, self._is_receiver = self._rank in senders, self._rank in receivers
+        self._is_sender = self._rank in senders
+        by_nixl = carrier == "nixl"
         self._carrier: Carrier = (
-            GrowingNixlCarrier(senders, receivers, slots)
-            if carrier == "nixl"
-            else torch_carrier(senders, receivers, device)
+            NixlCarrier(senders, receivers, slots) if by_nixl else torch_carrier(senders, receivers, device)
         )
         back = torch_carrier(receivers, senders, device)
-        features = EdgeEnd(edge, self._carrier, self._rank, slots)
+        features = EdgeEnd(ends, self._carrier, self._rank, slots)
         # A section posts the gradients of a window when it has encoded it: `in_flight` bounds them.
-        gradients = EdgeEnd(edge.returned, back, self._rank, _ANY if self._is_sender else slots)
+        gradients = EdgeEnd(ends.returned, back, self._rank, _ANY if self._is_sender else slots)
         self._features = (Outbox if self._is_sender else Inbox)(features)
         self._gradients = (Inbox if self._is_sender else Outbox)(gradients)
         self._messages: dict[int, list[Message]] = {}
@@ -154,11 +143,7 @@ class FeatureEdge:
     def _returned(self, window: int) -> list[Message]:
         """The messages with the gradients of a window."""
         rows = self._gradient_rows
-        return [
-            Message(part.sender, rows, (Part(message.receiver, 0, part.rows),))
-            for message in self._messages[window]
-            for part in (message.parts if rows else ())
-        ]
+        return [back for message in self._messages[window] if rows for back in message.returned(rows)]
 
     def peers(self, window: int) -> tuple[int, ...]:
         """Return the ranks at the other end of this rank's messages of a window, until its gradients are back."""
@@ -169,9 +154,6 @@ class FeatureEdge:
 
     def room_for(self, window: int) -> Iterator[tuple[int, int | None]]:
         """Yield for which messages :meth:`send` waits: those that a receiver must have taken before.
-
-        Args:
-            window: its first micro-batch.
 
         Yields:
             (receiver, first micro-batch of the window whose features it must have taken; None: it must have begun the
@@ -185,12 +167,7 @@ class FeatureEdge:
                 yield receiver, to_it[taken] if taken >= 0 else None
 
     def send(self, window: int, tensors: Sequence[Tensor]) -> None:
-        """Send this rank's features of a window to the ranks that need them.
-
-        Args:
-            window: its first micro-batch.
-            tensors: ``[features that this rank encoded, ...]`` each.
-        """
+        """Send this rank's features of a window, ``[features that it encoded, ...]`` each, to those who need them."""
         assert isinstance(self._features, Outbox)
         for share in self._shares[window]:
             index = to_device(torch.from_numpy(share.rows), self._device)
@@ -206,12 +183,7 @@ class FeatureEdge:
         return tuple(tensor.to(self._device) for tensor in self.form.pattern.tensors())
 
     def give_back(self, window: int, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients of what :meth:`take` returned.
-
-        Args:
-            window: its first micro-batch.
-            gradients: ``[features, ...]`` for each tensor that has one.
-        """
+        """Send the gradients of what :meth:`take` returned: ``[features, ...]`` for each tensor that has one."""
         assert isinstance(self._gradients, Outbox)
         own = [message for message in self._messages.pop(window) if message.receiver == self._rank]
         for message in own:
@@ -222,24 +194,15 @@ class FeatureEdge:
     def take_gradients(self, window: int, num_rows: int) -> list[Tensor]:
         """Wait for the gradients of a window, and return the sum over the ranks that needed a feature.
 
-        Args:
-            window: its first micro-batch.
-            num_rows: number of features that this rank encoded.
-
-        Returns:
-            ``[num_rows, ...]`` for each tensor that has one, added in fp32 always in the same order.
+        ``[num_rows, ...]`` for each tensor that has one, of the ``num_rows`` features that this rank encoded; added in
+        fp32 always in the same order.
         """
         assert isinstance(self._gradients, Inbox)
         shares, rows = self._shares.pop(window), self.form.gradient_rows
-        is_sum = len(shares) > 1
+        dtypes = [torch.promote_types(dtype, torch.float32) if len(shares) > 1 else dtype for _, dtype in rows]
         totals = [
-            torch.zeros(
-                num_rows,
-                *shape,
-                dtype=torch.promote_types(dtype, torch.float32) if is_sum else dtype,
-                device=self._device,
-            )
-            for shape, dtype in rows
+            torch.zeros(num_rows, *shape, dtype=dtype, device=self._device)
+            for (shape, _), dtype in zip(rows, dtypes, strict=True)
         ]
         for share in shares:
             index = to_device(torch.from_numpy(share.rows), self._device)
@@ -268,42 +231,30 @@ def messages_of(plan: StepPlan, component: str, window: int, rows: tuple[Rows, .
         window: its first micro-batch.
         rows: the tensors of a message.
     """
-    routes = plan.routes(component, window)
-    messages = []
-    for consumer in np.unique(routes.consumer).tolist():
-        of_consumer = routes.consumer == consumer
-        runs: list[Part] = []
-        for sender, number in zip(
-            routes.producer[of_consumer].tolist(), routes.rows[of_consumer].tolist(), strict=True
-        ):
-            start = runs[-1].stop if runs else 0
-            if runs and runs[-1].sender == sender:
-                runs[-1] = runs[-1]._replace(stop=start + number)
-            elif number:
-                runs.append(Part(sender, start, start + number))
-        if runs:
-            messages.append(Message(consumer, rows, tuple(runs)))
-    return messages
+    parts: dict[int, list[Part]] = {}
+    for receiver, sender, items in _runs(plan, component, window):
+        own = parts.setdefault(receiver, [])
+        start = own[-1].stop if own else 0
+        own.append(Part(sender, start, start + int(plan.item_tokens[items].sum())))
+    return [Message(receiver, rows, tuple(own)) for receiver, own in parts.items()]
 
 
 def _shares(plan: StepPlan, component: str, window: int, rank: int) -> list[_Share]:
     """The parts that a rank sends of :func:`messages_of`, in their order."""
     made = np.array([item for call in plan.calls_of(rank, component, window) for item in call.items], dtype=np.int64)
-    ends = np.cumsum(plan.item_tokens[made])
-    row_of = {item: (end - plan.item_tokens[item], end) for item, end in zip(made.tolist(), ends.tolist(), strict=True)}
+    lengths = plan.item_tokens[made]
+    start_of = dict(zip(made.tolist(), (np.cumsum(lengths) - lengths).tolist(), strict=True))
+    return [
+        _Share(receiver, ranges(np.array([start_of[item] for item in items]), plan.item_tokens[items]))
+        for receiver, sender, items in _runs(plan, component, window)
+        if sender == rank
+    ]
+
+
+def _runs(plan: StepPlan, component: str, window: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield receiver, sender and items of each part of the messages of a window."""
     routes = plan.routes(component, window)
-    shares: list[_Share] = []
-    previous: tuple[int, int] | None = None  # consumer and producer of the item before
-    for item, producer, consumer, number in zip(
-        routes.item.tolist(), routes.producer.tolist(), routes.consumer.tolist(), routes.rows.tolist(), strict=True
-    ):
-        if not number:
-            continue
-        if producer == rank:
-            rows = np.arange(*row_of[item])
-            if previous == (consumer, rank):
-                shares[-1] = _Share(consumer, np.concatenate([shares[-1].rows, rows]))
-            else:
-                shares.append(_Share(consumer, rows))
-        previous = consumer, producer
-    return shares
+    columns = (routes.consumer, routes.producer, routes.item)
+    entries = zip(*(column[routes.rows > 0].tolist() for column in columns), strict=True)
+    for (receiver, sender), run in groupby(entries, key=itemgetter(0, 1)):
+        yield receiver, sender, [item for _, _, item in run]

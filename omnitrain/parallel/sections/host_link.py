@@ -27,11 +27,11 @@ class HostLink:
         self._device = device
 
     def send(self, value: object, *ranks: int, timeout_s: float | None = None) -> None:
-        """Send a value to some ranks, and wait until they have it.
+        """Send a value that can be pickled, with tensors on any device, to global ranks; wait until they have it.
 
         Args:
-            value: anything that can be pickled, with tensors on any device.
-            ranks: global ranks.
+            value: the value.
+            ranks: the receivers.
             timeout_s: limit in seconds for each message; None: no limit. After it, the link is broken.
 
         Raises:

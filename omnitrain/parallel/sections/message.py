@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-class Edge(NamedTuple):
-    """Messages go from ``source`` to ``target``, two sections."""
+class Ends(NamedTuple):
+    """Two sections: messages go from ``source`` to ``target``."""
 
     source: str
     target: str
@@ -22,9 +22,9 @@ class Edge(NamedTuple):
         return f"{self.source} -> {self.target}"
 
     @property
-    def returned(self) -> Edge:
-        """The edge on which the gradients come back."""
-        return Edge(self.target, self.source)
+    def returned(self) -> Ends:
+        """Those of the messages that bring gradients back."""
+        return Ends(self.target, self.source)
 
 
 class Part(NamedTuple):
@@ -54,37 +54,17 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank receives at once: tensors with equally many rows, from one or more ranks.
+    """What one rank receives at once: tensors with equally many rows, from one or more ranks."""
 
-    Attributes:
-        receiver: global rank.
-        tensors: the shape of a row and the dtype of each tensor.
-        parts: runs of rows and who sends them, by first row. Together they are all rows. A rank may send several.
-    """
-
-    receiver: int
-    tensors: tuple[Rows, ...]
+    receiver: int  # global rank
+    tensors: tuple[Rows, ...]  # the shape of a row and the dtype of each tensor
+    # runs of rows and who sends them, by first row. Together they are all rows. A rank may send several.
     parts: tuple[Part, ...]
-
-    def __post_init__(self) -> None:
-        stops = [0, *(part.stop for part in self.parts)]
-        if not self.tensors:
-            raise ValueError(f"a message to rank {self.receiver} needs at least one tensor")
-        for part, before in zip(self.parts, stops, strict=False):
-            if part.start != before or part.stop <= part.start:
-                raise ValueError(
-                    f"{part} of a message to rank {self.receiver} must begin at row {before} and have rows"
-                )
 
     @cached_property
     def rows(self) -> int:
         """The number of rows of each tensor."""
         return self.parts[-1].stop if self.parts else 0
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.rows * sum(rows.bytes for rows in self.tensors)
 
     def empty(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return new tensors ``[rows, *shape]``, not initialised."""
@@ -101,23 +81,6 @@ class Message:
         if found != expected:
             raise ValueError(f"rows {part.start} to {part.stop - 1} of a message are {expected}; found {found}")
 
-    def returned(self) -> tuple[Message, ...]:
-        """Return the messages that bring the gradients back: one for each part, to its sender."""
-        return tuple(Message(part.sender, self.tensors, (Part(self.receiver, 0, part.rows),)) for part in self.parts)
-
-
-def parts_at(places: np.ndarray, counts: Sequence[int], senders: Sequence[int]) -> tuple[Part, ...]:
-    """Return the parts of a message whose rows lie anywhere, as those of a sequence that ranks share.
-
-    Args:
-        places: ``[rows]`` int64: the row of the message at which each sent row lies; by sender. Rows of
-            :class:`~omnitrain.parallel.step.feature_routing.RowSplits` are in this form (``needed``).
-        counts: number of rows from each sender.
-        senders: global rank of each sender.
-    """
-    sender = np.repeat(np.asarray(senders), counts)
-    is_first = (np.diff(places, prepend=-2) != 1) | (np.diff(sender, prepend=-1) != 0)
-    firsts = np.flatnonzero(is_first)
-    lengths = np.diff(firsts, append=len(places))
-    runs = zip(sender[firsts].tolist(), places[firsts].tolist(), lengths.tolist(), strict=True)
-    return tuple(sorted((Part(rank, start, start + length) for rank, start, length in runs), key=lambda p: p.start))
+    def returned(self, tensors: tuple[Rows, ...]) -> tuple[Message, ...]:
+        """Return the messages that bring gradients of these rows back: one for each part, to its sender."""
+        return tuple(Message(part.sender, tensors, (Part(self.receiver, 0, part.rows),)) for part in self.parts)

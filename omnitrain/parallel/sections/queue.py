@@ -11,30 +11,17 @@ from torch import Tensor
 
 from omnitrain.errors import LostRankError
 from omnitrain.parallel.sections.carriers.carrier import Arrival, Carrier, Departure
-from omnitrain.parallel.sections.message import Edge, Message, Part
+from omnitrain.parallel.sections.message import Ends, Message, Part
 
 
 @dataclass(frozen=True)
 class EdgeEnd:
-    """This rank's end of an edge.
+    """This rank's end of an edge."""
 
-    Attributes:
-        edge: names of the sections.
-        carrier: brings the messages of this edge.
-        rank: global rank of this process.
-        slots: number of messages, at least 1, for which a receiver has room; equal at both ends.
-        timeout_s: seconds that a wait may last; None: as long as the carrier allows.
-    """
-
-    edge: Edge
-    carrier: Carrier
-    rank: int
-    slots: int
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"{self.edge} needs at least one slot; found {self.slots}")
+    edge: Ends  # names of the sections
+    carrier: Carrier  # brings the messages of this edge
+    rank: int  # global rank of this process
+    slots: int  # number of messages, at least 1, for which a receiver has room; equal at both ends
 
     @contextmanager
     def naming(self, section: str, number: int) -> Iterator[None]:
@@ -53,7 +40,7 @@ class _Unposted:
 
     error: LostRankError
 
-    def wait(self, timeout_s: float | None) -> tuple[Tensor, ...]:
+    def wait(self) -> tuple[Tensor, ...]:
         raise self.error
 
 
@@ -65,23 +52,16 @@ class Inbox:
 
     If a sender is lost, the messages that arrived can still be taken. The error names the first one that did not arrive
     completely: a message that was never pushed, or one that was pushed and got lost together with its sender.
-
-    Args:
-        end: this rank's end of the edge.
     """
 
     def __init__(self, end: EdgeEnd) -> None:
         self._end = end
         self._expected: deque[Message] = deque()
-        self._posted: deque[tuple[Message, Arrival]] = deque()
+        self._posted: deque[Arrival] = deque()
         self._num_taken = 0
 
     def expect(self, messages: Sequence[Message]) -> None:
-        """Add messages to the end of the list, such as those of the next step.
-
-        Args:
-            messages: all messages of the edge, in order; those of other receivers are ignored.
-        """
+        """Add all messages of the edge, such as those of the next step; those of other receivers are ignored."""
         self._expected.extend(message for message in messages if message.receiver == self._end.rank)
         self._post()
 
@@ -95,9 +75,8 @@ class Inbox:
         end, number = self._end, self._num_taken
         if not self._posted:
             raise ValueError(f"rank {end.rank} expects {number} messages of {end.edge}, and takes one more")
-        _, arrival = self._posted[0]
         with end.naming(end.edge.source, number):
-            tensors = arrival.wait(end.timeout_s)
+            tensors = self._posted[0].wait()
         self._posted.popleft()
         self._num_taken += 1
         self._post()
@@ -106,13 +85,10 @@ class Inbox:
     def _post(self) -> None:
         while self._expected and len(self._posted) < self._end.slots:
             message, number = self._expected.popleft(), self._num_taken + len(self._posted)
-            self._posted.append((message, self._arrival(message, number)))
-
-    def _arrival(self, message: Message, number: int) -> Arrival:
-        try:
-            return self._end.carrier.post(message, number)
-        except LostRankError as error:
-            return _Unposted(error)
+            try:
+                self._posted.append(self._end.carrier.post(message, number))
+            except LostRankError as error:
+                self._posted.append(_Unposted(error))
 
 
 class Outbox:
@@ -125,9 +101,6 @@ class Outbox:
     A message that was pushed may not have left yet, and one that has left may not have been taken: if this rank ends,
     the receiver may lose it. If a receiver is lost, the error of push ``n`` names message ``n``, or ``n - slots`` for
     which it waits.
-
-    Args:
-        end: this rank's end of the edge.
     """
 
     def __init__(self, end: EdgeEnd) -> None:
@@ -137,11 +110,7 @@ class Outbox:
         self._sent: defaultdict[int, deque[tuple[int, Departure]]] = defaultdict(deque)
 
     def expect(self, messages: Sequence[Message]) -> None:
-        """Add messages to the end of the list, such as those of the next step.
-
-        Args:
-            messages: all messages of the edge, in order; this rank sends its parts of them.
-        """
+        """Add all messages of the edge, such as those of the next step; this rank sends its parts of them."""
         for message in messages:
             number = self._counts[message.receiver]
             self._counts[message.receiver] += 1
@@ -149,11 +118,7 @@ class Outbox:
             self._expected[message.receiver].extend((number, message, part) for part in own)
 
     def push(self, receiver: int, tensors: Sequence[Tensor]) -> None:
-        """Send the next part to a receiver.
-
-        Args:
-            receiver: global rank.
-            tensors: ``[rows of the part, ...]`` each; they must not change until the message has left.
+        """Send the next part, ``[rows of the part, ...]`` each, which must not change until the message has left.
 
         Raises:
             LostRankError: the receiver has ended or is silent.
@@ -186,5 +151,5 @@ class Outbox:
         while sent and sent[0][0] <= last:
             number, departure = sent[0]
             with self._end.naming(self._end.edge.target, number):
-                departure.wait(self._end.timeout_s)
+                departure.wait()
             sent.popleft()

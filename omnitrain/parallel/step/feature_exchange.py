@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.ops.device import to_device
-from omnitrain.parallel.step.feature_routing import RowSplits, rank_routing
+from omnitrain.parallel.step.feature_routing import row_splits
 from omnitrain.plan import RowRoutes
 
 
@@ -26,9 +26,6 @@ class Exchange:
         routes: routes by global rank, the same on all ranks. A consumer gets its items in the order of its entries.
         group: process group; None: all ranks. Entries between other ranks are ignored.
         made: items that this rank makes, in the order of their rows in its tensors; None: ascending.
-
-    Raises:
-        ValueError: the routes contradict themselves or ``made``.
     """
 
     def __init__(
@@ -36,10 +33,8 @@ class Exchange:
     ) -> None:
         self.group = group
         self._rank = dist.get_rank()
-        routing = rank_routing(routes, dist.get_process_group_ranks(group), self._rank, made)
-        self.is_local = routing.is_local
-        self.num_rows_made = routing.num_rows_made
-        self._splits = _DeviceSplits(routing.splits)
+        self._splits = splits = row_splits(routes, dist.get_process_group_ranks(group), self._rank, made)
+        self._made, self._needed = torch.from_numpy(splits.made), torch.from_numpy(splits.needed)
 
     def send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Send the rows that this rank makes; return those that it needs, without a graph.
@@ -50,14 +45,13 @@ class Exchange:
         Raises:
             ValueError: a tensor has another number of rows than the items that this rank makes.
         """
-        for tensor in tensors:
-            if len(tensor) != self.num_rows_made:
-                raise ValueError(
-                    f"rank {self._rank}: found {len(tensor)} rows; expected {self.num_rows_made}, one per row of its "
-                    "items"
-                )
         splits = self._splits
-        made, needed = splits.indices_on(tensors[0].device)
+        for tensor in tensors:
+            if len(tensor) != (number := splits.num_rows_made):
+                raise ValueError(
+                    f"rank {self._rank}: found {len(tensor)} rows; expected {number}, one per row of its items"
+                )
+        made, needed = self._indices_on(tensors[0].device)
         rows = _packed([tensor.detach()[made] for tensor in tensors])
         received = self._all_to_all(rows, splits.sent, splits.received)
         in_order = torch.empty_like(received)
@@ -74,12 +68,16 @@ class Exchange:
             gradients: ``[rows of the items that this rank needs, ...]``, of the floating-point tensors alone.
         """
         splits = self._splits
-        made, needed = splits.indices_on(gradients[0].device)
+        made, needed = self._indices_on(gradients[0].device)
         received = self._all_to_all(_packed([gradient[needed] for gradient in gradients]), splits.received, splits.sent)
         return [self._summed(rows, made, splits.parts) for rows in _unpacked(received, gradients)]
 
+    def _indices_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        self._made, self._needed = to_device(self._made, device), to_device(self._needed, device)
+        return self._made, self._needed
+
     def _all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        if self.is_local:
+        if self._splits.is_local:
             return rows
         out = rows.new_empty(sum(received), rows.shape[1])
         dist.all_to_all_single(out, rows, received, sent, group=self.group)
@@ -88,22 +86,10 @@ class Exchange:
     def _summed(self, rows: Tensor, made: Tensor, parts: list[int]) -> Tensor:
         """``[rows made, ...]``; gradients of the same row are summed in fp32, always in the same order."""
         dtype = torch.promote_types(rows.dtype, torch.float32) if len(parts) > 1 else rows.dtype
-        total = rows.new_zeros(self.num_rows_made, *rows.shape[1:], dtype=dtype)
+        total = rows.new_zeros(self._splits.num_rows_made, *rows.shape[1:], dtype=dtype)
         for of_consumer, index in zip(rows.split(parts), made.split(parts), strict=True):
             total[index] += of_consumer
         return total.to(rows.dtype)
-
-
-class _DeviceSplits:
-    """:class:`RowSplits` with the indices as tensors."""
-
-    def __init__(self, splits: RowSplits) -> None:
-        self.sent, self.received, self.parts = splits.sent, splits.received, splits.parts
-        self._made, self._needed = torch.from_numpy(splits.made), torch.from_numpy(splits.needed)
-
-    def indices_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        self._made, self._needed = to_device(self._made, device), to_device(self._needed, device)
-        return self._made, self._needed
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:

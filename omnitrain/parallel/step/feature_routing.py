@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,19 +15,14 @@ from omnitrain.plan.sequence import SequenceSplit
 
 @dataclass(frozen=True)
 class RowSplits:
-    """The rows that one rank sends and receives, ordered by peer, then as in the routing table.
+    """The rows that one rank sends and receives, ordered by peer, then as in the routing table."""
 
-    Attributes:
-        made: ``[sent rows]`` int64: index of each sent row among the rows that the rank makes.
-        sent: number of rows sent to each rank of the group.
-        needed: ``[received rows]`` int64: index of each received row among the rows that the rank needs.
-        received: number of rows received from each rank of the group.
-    """
-
-    made: np.ndarray
-    sent: list[int]
-    needed: np.ndarray
-    received: list[int]
+    made: np.ndarray  # ``[sent rows]`` int64: index of each sent row among the rows that the rank makes
+    sent: list[int]  # number of rows sent to each rank of the group
+    needed: np.ndarray  # ``[received rows]`` int64: index of each received row among the rows that the rank needs
+    received: list[int]  # number of rows received from each rank of the group
+    num_rows_made: int  # number of rows of all items that the rank makes
+    is_local: bool  # whether no item leaves its rank, on any rank
 
     @property
     def parts(self) -> list[int]:
@@ -37,22 +32,7 @@ class RowSplits:
         return [rows for rows in self.sent if rows]
 
 
-@dataclass(frozen=True)
-class RankRouting:
-    """The exchange of a rank.
-
-    Attributes:
-        splits: the rows that go from producers to consumers, and whose gradients go back.
-        num_rows_made: number of rows of all items that the rank makes.
-        is_local: whether no item leaves its rank, on any rank.
-    """
-
-    splits: RowSplits
-    num_rows_made: int
-    is_local: bool
-
-
-def rank_routing(routes: RowRoutes, ranks: Sequence[int], rank: int, made: Sequence[int] | None = None) -> RankRouting:
+def row_splits(routes: RowRoutes, ranks: Sequence[int], rank: int, made: Sequence[int] | None = None) -> RowSplits:
     """Return the rows that ``rank`` sends and receives.
 
     Args:
@@ -61,94 +41,27 @@ def rank_routing(routes: RowRoutes, ranks: Sequence[int], rank: int, made: Seque
         ranks: global ranks of the group, in order; entries between other ranks are ignored.
         rank: one of these global ranks.
         made: items that ``rank`` makes, in the order of their rows; None: ascending.
-
-    Raises:
-        ValueError: the routes contradict themselves or leave the group, or ``made`` has other items.
     """
-    group_rank = list(ranks).index(rank)
-    table, num_rows_made = _Table.of_group(routes, ranks).with_rows_made(group_rank, made)
-    splits = table.splits(group_rank, len(ranks))
-    return RankRouting(splits, num_rows_made, bool((table.producer == table.consumer).all()))
-
-
-@dataclass(frozen=True)
-class _Table:
-    """A routing table with ranks of one group.
-
-    Attributes:
-        item: ``[n]`` item of the entry.
-        producer: ``[n]`` group rank that makes it.
-        consumer: ``[n]`` group rank that needs it.
-        rows: ``[n]`` its number of rows.
-        at_consumer: ``[n]`` first row among the rows that the consumer needs.
-        at_producer: ``[n]`` first row among the rows that one rank makes; 0 for entries of other producers.
-    """
-
-    item: np.ndarray
-    producer: np.ndarray
-    consumer: np.ndarray
-    rows: np.ndarray
-    at_consumer: np.ndarray
-    at_producer: np.ndarray
-
-    @classmethod
-    def of_group(cls, routes: RowRoutes, ranks: Sequence[int]) -> _Table:
-        highest = max([*ranks, *routes.producer.tolist(), *routes.consumer.tolist()])
-        group_rank = np.full(highest + 1, -1)
-        group_rank[list(ranks)] = np.arange(len(ranks))
-        producer, consumer = group_rank[routes.producer], group_rank[routes.consumer]
-        crossing = (producer < 0) != (consumer < 0)
-        if crossing.any():
-            items = np.unique(routes.item[crossing]).tolist()
-            raise ValueError(f"items {items} go between ranks of the group {list(ranks)} and others")
-        inside = producer >= 0
-        columns = (routes.item, producer, consumer, routes.rows)
-        item, producer, consumer, rows = (column[inside] for column in columns)
-        table = cls(item, producer, consumer, rows, _starts(consumer, rows), np.zeros_like(rows))
-        table.check()
-        return table
-
-    def check(self) -> None:
-        order = np.lexsort((self.consumer, self.item))
-        item, producer, consumer, rows = (c[order] for c in (self.item, self.producer, self.consumer, self.rows))
-        same = item[1:] == item[:-1]
-        problems = {
-            "have several producers": item[1:][same & (producer[1:] != producer[:-1])],
-            "have several numbers of rows": item[1:][same & (rows[1:] != rows[:-1])],
-            "go twice to the same consumer": item[1:][same & (consumer[1:] == consumer[:-1])],
-            "have fewer than 0 rows": item[rows < 0],
-        }
-        lines = [f"items {np.unique(items).tolist()} {problem}" for problem, items in problems.items() if len(items)]
-        if lines:
-            raise ValueError("\n".join(lines))
-
-    def with_rows_made(self, group_rank: int, made: Sequence[int] | None) -> tuple[_Table, int]:
-        """A copy with ``at_producer`` for this rank, and the number of rows that it makes."""
-        is_made = self.producer == group_rank
-        items, first_entry = np.unique(self.item[is_made], return_index=True)
-        if made is not None and sorted(made) != items.tolist():
-            raise ValueError(f"this rank makes the items {items.tolist()} of the routing table; found {list(made)}")
-        order = np.searchsorted(items, items if made is None else np.asarray(made, dtype=items.dtype))
-        rows = self.rows[is_made][first_entry]
-        start = np.empty_like(rows)
-        start[order] = np.cumsum(rows[order]) - rows[order]
-        at_producer = np.zeros_like(self.rows)
-        at_producer[is_made] = start[np.searchsorted(items, self.item[is_made])]
-        return replace(self, at_producer=at_producer), int(rows.sum())
-
-    def splits(self, group_rank: int, num_ranks: int) -> RowSplits:
-        """The rows that this rank sends and receives."""
-        sent = self._only(_sorted(self.producer == group_rank, self.consumer))
-        received = self._only(_sorted(self.consumer == group_rank, self.producer))
-        return RowSplits(
-            made=ranges(sent.at_producer, sent.rows),
-            sent=_sums(sent.consumer, sent.rows, num_ranks),
-            needed=ranges(received.at_consumer, received.rows),
-            received=_sums(received.producer, received.rows, num_ranks),
-        )
-
-    def _only(self, entries: np.ndarray) -> _Table:
-        return replace(self, **{name: column[entries] for name, column in vars(self).items()})
+    group_rank = np.full(max([*ranks, *routes.producer.tolist(), *routes.consumer.tolist()]) + 1, -1)
+    group_rank[list(ranks)] = np.arange(len(ranks))
+    own, inside = group_rank[rank], group_rank[routes.consumer] >= 0
+    columns = (routes.item, group_rank[routes.producer], group_rank[routes.consumer], routes.rows)
+    item, producer, consumer, rows = (column[inside] for column in columns)
+    sent, received = _sorted(producer == own, consumer), _sorted(consumer == own, producer)
+    items, first = np.unique(item[sent], return_index=True)
+    order = np.arange(len(items)) if made is None else np.searchsorted(items, np.asarray(made, dtype=items.dtype))
+    lengths = rows[sent][first][order]
+    starts = np.empty_like(lengths)  # of items, ascending
+    starts[order] = np.cumsum(lengths) - lengths
+    at_consumer = np.cumsum(rows * (consumer == own)) - rows
+    return RowSplits(
+        made=ranges(starts[np.searchsorted(items, item[sent])], rows[sent]),
+        sent=_sums(consumer[sent], rows[sent], len(ranks)),
+        needed=ranges(at_consumer[received], rows[received]),
+        received=_sums(producer[received], rows[received], len(ranks)),
+        num_rows_made=int(lengths.sum()),
+        is_local=bool((producer == consumer).all()),
+    )
 
 
 def positions_of(pack: Pack, component: Placement) -> np.ndarray:
@@ -195,16 +108,6 @@ def _sorted(chosen: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Indices of the chosen entries, stably sorted by key."""
     entries = np.flatnonzero(chosen)
     return entries[np.argsort(key[entries], kind="stable")]
-
-
-def _starts(group: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """``[n]``: number of rows of the earlier entries in the same group."""
-    order = np.argsort(group, kind="stable")
-    before = np.cumsum(rows[order]) - rows[order]
-    first_of_group = np.searchsorted(group[order], group[order])
-    starts = np.empty_like(before)
-    starts[order] = before - before[first_of_group]
-    return starts
 
 
 def _sums(group: np.ndarray, rows: np.ndarray, num_groups: int) -> list[int]:

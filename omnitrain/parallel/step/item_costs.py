@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -39,16 +40,13 @@ def measured_components(model: OmniModel) -> tuple[str, ...]:
 
 
 class Measured(NamedTuple):
-    """What a run measures in its first steps.
+    """What a run measures in its first steps."""
 
-    Attributes:
-        quadratic: component -> the quadratic part of its cost, that of its items or of the foundation's samples.
-        seconds: if micro-batches are ordered or dealt by cost: encoder -> seconds of a forward on one rank, per unit of
-            an item's cost; ``foundation`` -> seconds of forward and backward per token on the first stage, or per unit
-            of a sample's cost.
-    """
-
+    # component -> the quadratic part of its cost, that of its items or of the foundation's samples
     quadratic: Mapping[str, float] = {}
+    # if micro-batches are ordered or dealt by cost: encoder -> seconds of a forward on one rank, per unit of an item's
+    # cost; ``foundation`` -> seconds of forward and backward per token on the first stage, or per unit of a sample's
+    # cost
     seconds: Mapping[str, float] = {}
 
 
@@ -58,18 +56,14 @@ def publish(rendezvous: Rendezvous, measured: Measured) -> None:
         rendezvous.store.set(_KEY, json.dumps(measured))
 
 
+@dataclass(eq=False)
 class MeasuredCosts:
-    """What was measured, for each step of a run. Picklable.
+    """What was measured, for each step of a run. Picklable."""
 
-    Args:
-        step: number of steps that are done when planning begins.
-        unused_until: the last step that is planned without them.
-        settled: what was measured before; None: it is measured in this run, and published.
-        rendezvous: where it is published.
-    """
-
-    def __init__(self, step: int, unused_until: int, settled: Measured | None, rendezvous: Rendezvous) -> None:
-        self.step, self.unused_until, self.settled, self.rendezvous = step, unused_until, settled, rendezvous
+    step: int  # number of steps that are done when planning begins
+    unused_until: int  # the last step that is planned without them
+    settled: Measured | None  # what was measured before; None: it is measured in this run, and published
+    rendezvous: Rendezvous  # where it is published
 
     def next_step(self) -> Measured:
         """Return what was measured for the next step; empty up to the step ``unused_until``."""
@@ -84,14 +78,7 @@ class MeasuredCosts:
 
 
 def encoded_in(plan: StepPlan, rank: int, component: str, seconds: float) -> Encoded:
-    """Return what a rank computed for a component in a step.
-
-    Args:
-        plan: the plan of the step.
-        rank: the rank, in the numbering of the plan.
-        component: an encoder.
-        seconds: of all its calls.
-    """
+    """Return what a rank computed for an encoder in a step; ``seconds``: of all its calls."""
     caller = plan.topology.caller_of(rank, component)
     calls = [call for k in range(plan.num_micro_batches) for call in plan.calls_of(caller, component, k)]
     elements = plan.cost[[item for call in calls for item in call.items]].astype(float)

@@ -21,17 +21,12 @@ MediaCallsByName = Mapping[str, tuple[MediaGroup, ...]]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step of one rank.
+    """One optimizer step of one rank."""
 
-    Attributes:
-        packs: its micro-batches; none on ranks that only encode for others.
-        plan: the plan of all ranks.
-        media_calls: for each micro-batch, media name -> the items of each call that this rank makes. Media without an
-            entry: the calls of the rank's pack.
-    """
-
-    packs: tuple[Pack, ...]
-    plan: StepPlan
+    packs: tuple[Pack, ...]  # its micro-batches; none on ranks that only encode for others
+    plan: StepPlan  # the plan of all ranks
+    # for each micro-batch, media name -> the items of each call that this rank makes. Media without an entry: the calls
+    # of the rank's pack.
     media_calls: tuple[MediaCallsByName, ...]
 
 
@@ -39,9 +34,9 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
     """Return the step of a rank: with media that it encodes for others, without media that others encode for it.
 
     Args:
-        plan: the plan of the step.
-        rank: this rank, in the numbering of the plan.
-        packs: its packs; equal on the ranks of a data group.
+        plan: of the step.
+        rank: in the numbering of the plan.
+        packs: of the rank; equal on the ranks of a data group.
         swap: an all-to-all of parcels; called by all ranks or by none.
     """
     topology = plan.topology
@@ -49,19 +44,7 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
     component_of = {name: component for component in moving for name in topology.component(component).media}
     if not component_of:
         return StepBatch(tuple(packs), plan, tuple({} for _ in range(plan.num_micro_batches)))
-    parcels: list[dict[int, MediaGroup]] = [{} for _ in range(topology.world_size)]
-    items: dict[int, MediaGroup] = {}
-    for index, name, item in _drawn_items(plan, rank, packs):
-        if name not in component_of:
-            continue
-        caller = topology.caller_of(rank, component_of[name])
-        makers = topology.call_group_of(component_of[name])[plan.producer[index]]
-        if caller in makers:
-            items[index] = item
-        elif topology.is_owner(caller):
-            for maker in makers:
-                if topology.owner_of(maker) != topology.owner_of(rank):  # the others hold the sample, too
-                    parcels[maker + rank - caller][index] = item
+    items, parcels = _kept_and_sent(plan, rank, packs, component_of)
     for parcel in swap([as_bytes(parcel) for parcel in parcels]):
         items |= pickle.loads(parcel)
     names = set(component_of)
@@ -70,6 +53,27 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
         for micro_batch in range(plan.num_micro_batches)
     )
     return StepBatch(tuple(_without_features(pack, names) for pack in packs), plan, calls)
+
+
+def _kept_and_sent(
+    plan: StepPlan, rank: int, packs: Sequence[Pack], component_of: Mapping[str, str]
+) -> tuple[dict[int, MediaGroup], list[dict[int, MediaGroup]]]:
+    """The items of the rank's packs, by index: those that it encodes, and those for each other rank."""
+    topology = plan.topology
+    kept: dict[int, MediaGroup] = {}
+    sent: list[dict[int, MediaGroup]] = [{} for _ in range(topology.world_size)]
+    for index, name, item in _drawn_items(plan, rank, packs):
+        if name not in component_of:
+            continue
+        caller = topology.caller_of(rank, component_of[name])
+        makers = topology.call_group_of(component_of[name])[plan.producer[index]]
+        if caller in makers:
+            kept[index] = item
+        elif topology.is_owner(caller):
+            for maker in makers:
+                if topology.owner_of(maker) != topology.owner_of(rank):  # the others hold the sample, too
+                    sent[maker + rank - caller][index] = item
+    return kept, sent
 
 
 def _drawn_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[tuple[int, str, MediaGroup]]:

@@ -12,22 +12,17 @@ from omnitrain.parallel.layout import layout_of
 from omnitrain.plan import StepTables, Topology
 from omnitrain.plan.step import Rates
 from omnitrain.plan.wavefront.by_cost import CostOrder
-from omnitrain.plan.wavefront.step import Drawn, SectionLimits, StepOrder
+from omnitrain.plan.wavefront.step import SectionLimits, StepOrder
 from omnitrain.recipe.parallel import FOUNDATION
 
 
 @dataclass(frozen=True)
 class OrderOfRun:
-    """Orders the steps of a run with sections, or with ``place: world`` of the foundation. Picklable.
+    """Orders the steps of a run with sections, or with ``place: world`` of the foundation. Picklable."""
 
-    Attributes:
-        order: chooses the order of a step.
-        encoders: components whose work counts.
-        operations: component -> operations of a forward per token; of the foundation, on one pipeline stage.
-    """
-
-    order: StepOrder | CostOrder
-    encoders: tuple[str, ...]
+    order: StepOrder | CostOrder  # chooses the order of a step
+    encoders: tuple[str, ...]  # components whose work counts
+    # component -> operations of a forward per token; of the foundation, on one pipeline stage
     operations: Mapping[str, float]
 
     def rates(
@@ -38,9 +33,8 @@ class OrderOfRun:
         Args:
             topology: of the run.
             tables: of the step.
-            seconds: what was measured (:class:`~omnitrain.parallel.step.item_costs.Measured`); if something is missing,
-                everything is estimated: a token takes as many operations as there are parameters, and a backward twice
-                as many.
+            seconds: what was measured; if something is missing, everything is estimated: a token takes as many
+                operations as there are parameters, and a backward twice as many.
             quadratic: the quadratic part of the foundation's time.
         """
         if all(seconds.get(name) for name in (FOUNDATION, *self.encoders)):
@@ -52,10 +46,6 @@ class OrderOfRun:
             tokens_per_cost = tables.item_tokens[items].sum() / max(1, tables.cost[items].sum())
             per_cost[name] = float(self.operations[name] * tokens_per_cost)
         return Rates(3 * self.operations[FOUNDATION], per_cost, quadratic)
-
-    def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
-        """Return the micro-batches of each data-parallel rank (:class:`StepOrder`, :class:`CostOrder`)."""
-        return self.order(topology, tables, rates)
 
 
 def deals_packs(model: OmniModel) -> bool:
@@ -72,11 +62,7 @@ def encoders_of_own_packs(model: OmniModel) -> tuple[str, ...]:
 
 
 def order_of_run(model: OmniModel) -> OrderOfRun | None:
-    """Return what orders the steps of a model; None: each rank runs what it drew, in order.
-
-    Args:
-        model: parallelized, or on one process.
-    """
+    """Return what orders the steps of a model; None: each rank runs what it drew, in order."""
     layout = layout_of(model)
     if layout is None or not (layout.sections or deals_packs(model)):
         return None
@@ -88,15 +74,10 @@ def order_of_run(model: OmniModel) -> OrderOfRun | None:
     if not layout.sections:
         inside = encoders_of_own_packs(model)
         return OrderOfRun(CostOrder(inside, coupled), inside, operations)
+    sizes = {name: layout.state.of_section(name).world_size for name in layout.sections}
     sections = tuple(
-        SectionLimits(
-            tuple(section.components),
-            layout.state.of_section(name).world_size,
-            section.slots,
-            section.in_flight,
-            section.encode_twice,
-        )
-        for name, section in layout.sections.items()
+        SectionLimits(tuple(of.components), sizes[name], of.slots, of.in_flight, of.encode_twice)
+        for name, of in layout.sections.items()
     )
     encoders = tuple(name for section in sections for name in section.components)
     return OrderOfRun(StepOrder(sections, coupled), encoders, operations)

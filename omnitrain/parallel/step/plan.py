@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch.distributed as dist
@@ -41,11 +42,7 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 
 def topology_of(model: OmniModel) -> Topology:
-    """Return the placements of a model's components, which planning needs.
-
-    Args:
-        model: parallelized by :func:`omnitrain.parallel.parallelize.build_parallelize_model`; otherwise every rank has
-            a copy.
+    """Return the placements of a model's components; of one that is not parallelized, every rank has a copy.
 
     Raises:
         UserError: not an omni model.
@@ -97,41 +94,24 @@ def _items(batch: MediaBatch, indices: Sequence[int], apart: Apart | None, quadr
     return facts
 
 
+@dataclass(eq=False)
 class StepPlanner:
     """Plan steps in a rank's data process, where the packs are built. Picklable until the first call.
 
     As a context manager it connects to the planners of the other ranks on entry and disconnects on exit; a rank that
     still waits for this one then gets an error.
-
-    Args:
-        topology: the topology of the run.
-        peers: the data processes of all ranks.
-        apart: see :func:`facts_of`.
-        idle: a sample without supervised tokens, for ranks that have fewer packs than others.
-        windows: chooses the windows of each step; None: all steps have those of the topology.
-        costs: component -> the quadratic part of its items' cost.
-        measured: what a run measures; None: nothing.
-        order: orders the micro-batches of each step; None: each rank runs what it draws, in order.
-        divided: encoders whose projectors are planned apart from their towers.
-        teachers: encoders whose items are the samples themselves.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        peers: DataProcessGroup,
-        apart: Mapping[str, Apart] | None,
-        idle: Sample,
-        windows: WindowChooser | None = None,
-        costs: Mapping[str, float] | None = None,
-        measured: MeasuredCosts | None = None,
-        order: OrderOfRun | None = None,
-        divided: tuple[str, ...] = (),
-        teachers: tuple[str, ...] = (),
-    ) -> None:
-        self.topology, self.peers, self.apart = topology, peers, dict(apart or {})
-        self.idle, self.windows, self.divided, self.teachers = idle, windows, divided, teachers
-        self.costs, self.measured, self.order = dict(costs or {}), measured, order
+    topology: Topology  # of the run
+    peers: DataProcessGroup  # the data processes of all ranks
+    apart: Mapping[str, Apart] | None  # see :func:`facts_of`
+    idle: Sample  # without supervised tokens, for ranks that have fewer packs than others
+    windows: WindowChooser | None = None  # chooses the windows of each step; None: all have those of the topology
+    costs: Mapping[str, float] = field(default_factory=dict)  # component -> the quadratic part of its items' cost
+    measured: MeasuredCosts | None = None  # what a run measures
+    order: OrderOfRun | None = None  # of the micro-batches of each step; None: each rank runs what it draws, in order
+    divided: tuple[str, ...] = ()  # encoders whose projectors are planned apart from their towers
+    teachers: tuple[str, ...] = ()  # encoders whose items are the samples themselves
 
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
         """Plan a step, and send media to the ranks that encode them; all ranks must call it.
@@ -152,7 +132,7 @@ class StepPlanner:
         packs = [with_teacher_inputs(with_projector_inputs(pack, self.divided), self.teachers) for pack in packs]
         rank = self.peers.rendezvous.rank
         measured = Measured() if self.measured is None else self.measured.next_step()
-        costs = self.costs | dict(measured.quadratic)
+        costs = {**self.costs, **measured.quadratic}
         tables = self._tables(rank, packs, costs)
         most = len(tables.counts)
         if (tables.num_drawn[self.topology.owners] < most).any():
@@ -164,7 +144,7 @@ class StepPlanner:
         if self.order is not None:
             rates = self.order.rates(self.topology, tables, measured.seconds, costs.get(FOUNDATION, 0.0))
         if self.order is not None and rates is not None and most > 1:
-            drawn = self.order(self.topology, tables, rates)
+            drawn = self.order.order(self.topology, tables, rates)
             packs = self._rearranged(rank, packs, drawn)
             tables = rearranged(self.topology, tables, drawn)
         topology = self.topology if self.windows is None else self.windows(self.topology, tables)
@@ -228,8 +208,15 @@ def step_planner(
     Raises:
         UserError: not an omni model.
     """
-    topology = topology_of(model)
-    peers = DataProcessGroup(rendezvous if rendezvous is not None else open_rendezvous())
-    idle, windows, costs, order = idle_prompt(model), window_chooser(model), given_costs(model), order_of_run(model)
-    apart, divided = model.runner.apart, model.divided
-    return StepPlanner(topology, peers, apart, idle, windows, costs, measured, order, divided, model.teachers)
+    return StepPlanner(
+        topology=topology_of(model),
+        peers=DataProcessGroup(rendezvous or open_rendezvous()),
+        apart=dict(model.runner.apart),
+        idle=idle_prompt(model),
+        windows=window_chooser(model),
+        costs=given_costs(model),
+        measured=measured,
+        order=order_of_run(model),
+        divided=model.divided,
+        teachers=model.teachers,
+    )

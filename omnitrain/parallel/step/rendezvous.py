@@ -27,20 +27,13 @@ _FIRST_CAPACITY = 128  # words; more once a table needs them
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The address where the data processes of all ranks connect.
+    """The address where the data processes of all ranks connect."""
 
-    Attributes:
-        host: host of the store.
-        port: port of the store.
-        rank: rank of the data process.
-        world_size: number of ranks.
-        store: the store itself, kept alive on rank 0; not pickled.
-    """
-
-    host: str
-    port: int
-    rank: int
-    world_size: int
+    host: str  # host of the store
+    port: int  # port of the store
+    rank: int  # rank of the data process
+    world_size: int  # number of ranks
+    # the store itself, kept alive on rank 0; not pickled
     store: dist.Store | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -60,24 +53,17 @@ def open_rendezvous() -> Rendezvous:
 
 
 class DataProcessGroup:
-    """A process group of the data processes of all ranks. Picklable until the first use.
-
-    Args:
-        rendezvous: where they connect.
-    """
+    """A process group of the data processes of all ranks, which connect at a rendezvous. Picklable until then."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
         self._capacity = _FIRST_CAPACITY
 
     def tables(self, table: np.ndarray) -> np.ndarray:
-        """Gather the tables of all ranks, in order of ranks.
+        """Gather the tables of all ranks, in order of ranks: ``[ranks, words]`` int64, padded to the same length.
 
         Args:
             table: ``[words]`` int64 of this rank; the first word is its length.
-
-        Returns:
-            ``[ranks, words]`` int64, each padded to the same length.
 
         Raises:
             TrainingError: another data process has ended.

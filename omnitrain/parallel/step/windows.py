@@ -19,15 +19,15 @@ def window_chooser(model: OmniModel) -> WindowChooser | None:
     layout = layout_of(model)
     if layout is None:
         return None
+    plans = {name: component.plan for name, component in layout.components.items()}
     choices = [
-        WindowChoice(name, component.plan.window, bytes_per_feature(model, name, component.plan), most)
-        for name, component in layout.components.items()
-        if component.plan.window is not None
-        for most in (component.plan.feature_bytes,)
+        WindowChoice(name, plan.window, bytes_per_feature(model, name, plan), plan.feature_bytes)
+        for name, plan in plans.items()
+        if plan.window is not None
     ]
     if all(choice.is_fixed for choice in choices):
         return None
-    schedule, stages = layout.components[FOUNDATION].plan.schedule, layout.states[FOUNDATION].size("pp")
+    schedule, stages = plans[FOUNDATION].schedule, layout.states[FOUNDATION].size("pp")
     passes = partial(passes_of, schedule or PipelineSchedule(), stages)
     num_parameters = {name: sum(p.numel() for p in weights.values()) for name, weights in model.components.items()}
     blocks, head = parameters_met(model)
@@ -36,13 +36,7 @@ def window_chooser(model: OmniModel) -> WindowChooser | None:
 
 
 def bytes_per_feature(model: OmniModel, component: str, plan: ComponentPlan) -> int:
-    """Return the bytes of a feature, with all of its tensors.
-
-    Args:
-        model: parallelized.
-        component: name of an encoder or decoder.
-        plan: its complete plan.
-    """
+    """Return the bytes of a feature, with all of its tensors; ``plan``: the complete one of an encoder or decoder."""
     assert plan.precision is not None
     dtype = dtype_of(plan.precision.compute) or model.dtype
     return _width(model, component) * dtype.itemsize

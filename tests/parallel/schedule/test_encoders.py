@@ -111,6 +111,7 @@ def test_pairs_change_no_bit_of_separate_encoders(ranks: RankPool) -> None:
     require_same_bits(*(ranks.run(gradients_of, layout, {}, timeout_s=60, world=4) for layout in layouts))
 
 
+@pytest.mark.slow  # by default they train as one process (test_separate.py)
 def test_features_that_wait_in_host_memory_have_the_same_bits(ranks: RankPool) -> None:
     settings = [{"place": "world", "window": 2, "features_on": memory} for memory in ("device", "cpu")]
     require_same_bits(*(ranks.run(gradients_of, "pp2", encoder, timeout_s=60, world=2) for encoder in settings))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from omnitrain.data.packing.sample import Sample
@@ -19,10 +21,14 @@ from tests.parallel.schedule.pipelines import build, factory, possible, table
 # By default two schedules of a model or two; each runs with every other word of the table at least once.
 DEFAULT = {
     "qwen3": ("pp2.v2.sp2", "pp2.tp2.zbv", "pp2.cp2.accum2.gpipe"),
-    "qwen3_vl_moe": ("pp2.dp2.ep2.recompute", "pp2.v2.dp2.ep2.recompute", "pp4", "pp4.world", "pp2.zbv.sp2.ep2"),
-    "qwen3_vl with LoRA": ("pp2.dp2",),
+    "qwen3_vl_moe": ("pp2.v2.dp2.ep2.recompute", "pp4.world"),
     "frozen qwen3_vl": ("pp2.v2",),
-    "any_to_any": ("pp2.dp2.accum2", "pp2.tp2", "pp2.sp2"),
+    "any_to_any": ("pp2.dp2.accum2",),
+}
+MORE = {
+    "qwen3_vl_moe": ("pp2.dp2.ep2.recompute", "pp4", "pp2.zbv.sp2.ep2"),
+    "qwen3_vl with LoRA": ("pp2.dp2",),  # adapters on stages by default: test_separate.py
+    "any_to_any": ("pp2.tp2", "pp2.sp2"),
 }
 # Three axes at once, and copies of the parameters.
 EIGHT_RANKS = {
@@ -31,6 +37,7 @@ EIGHT_RANKS = {
 }
 
 
+@cache
 def samples_of(model: str) -> list[Sample]:
     if model == "any_to_any":
         return samples()
@@ -56,6 +63,12 @@ def test_the_table_has_every_possible_pair_of_values() -> None:
 @pytest.mark.parametrize("model", DEFAULT)
 def test_a_pipeline_trains_as_one_process(ranks: RankPool, model: str) -> None:
     require_equal(ranks, model, list(DEFAULT[model]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MORE)
+def test_another_pipeline_trains_as_one_process(ranks: RankPool, model: str) -> None:
+    require_equal(ranks, model, list(MORE[model]))
 
 
 def divided(layout: str) -> ParallelPlan:

@@ -85,7 +85,11 @@ def peaks_on_rank(schedule: dict[str, Any], few: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(("schedule", "few"), [({}, 2), ({"chunks": 2}, 2), ({"kind": "zbv"}, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "few"),
+    [({}, 2), pytest.param({"chunks": 2}, 2, marks=pytest.mark.slow), ({"kind": "zbv"}, 3)],
+    ids=str,
+)
 def test_memory_follows_the_peak_of_live_activations(ranks: RankPool, schedule: dict[str, Any], few: int) -> None:
     for (start, live), (more, live_of_more) in ranks.run(peaks_on_rank, schedule, few, timeout_s=60, world=2):
         assert live > 0.8 * start  # what is live is what takes memory

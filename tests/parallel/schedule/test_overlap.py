@@ -14,7 +14,7 @@ from tests.parallel.schedule.paired import Case, num_ranks, paired_and_one_by_on
 DEFAULT = (
     Case("qwen3_moe", "pp1", "odd", "4", "full", "2", "dropout"),
     Case("glm4_moe", "pp1", "even", "4", "full", "4.delayed", "balance"),
-    Case("qwen3_vl_moe", "pp2.v2", "odd", "5", "parts", "1", "loss"),
+    Case("qwen3_moe", "pp2.v2", "odd", "5", "parts", "1", "loss"),
 )
 
 

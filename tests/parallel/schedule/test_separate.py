@@ -38,7 +38,7 @@ from tests.parallel.schedule.separate import (
 from tests.parallel.schedule.test_layouts import samples_of
 
 SEPARATE = [case for case in possible() if case.is_separate and not case.precision]  # bf16 is in the slow rows
-DEFAULT = [*each_value([case for case in SEPARATE if case.layout.num_ranks <= 4])]
+DEFAULT = each_value([case for case in SEPARATE if case.layout.num_ranks <= 4])
 WITH_EXPERTS = [case for case in table() if case.axis == "dp2.ep2"]
 
 
@@ -57,13 +57,14 @@ def test_the_table_has_every_possible_pair_of_values() -> None:
 
 
 def test_the_default_rows_have_each_value_of_separate_encoders() -> None:
-    assert len(DEFAULT) <= 12
-    assert set().union(*map(enumerate, DEFAULT)) == set().union(*map(enumerate, SEPARATE))
+    cases = [case for together in DEFAULT for case in together]
+    assert len(cases) <= 12
+    assert set().union(*map(enumerate, cases)) == set().union(*map(enumerate, SEPARATE))
 
 
-@pytest.mark.parametrize("case", DEFAULT, ids=lambda case: str(case.layout))
-def test_each_value_of_separate_encoders_trains_as_one_process(ranks: RankPool, case: Case) -> None:
-    require_equal(ranks, [case], timeout_s=60)
+@pytest.mark.parametrize("cases", DEFAULT, ids=lambda cases: " ".join(cases[0].reference))
+def test_each_value_of_separate_encoders_trains_as_one_process(ranks: RankPool, cases: list[Case]) -> None:
+    require_equal(ranks, cases, timeout_s=60)
 
 
 @pytest.fixture(scope="module")

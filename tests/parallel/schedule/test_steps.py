@@ -23,7 +23,7 @@ from omnitrain.recipe import ComponentPlan, ParallelPlan
 from tests.parallel.step.random_tables import step_batch
 from tests.tiny import FOUNDATION, TASKS, tiny_model, tiny_processor, tiny_samples
 
-STEPS, MOST = 30, 9
+MOST = 9
 Drawn = list[list[list[list[Sample]]]]  # [step][data-parallel rank][micro-batch]
 
 
@@ -32,8 +32,8 @@ def four_blocks() -> OmniModel:
     return tiny_model(foundation=FOUNDATION | {"num_hidden_layers": 4}).train()
 
 
-def random_steps() -> Drawn:
-    """Thirty steps: one to nine micro-batches, then one to three; any modalities, nothing at all, text alone."""
+def random_steps(number: int) -> Drawn:
+    """So many steps: one to nine micro-batches, then one to three; any modalities, nothing at all, text alone."""
     rng = np.random.default_rng(0)
     every = tiny_samples(tiny_processor(four_blocks()), 3 * len(TASKS))
     text = [sample for sample in every if not sample.spans]
@@ -42,8 +42,8 @@ def random_steps() -> Drawn:
         pool = [every, every, text, []][int(rng.integers(4))] if step % 5 else text
         return [pool[i] for i in rng.integers(0, len(pool), int(rng.integers(1, 3)))] if pool else []
 
-    numbers = [1 + step % MOST if step < MOST else 1 + step % 3 for step in range(STEPS)]
-    return [[[drawn(step) for _ in range(number)] for _ in range(2)] for step, number in enumerate(numbers)]
+    numbers = [1 + step % MOST if step < MOST else 1 + step % 3 for step in range(number)]
+    return [[[drawn(step) for _ in range(size)] for _ in range(2)] for step, size in enumerate(numbers)]
 
 
 def on_stages(chunks: int, data_parallel: int = 1) -> OmniModel:
@@ -69,8 +69,9 @@ def gradients_on_stages(steps: Drawn) -> list[tuple[float, dict[str, torch.Tenso
     return found
 
 
-def test_thirty_random_steps_on_stages_have_the_gradients_of_one_process(ranks: RankPool) -> None:
-    steps = random_steps()
+@pytest.mark.parametrize("number", [12, pytest.param(30, marks=pytest.mark.slow)])
+def test_random_steps_on_stages_have_the_gradients_of_one_process(ranks: RankPool, number: int) -> None:
+    steps = random_steps(number)
     model, expected = four_blocks(), []
     planner = step_planner(model)
     for index, step in enumerate(steps):

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from omnitrain.errors import LostRankError
 from omnitrain.parallel.sections.carriers.carrier import Arrival, Carrier, Departure
-from omnitrain.parallel.sections.carriers.nixl import GrowingNixlCarrier
+from omnitrain.parallel.sections.carriers.nixl import NixlCarrier
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
-from omnitrain.parallel.sections.message import Edge, Message, Part, Rows, parts_at
+from omnitrain.parallel.sections.message import Ends, Message, Part, Rows
 from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox
 
 SLOTS, HOLD = 3, 4
-EDGE = Edge("vision", "main")
+MOVED_BY_VICTIM = 5  # messages, in :func:`lost`
+EDGE = Ends("vision", "main")
 CPU = torch.device("cpu")
 MakeCarrier = Callable[[Sequence[int], Sequence[int]], Carrier]
 
@@ -34,10 +35,10 @@ def by_torch(senders: Sequence[int], receivers: Sequence[int]) -> Carrier:
 
 
 def by_nixl(senders: Sequence[int], receivers: Sequence[int]) -> Carrier:
-    carrier = GrowingNixlCarrier(senders, receivers, SLOTS)
+    carrier = NixlCarrier(senders, receivers, SLOTS)
     if dist.get_rank() in (*senders, *receivers):
         carrier.prepare([Message(receivers[0], (Rows((4096,), torch.float32),), (Part(senders[0], 0, 1),))])
-    assert carrier.memory_bytes <= 64 + SLOTS * 32_768 * (len(receivers) if dist.get_rank() in senders else 1)
+        assert carrier._memory.nbytes <= 64 + SLOTS * 32_768 * (len(receivers) if dist.get_rank() in senders else 1)
     return carrier
 
 
@@ -84,8 +85,8 @@ class _Counted:
         if self.what == "posted":
             self.counting.hold(getattr(self.transfer, "tensors", ()))
 
-    def wait(self, timeout_s: float | None) -> tuple[Tensor, ...]:
-        ended = self.transfer.wait(timeout_s)
+    def wait(self) -> tuple[Tensor, ...]:
+        ended = self.transfer.wait()
         self.counting._add(self.what, -1)
         return ended if isinstance(ended, tuple) else ()
 
@@ -118,7 +119,7 @@ def there_and_back(count: int, make: MakeCarrier, num_senders: int) -> dict[str,
     counting = Counting(ahead.carrier)
     ahead = EdgeEnd(EDGE, counting, rank, SLOTS)
     messages = ragged(count, senders, receivers)
-    returned = [gradient for message in messages for gradient in message.returned()]
+    returned = [gradient for message in messages for gradient in message.returned(message.tensors)]
     outbox, inbox = (Outbox(ahead), Inbox(back)) if rank in senders else (Outbox(back), Inbox(ahead))
     outbox.expect(messages if rank in senders else returned)
     inbox.expect(returned if rank in senders else messages)
@@ -145,6 +146,15 @@ def there_and_back(count: int, make: MakeCarrier, num_senders: int) -> dict[str,
     return dict(counting.most)
 
 
+def parts_at(places: np.ndarray, counts: Sequence[int], senders: Sequence[int]) -> tuple[Part, ...]:
+    """The parts of a message whose rows lie at ``places``, by sender: those of a sequence that ranks share."""
+    sender = np.repeat(np.asarray(senders), counts)
+    firsts = np.flatnonzero((np.diff(places, prepend=-2) != 1) | (np.diff(sender, prepend=-1) != 0))
+    lengths = np.diff(firsts, append=len(places))
+    runs = zip(sender[firsts].tolist(), places[firsts].tolist(), lengths.tolist(), strict=True)
+    return tuple(sorted((Part(rank, start, start + length) for rank, start, length in runs), key=lambda p: p.start))
+
+
 def gathered_shards(make: MakeCarrier) -> float:
     """Ranks 0 to 3 are tp2 x cp2, ranks 4 to 7 are tp4. Return the largest error of the summed gradients."""
     rank, senders, receivers = dist.get_rank(), list(range(4)), list(range(4, 8))
@@ -160,7 +170,7 @@ def gathered_shards(make: MakeCarrier) -> float:
             messages.append(Message(receiver, (Rows((4,), torch.float32), Rows((2, 2), torch.float32)), parts))
         whole = torch.arange(rows * 4, dtype=torch.float32).view(rows, 4) + number
         wholes += [(whole, whole.view(rows, 2, 2) * 2)] * 4
-    returned = [gradient for message in messages for gradient in message.returned()]
+    returned = [gradient for message in messages for gradient in message.returned(message.tensors)]
     worst = 0.0
     if rank in senders:
         outbox, inbox = Outbox(ahead), Inbox(back)
@@ -223,56 +233,19 @@ def paced(make: MakeCarrier, count: int, before_push: float, before_take: float)
     return times
 
 
-@dataclass(frozen=True)
-class Unhurried:
-    """A carrier that begins no wait before a file exists: the limit is for a rank that stopped, not for a slow one."""
-
-    carrier: Carrier
-    ended: Path
-
-    def post(self, message: Message, number: int) -> Arrival:
-        return Deferred(self.carrier.post(message, number), self.ended)
-
-    def send(self, tensors: Sequence[Tensor], message: Message, part: Part, number: int) -> Departure:
-        return Deferred(self.carrier.send(tensors, message, part, number), self.ended)
-
-
-@dataclass(frozen=True)
-class Deferred:
-    """A wait of :class:`Unhurried`."""
-
-    wait_of: Arrival | Departure
-    ended: Path
-
-    def wait(self, timeout_s: float | None) -> object:
-        while not self.ended.exists():
-            time.sleep(0.001)
-        return self.wait_of.wait(timeout_s)
-
-
-def num_moved_by_victim(timeout_s: float | None) -> int:
-    """The number of messages that the victim of :func:`lost` pushes or takes. A silent one: as many as need no wait."""
-    return 5 if timeout_s is None else SLOTS
-
-
-def lost(make: MakeCarrier, folder: str, victim: int, timeout_s: float | None) -> None:
-    """The victim ends (or stops, with a limit) after a few messages; the other rank writes its error."""
-    rank, ended = dist.get_rank(), Path(folder, "ended")
+def lost(make: MakeCarrier, folder: str, victim: int) -> None:
+    """The victim ends after a few messages; the other rank writes its error."""
+    rank = dist.get_rank()
     messages = [Message(1, (Rows((4,), torch.float32),), (Part(0, 0, 2),))] * 40
-    limit = None if rank == victim else timeout_s
-    carrier = make([0], [1])
-    if limit is not None:
-        carrier = Unhurried(carrier, ended)
-    end = EdgeEnd(EDGE, carrier, rank, SLOTS, timeout_s=limit)
-    box = (Outbox, Inbox)[rank](end)
+    box = (Outbox, Inbox)[rank](EdgeEnd(EDGE, make([0], [1]), rank, SLOTS))
     box.expect(messages)
     dist.barrier()
     number = 0
     try:
         for number in range(40):
-            if rank == victim and number == num_moved_by_victim(timeout_s):
-                ended.write_text(str(time.monotonic()))
-                os.kill(os.getpid(), signal.SIGKILL if timeout_s is None else signal.SIGSTOP)
+            if rank == victim and number == MOVED_BY_VICTIM:
+                Path(folder, "ended").write_text(str(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
             if isinstance(box, Inbox):
                 assert torch.equal(box.take()[0], torch.full((2, 4), float(number)))
             else:

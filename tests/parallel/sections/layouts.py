@@ -7,6 +7,7 @@ stands in it at least once, and so do the places of the encoders with each paral
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,11 @@ class Case(NamedTuple):
         """Of a test: ranks that build the model, which takes longer with adapters, or encoders in the foundation."""
         return self.layout.num_ranks * (1 if self.model == "any_to_any" else 2) * (2 if self.trained == "lora" else 1)
 
+    @property
+    def reference(self) -> tuple[str, ...]:
+        """What the run in one process depends on, with which it is compared."""
+        return self.model, self.trained, self.data, "divided" if "tower" in self.encoders else "whole"
+
 
 @dataclass(frozen=True)
 class Sectioned(Layout):
@@ -125,6 +131,7 @@ def table() -> list[Case]:
     return [Case(*line.split("\t")) for line in TABLE.read_text().splitlines()]
 
 
+@cache
 def samples(model: str, data: str) -> list[Sample]:
     """Samples of a model with all media, with audio and without media, or without media."""
     if data == "mixed":

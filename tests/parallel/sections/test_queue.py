@@ -8,26 +8,25 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
 from omnitrain.errors import LostRankError, UserError
 from omnitrain.parallel.sections.carriers.nixl import NixlCarrier
 from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
-from omnitrain.parallel.sections.message import Message, Part, Rows, parts_at
+from omnitrain.parallel.sections.message import Message, Part, Rows
 from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from tests.parallel.sections.exchanges import (
     CPU,
     EDGE,
+    MOVED_BY_VICTIM,
     SLOTS,
     MakeCarrier,
     by_nixl,
     by_torch,
     gathered_shards,
     lost,
-    num_moved_by_victim,
     paced,
     there_and_back,
 )
@@ -39,18 +38,18 @@ CARRIERS = [by_torch, by_nixl]
 @pytest.mark.parametrize(
     ("make", "world", "count"),
     [
-        (by_torch, 3, 1500),
-        (by_torch, 5, 3500),
+        (by_torch, 3, 300),
+        (by_torch, 5, 700),
         (by_nixl, 3, 40),
         *(pytest.param(make, world, 5000, marks=pytest.mark.slow) for make in CARRIERS for world in (3, 5)),
     ],
 )
-def test_ten_thousand_ragged_messages_arrive_in_order_and_within_the_slots(
+def test_ragged_messages_arrive_in_order_and_within_the_slots(
     sections: RankPool, make: MakeCarrier, world: int, count: int
 ) -> None:
     """Rows from two ranks to the others, and at least as many messages with gradients back.
 
-    By default 10,000 over torch together, and slowly 10,000 for each carrier and number of ranks.
+    By default 2,000 over torch together, and slowly 10,000 for each carrier and number of ranks.
     """
     most = sections.run(there_and_back, count, make, 2, timeout_s=180, world=world)
     for found in most[:2]:
@@ -81,32 +80,20 @@ def test_a_fast_receiver_waits_for_a_slow_sender(sections: RankPool, make: MakeC
     assert takes[-1][1] - pushes[-1][1] < 1
 
 
+@pytest.mark.parametrize("make", CARRIERS)
 @pytest.mark.parametrize(
-    ("make", "victim", "timeout_s", "verb"),
+    ("victim", "verb"),
     [
-        pytest.param(
-            make, *case, id=f"{name}-{make.__name__}", marks=[pytest.mark.slow] * (make is by_nixl and is_long)
-        )
-        for make in CARRIERS
-        for name, is_long, case in (
-            ("receiver killed", False, (1, None, "main: rank 1 is gone .*; rank 0 cannot send")),
-            ("sender killed", False, (0, None, "vision: rank 0 is gone .*; rank 1 cannot take")),
-            ("receiver silent", True, (1, 0.5, "main: rank 1 did nothing for 0.5 s; rank 0 cannot send")),
-        )
+        pytest.param(1, "main: rank 1 is gone .*; rank 0 cannot send", id="receiver killed"),
+        pytest.param(0, "vision: rank 0 is gone .*; rank 1 cannot take", id="sender killed"),
     ],
 )
 def test_a_lost_rank_is_named_with_section_and_message_within_5_s(
-    sections: RankPool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    victim: int,
-    timeout_s: float | None,
-    verb: str,
-    make: MakeCarrier,
+    sections: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, verb: str, make: MakeCarrier
 ) -> None:
-    monkeypatch.setattr("omnitrain.parallel.spawn.pool._GRACE_SECONDS", 5.0 if timeout_s is None else 0.1)
+    monkeypatch.setattr("omnitrain.parallel.spawn.pool._GRACE_SECONDS", 5.0)
     with pytest.raises(RankError):
-        sections.run(lost, make, str(tmp_path), victim, timeout_s, timeout_s=30, world=2)
+        sections.run(lost, make, str(tmp_path), victim, timeout_s=30, world=2)
     ended = float((tmp_path / "ended").read_text())
     at, rank, done, error = (tmp_path / "error").read_text().split("\n", 3)
     assert float(at) - ended < 5
@@ -114,12 +101,11 @@ def test_a_lost_rank_is_named_with_section_and_message_within_5_s(
     match = re.fullmatch(rf"section {verb} message (\d+) of vision -> main", error)
     assert match is not None, error
     named, moved = int(match[1]), int(done)  # messages that the other rank has pushed or taken
-    of_victim = num_moved_by_victim(timeout_s)
     if victim == 0:  # what it pushed may be lost with it
-        assert named == moved <= of_victim
+        assert named == moved <= MOVED_BY_VICTIM
     else:  # it has posted the next SLOTS messages; the one after these cannot leave
-        assert of_victim <= moved <= of_victim + 2 * SLOTS
-        assert named in (moved, moved - SLOTS) and named < of_victim + 2 * SLOTS
+        assert MOVED_BY_VICTIM <= moved <= MOVED_BY_VICTIM + 2 * SLOTS
+        assert named in (moved, moved - SLOTS) and named < MOVED_BY_VICTIM + 2 * SLOTS
 
 
 class EndsEarly:
@@ -141,7 +127,7 @@ def test_messages_that_arrived_before_their_sender_was_lost_can_be_taken() -> No
     class Here(NamedTuple):
         number: int
 
-        def wait(self, timeout_s: float | None) -> tuple[torch.Tensor, ...]:
+        def wait(self) -> tuple[torch.Tensor, ...]:
             return (torch.tensor([float(self.number)]),)
 
     class LosesItsSender:
@@ -157,22 +143,10 @@ def test_messages_that_arrived_before_their_sender_was_lost_can_be_taken() -> No
         inbox.take()
 
 
-def test_parts_lie_where_the_rows_of_a_shared_sequence_are() -> None:
-    zigzag = np.array([0, 1, 6, 7, 2, 3, 4, 5])
-    assert parts_at(zigzag, [4, 4], [3, 9]) == (Part(3, 0, 2), Part(9, 2, 6), Part(3, 6, 8))
-    assert parts_at(np.arange(0), [0, 0], [3, 9]) == ()
-
-
 def test_a_message_without_rows_comes_from_nobody_and_gives_back_nothing() -> None:
     message = Message(1, (Rows((3,), torch.float32),), ())
-    assert message.rows == message.bytes == 0 and message.returned() == ()
+    assert message.rows == 0 and message.returned(message.tensors) == ()
     assert [tuple(tensor.shape) for tensor in message.empty(CPU)] == [(0, 3)]
-
-
-@pytest.mark.parametrize("parts", [(Part(0, 1, 2),), (Part(0, 0, 2), Part(1, 3, 4)), (Part(0, 0, 0),)])
-def test_parts_that_leave_a_row_out_are_refused(parts: tuple[Part, ...]) -> None:
-    with pytest.raises(ValueError, match=r"must begin at row [02] and have rows"):
-        Message(1, (Rows((3,), torch.float32),), parts)
 
 
 def test_what_is_not_in_the_list_is_refused() -> None:
@@ -191,17 +165,9 @@ def test_what_is_not_in_the_list_is_refused() -> None:
         outbox.push(1, [torch.zeros(2, 3)])
     with pytest.raises(ValueError, match="rank 1 expects 0 messages of vision -> main, and takes one more"):
         Inbox(EdgeEnd(EDGE, Nobody(), 1, SLOTS)).take()  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="vision -> main needs at least one slot; found 0"):
-        EdgeEnd(EDGE, Nobody(), 1, 0)  # type: ignore[arg-type]
-
-
-def test_nixl_refuses_a_message_that_is_larger_than_a_slot() -> None:
-    carrier = NixlCarrier(1, [0], [1], slots=1, slot_bytes=64)
-    with pytest.raises(UserError, match="a message has 128 bytes, and a slot has 64"):
-        carrier.post(Message(1, (Rows((16,), torch.float32),), (Part(0, 0, 2),)), 0)
 
 
 def test_without_nixl_its_carrier_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omnitrain.parallel.sections.carriers.nixl._PACKAGES", ("nixl_of_nobody",))
     with pytest.raises(UserError, match=r"needs the package nixl-cu12; pip install 'omnitrain\[nixl\]'"):
-        NixlCarrier(1, [0], [1], slots=1, slot_bytes=64)
+        NixlCarrier([0], [1], 1)

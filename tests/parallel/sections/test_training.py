@@ -75,6 +75,7 @@ def test_a_section_may_hold_copies(sections: RankPool) -> None:
     require_equal(sections, any_to_any, samples(), layout)
 
 
+@pytest.mark.slow  # by default, ranks of a section share an item of one of its components
 def test_components_of_a_section_may_have_different_degrees(sections: RankPool) -> None:
     layout = planned("encoders2+dp2.accum2", audio_encoder={"mode": "hsdp", "dp_replicate": 2})
     require_equal(sections, any_to_any, samples(), layout)
@@ -158,10 +159,8 @@ def test_a_repeated_forward_draws_the_same_random_numbers(sections: RankPool, wo
     expected, repeated = together(once), together(twice)
     assert any(name.startswith("image_encoder") for name in expected)
     assert [name for name, gradient in expected.items() if not repeated[name].equal(gradient)] == []
-    without = sections.run(
-        step, parse_layout("vision1+dp2.accum2"), any_to_any, None, samples(), timeout_s=180, world=3
-    )
-    assert without[0].loss != once[0].loss
+    (without,) = sections.run(step, parse_layout("accum2"), any_to_any, None, samples(), timeout_s=180, world=1)
+    assert abs(without.loss - once[0].loss) > 1e-4 * without.loss
 
 
 @pytest.mark.parametrize(

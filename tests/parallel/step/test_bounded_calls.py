@@ -53,7 +53,7 @@ def test_calls_have_the_items_in_order_and_a_larger_item_is_alone() -> None:
     assert all(len(call.num_tokens) == 1 or sum(call.num_elements) <= 2 * of_image for call in calls)
 
 
-@pytest.mark.parametrize("place", ["local", "world"])
+@pytest.mark.parametrize("place", ["world", pytest.param("local", marks=pytest.mark.slow)])
 def test_no_call_is_larger_than_its_limit(ranks: RankPool, place: str) -> None:
     (of_image,) = set(elements_of("images_to_text"))
     free, cut = (
@@ -74,7 +74,7 @@ MORE = [("dp2.accum2", {"place": "world", "window": "step"}), ("pp2.accum2", {"p
 
 @pytest.mark.parametrize(
     ("layout", "fields"),
-    [LAYOUTS[0], LAYOUTS[2], *(pytest.param(*one, marks=pytest.mark.slow) for one in (LAYOUTS[1], APART))],
+    [LAYOUTS[2], *(pytest.param(*one, marks=pytest.mark.slow) for one in (*LAYOUTS[:2], APART))],
 )
 def test_bounded_calls_train_as_one_call(ranks: RankPool, layout: str, fields: dict[str, object]) -> None:
     plan = bounded(layout, 400, **fields)

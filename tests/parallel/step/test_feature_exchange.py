@@ -10,7 +10,6 @@ from torch import Tensor
 
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.step.feature_exchange import Exchange
-from omnitrain.parallel.step.feature_routing import rank_routing
 from omnitrain.plan import RowRoutes
 from tests.waits import DEVICE, Device
 
@@ -173,24 +172,6 @@ def exchange_in_pairs() -> list[float]:
 
 def test_a_group_exchanges_its_own_entries_of_the_table(ranks: RankPool) -> None:
     assert ranks.run(exchange_in_pairs, timeout_s=30) == [[1.0] * 2, [0.0], [3.0] * 4, [2.0] * 3]
-
-
-@pytest.mark.parametrize(
-    ("entries", "made", "message"),
-    [
-        ([(1, 0, 1, 2), (1, 1, 0, 2)], None, r"items \[1\] have several producers"),
-        ([(1, 0, 1, 2), (1, 0, 0, 3)], None, r"items \[1\] have several numbers of rows"),
-        ([(1, 0, 1, 2), (1, 0, 1, 2)], None, r"items \[1\] go twice to the same consumer"),
-        ([(1, 0, 1, -2)], None, r"items \[1\] have fewer than 0 rows"),
-        ([(1, 0, 2, 2)], None, r"items \[1\] go between ranks of the group \[0, 1\] and others"),
-        ([(1, 0, 1, 2), (4, 1, 0, 1)], [4], r"makes the items \[1\] of the routing table; found \[4\]"),
-    ],
-)
-def test_tables_that_contradict_themselves_are_refused(
-    entries: list[tuple[int, int, int, int]], made: list[int] | None, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        rank_routing(routes_of(entries), [0, 1], 0, made)
 
 
 def wrong_number_of_rows() -> None:

@@ -81,7 +81,7 @@ def tokens_of(answers: Iterable[dict[int, Answer]]) -> dict[int, list[tuple[str,
 @pytest.mark.parametrize(
     "shares",
     [
-        pytest.param([[0, 2, 4, 6, 8], [9, 7]], id="2 ranks, one without media"),
+        pytest.param([[0, 2, 4, 6, 8], [9, 7]], id="2 ranks, one without media", marks=pytest.mark.slow),
         pytest.param([[8, 3, 4], [], [1, 2, 0, 5]], id="3 ranks, one without prompts"),
     ],
 )
@@ -141,7 +141,7 @@ def damaged(row: Row) -> Row:
     return replace(row, id=f"damaged {row.id}", media=row.media | {"image": [b"no image"]})
 
 
-@pytest.mark.parametrize(("world", "num_rows"), [(2, 11), (3, 2)])
+@pytest.mark.parametrize(("world", "num_rows"), [(3, 2), pytest.param(2, 11, marks=pytest.mark.slow)])
 def test_evaluation_over_ranks_is_that_of_one_process(
     ranks: RankPool, tmp_path: Path, world: int, num_rows: int
 ) -> None:

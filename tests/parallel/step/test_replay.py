@@ -55,8 +55,12 @@ def qwen3_vl_replayed(steps: list[Step]) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(
     ("components", "state"),
-    [({}, {}), (WORLD, {"dp_replicate_size": 2}), (MIXED, {}), (FROZEN, {})],
-    ids=["dp4", "hsdp2x2.world", "a mesh for each", "frozen"],
+    [
+        pytest.param({}, {}, id="dp4", marks=pytest.mark.slow),
+        pytest.param(WORLD, {"dp_replicate_size": 2}, id="hsdp2x2.world", marks=pytest.mark.slow),
+        pytest.param(MIXED, {}, id="a mesh for each"),
+        pytest.param(FROZEN, {}, id="frozen"),
+    ],
 )
 def test_every_rank_issues_the_collectives_that_its_plan_implies(
     ranks: RankPool, components: dict[str, Any], state: dict[str, int]

@@ -13,11 +13,11 @@ from omnitrain.parallel.sections.message import Message, Part
 class Arrival(Protocol):
     """A message on its way to this rank."""
 
-    def wait(self, timeout_s: float | None) -> tuple[Tensor, ...]:
+    def wait(self) -> tuple[Tensor, ...]:
         """Wait until all parts are here, and return the tensors, ``[rows, ...]`` each. Called once.
 
         Raises:
-            LostRankError: a sender has ended, or nothing came within ``timeout_s`` seconds.
+            LostRankError: a sender has ended.
         """
         ...
 
@@ -25,11 +25,11 @@ class Arrival(Protocol):
 class Departure(Protocol):
     """A part of a message on its way to another rank."""
 
-    def wait(self, timeout_s: float | None) -> object:
+    def wait(self) -> object:
         """Wait until the sent tensors may change. Called once.
 
         Raises:
-            LostRankError: the receiver has ended, or did not take the part within ``timeout_s`` seconds.
+            LostRankError: the receiver has ended.
         """
         ...
 

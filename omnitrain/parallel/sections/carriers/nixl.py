@@ -7,10 +7,11 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from omnitrain.errors import LostRankError, UserError
 from omnitrain.groups import new_group
+from omnitrain.ops.collectives import gathered_objects
 from omnitrain.packages import install_command
 from omnitrain.parallel.sections.message import Message, Part
 
@@ -39,21 +41,18 @@ class _Peer:
 
 @dataclass(eq=False)
 class _Write:
-    """A write into another rank's memory, which begins when the receiver has posted its message.
-
-    ``tensors``: offsets and numbers of bytes, in this rank's memory and in the other's.
-    """
+    """A write into another rank's memory, which begins when the receiver has posted its message."""
 
     peer: int
     number: int
-    ranges: list[tuple[int, int, int]]
+    ranges: list[tuple[int, int, int]]  # offsets in this rank's memory and in the other's, and numbers of bytes
     note: bytes
     carrier: NixlCarrier
     handle: Any = None
     is_done: bool = False
 
-    def wait(self, timeout_s: float | None) -> None:
-        self.carrier.await_peers([self.peer], lambda: self.is_done, timeout_s)
+    def wait(self) -> None:
+        self.carrier.await_peers([self.peer], lambda: self.is_done)
 
 
 @dataclass(eq=False)
@@ -64,36 +63,51 @@ class _Landing:
     number: int
     carrier: NixlCarrier
 
-    def wait(self, timeout_s: float | None) -> tuple[Tensor, ...]:
+    def wait(self) -> tuple[Tensor, ...]:
         """Copy the tensors out of the slot, which the next message may then use."""
         senders = sorted({part.sender for part in self.message.parts})
-        self.carrier.await_peers(senders, lambda: self.carrier.has_landed(self.message, self.number), timeout_s)
+        self.carrier.await_peers(senders, lambda: self.carrier.has_landed(self.message, self.number))
         return self.carrier.copied(self.message, self.number)
 
 
 class NixlCarrier:
     """:class:`~omnitrain.parallel.sections.carriers.carrier.Carrier` with one-sided writes between hosts' memories.
 
-    A receiver has ``slots`` slots of registered memory, and tells the senders of a message when its slot is free. A
-    sender copies rows into registered memory of its own, and a thread starts the write when the slot is free and drives
-    it: UCX needs calls from the sender to finish a write.
+    A receiver has ``slots`` slots of registered memory, as large as the largest message so far needs, and tells the
+    senders of a message when its slot is free. A sender copies rows into registered memory of its own, and a thread
+    starts the write when the slot is free and drives it: UCX needs calls from the sender to finish a write. All ranks
+    must create it.
 
     Args:
-        rank: global rank of this process.
         senders: global ranks of the section that sends.
         receivers: global ranks of the section that receives.
         slots: number of messages for which a receiver has room.
-        slot_bytes: bytes of a slot.
+
+    Raises:
+        UserError: NIXL is not installed.
     """
 
-    def __init__(
-        self, rank: int, senders: Sequence[int], receivers: Sequence[int], *, slots: int, slot_bytes: int
-    ) -> None:
+    def __init__(self, senders: Sequence[int], receivers: Sequence[int], slots: int) -> None:
+        _api()
+        self._rank, self._slots, self._slot_bytes = dist.get_rank(), slots, 0
+        self._of_receiver = {rank: n for n, rank in enumerate(receivers)} if self._rank in senders else {}
+        self._group = new_group(sorted({*senders, *receivers}), "section_edge", "gloo")
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    def prepare(self, messages: Sequence[Message]) -> None:
+        """Make the slots larger if a message does not fit. All ranks of the edge call it with the same messages."""
+        largest = max((_offsets(message)[-1] for message in messages), default=0)
+        if largest > self._slot_bytes:
+            self._slot_bytes = _aligned(2 * largest)
+            with self._lock:
+                self._register()
+
+    def _register(self) -> None:
+        """Register new memory, and exchange addresses with the other ranks."""
         api = _api()
-        self._agent = api.nixl_agent(f"{os.getpid()}-{id(self)}-{rank}", api.nixl_agent_config(backends=["UCX"]))
-        self._slots, self._slot_bytes = slots, _aligned(slot_bytes)
-        self._of_receiver = {receiver: index for index, receiver in enumerate(receivers)} if rank in senders else {}
-        num_slots = slots * max(1, len(self._of_receiver))
+        self._agent = api.nixl_agent(f"{os.getpid()}-{uuid4()}", api.nixl_agent_config(backends=["UCX"]))
+        num_slots = self._slots * max(1, len(self._of_receiver))
         self._memory = torch.zeros(_HEAD + num_slots * self._slot_bytes, dtype=torch.uint8)
         self._agent.register_memory(self._memory)
         self._peers: dict[int, _Peer] = {}
@@ -103,31 +117,18 @@ class NixlCarrier:
         self._writes: list[_Write] = []
         self._pings: dict[int, _Write] = {}
         self._lost: dict[int, str] = {}
-        self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of this rank's registered memory, which does not grow."""
-        return self._memory.nbytes
-
-    def address(self) -> tuple[bytes, int]:
-        """Return what the others need to write here: the agent's metadata, and the address of the memory."""
-        return self._agent.get_agent_metadata(), self._memory.data_ptr()
-
-    def meet(self, addresses: Mapping[int, tuple[bytes, int]]) -> None:
-        """Learn the addresses of the other ranks of the edge, by global rank."""
-        for rank, (metadata, address) in addresses.items():
-            name = self._agent.add_remote_agent(metadata)
-            name = name.decode() if isinstance(name, bytes) else name
-            self._peers[rank], self._ranks[name] = _Peer(name, address), rank
-
-    def prepare(self, messages: Sequence[Message]) -> None:
-        """Do nothing: the slots stay as large as they are."""
+        address = self._agent.get_agent_metadata(), self._memory.data_ptr()
+        assert self._group is not None
+        addresses = gathered_objects(address, self._group)  # all that others need to write here
+        for rank, (metadata, start) in zip(dist.get_process_group_ranks(self._group), addresses, strict=True):
+            if rank != self._rank:
+                name = self._agent.add_remote_agent(metadata)
+                name = name.decode() if isinstance(name, bytes) else name
+                self._peers[rank], self._ranks[name] = _Peer(name, start), rank
+        dist.barrier(self._group)  # nobody writes before all know each other
 
     def post(self, message: Message, number: int) -> _Landing:
         """Tell the senders of a message that its slot is free."""
-        self._offsets(message)
         with self._lock:
             for sender in sorted({part.sender for part in message.parts}):
                 self._try(sender, lambda name: self._agent.send_notif(name, b"posted %d" % number))
@@ -137,7 +138,7 @@ class NixlCarrier:
         """Copy a part into registered memory; it is written when the receiver has posted the message."""
         slot = self._of_receiver[message.receiver] * self._slots + number % self._slots
         ranges = []
-        for tensor, rows, offset in zip(tensors, message.tensors, self._offsets(message), strict=True):
+        for tensor, rows, offset in zip(tensors, message.tensors, _offsets(message)[:-1], strict=True):
             start, count = offset + part.start * rows.bytes, part.rows * rows.bytes
             own = self._start(slot) + start
             self._memory[own : own + count].view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -159,18 +160,18 @@ class NixlCarrier:
         """Return new tensors with the message in a slot, ``[rows, ...]`` each."""
         del self._landed[number]
         tensors = message.empty(torch.device("cpu"))
-        for tensor, offset in zip(tensors, self._offsets(message), strict=True):
+        for tensor, offset in zip(tensors, _offsets(message)[:-1], strict=True):
             start = self._start(number % self._slots) + offset
             tensor.copy_(self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         return tensors
 
-    def await_peers(self, peers: Sequence[int], is_ready: Callable[[], bool], timeout_s: float | None) -> None:
+    def await_peers(self, peers: Sequence[int], is_ready: Callable[[], bool]) -> None:
         """Wait until ``is_ready``.
 
         Raises:
-            LostRankError: one of ``peers`` has ended, or nothing came within ``timeout_s`` seconds.
+            LostRankError: one of ``peers`` has ended.
         """
-        began = last_ping = time.monotonic()
+        last_ping = time.monotonic()
         while True:
             with self._lock:
                 self._poll()
@@ -184,9 +185,6 @@ class NixlCarrier:
                 if peer in self._lost:
                     reason = self._lost[peer]
                     raise LostRankError(f"rank {peer} is gone (killed, or its connection broke: {reason})", peer)
-            if timeout_s is not None and now - began > timeout_s:
-                silent = " and ".join(map(str, peers))
-                raise LostRankError(f"rank {silent} did nothing for {timeout_s:g} s", peers[0])
             time.sleep(_POLL_SECONDS)
 
     def _drive(self) -> None:
@@ -260,13 +258,6 @@ class NixlCarrier:
     def _start(self, slot: int) -> int:
         return _HEAD + slot * self._slot_bytes
 
-    def _offsets(self, message: Message) -> list[int]:
-        """Offset of each tensor in the slot, in bytes."""
-        *offsets, end = _offsets(message)
-        if end > self._slot_bytes:
-            raise UserError(f"a message has {end} bytes, and a slot has {self._slot_bytes}")
-        return offsets
-
 
 def _offsets(message: Message) -> list[int]:
     """Offset of each tensor of a message from its start, in bytes, and its end."""
@@ -274,61 +265,6 @@ def _offsets(message: Message) -> list[int]:
     for rows in message.tensors:
         offsets.append(offsets[-1] + _aligned(message.rows * rows.bytes))
     return offsets
-
-
-class GrowingNixlCarrier:
-    """:class:`NixlCarrier` whose slots are as large as the largest message so far needs. All ranks must create it.
-
-    Args:
-        senders: global ranks of the section that sends.
-        receivers: global ranks of the section that receives.
-        slots: number of messages for which a receiver has room.
-
-    Raises:
-        UserError: NIXL is not installed.
-    """
-
-    def __init__(self, senders: Sequence[int], receivers: Sequence[int], slots: int) -> None:
-        _api()
-        self._senders, self._receivers, self._slots, self._slot_bytes = senders, receivers, slots, 0
-        self._group = new_group(sorted({*senders, *receivers}), "section_edge", "gloo")
-        self._carrier: NixlCarrier | None = None
-
-    def prepare(self, messages: Sequence[Message]) -> None:
-        """Make the slots larger if a message does not fit. All ranks of the edge call it with the same messages."""
-        largest = max((_offsets(message)[-1] for message in messages), default=0)
-        if largest > self._slot_bytes:
-            assert self._group is not None
-            self._slot_bytes = 2 * largest
-            self._carrier = _connected(self._senders, self._receivers, self._slots, self._slot_bytes, self._group)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that the slots take on this rank."""
-        return 0 if self._carrier is None else self._carrier.memory_bytes
-
-    def post(self, message: Message, number: int) -> _Landing:
-        """See :meth:`NixlCarrier.post`."""
-        assert self._carrier is not None
-        return self._carrier.post(message, number)
-
-    def send(self, tensors: Sequence[Tensor], message: Message, part: Part, number: int) -> _Write:
-        """See :meth:`NixlCarrier.send`."""
-        assert self._carrier is not None
-        return self._carrier.send(tensors, message, part, number)
-
-
-def _connected(
-    senders: Sequence[int], receivers: Sequence[int], slots: int, slot_bytes: int, group: dist.ProcessGroup
-) -> NixlCarrier:
-    """Make a carrier, and exchange addresses with the other ranks of ``group``; all of them call this."""
-    rank, members = dist.get_rank(), dist.get_process_group_ranks(group)
-    carrier = NixlCarrier(rank, senders, receivers, slots=slots, slot_bytes=slot_bytes)
-    addresses: list[Any] = [None] * len(members)
-    dist.all_gather_object(addresses, carrier.address(), group=group)
-    carrier.meet({member: address for member, address in zip(members, addresses, strict=True) if member != rank})
-    dist.barrier(group)  # nobody writes before all know each other
-    return carrier
 
 
 def nixl_is_installed() -> bool:

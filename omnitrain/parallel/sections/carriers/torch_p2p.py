@@ -26,15 +26,11 @@ _CTAS = 4  # of a kernel of NCCL between sections: it may wait long, and then oc
 
 @dataclass
 class Transfer:
-    """Tensors that are on their way between this rank and another.
+    """Tensors that are on their way between this rank and another."""
 
-    Attributes:
-        tensors: those that were sent, which must not change before :meth:`wait`; or buffers, valid after it.
-        peer: global rank at the other end.
-    """
-
+    # those that were sent, which must not change before :meth:`wait`; or buffers, valid after it
     tensors: tuple[Tensor, ...]
-    peer: int
+    peer: int  # global rank at the other end
     _works: list[dist.Work] = field(repr=False)
 
     @classmethod
@@ -45,9 +41,7 @@ class Transfer:
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
         """Wait until the tensors are at the other end, and return them. On a GPU, only the current stream waits.
 
-        Args:
-            timeout_s: limit in seconds; None: that of the process group. After it, gloo breaks all connections of the
-                group.
+        After ``timeout_s`` seconds (None: the limit of the process group), gloo breaks all connections of the group.
 
         Raises:
             LostRankError: the other rank has ended, or did nothing within the limit.
@@ -66,10 +60,10 @@ class Transfer:
 
 
 def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int, number: int) -> Transfer:
-    """Begin to send tensors.
+    """Begin to send tensors of any shapes, which must not change before the transfer has ended.
 
     Args:
-        tensors: any shapes; they must not change before the transfer has ended.
+        tensors: of one message.
         group: with this rank and the other one.
         peer: rank of the receiver in ``group``.
         number: of the message, equal on both sides, and below 2**22.
@@ -78,13 +72,9 @@ def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int,
 
 
 def receive_tensors(buffers: Sequence[Tensor], group: dist.ProcessGroup, peer: int, number: int) -> Transfer:
-    """Post the receives of tensors.
+    """Post the receives of a message from ``peer``; see :func:`send_tensors`.
 
-    Args:
-        buffers: contiguous, with the shapes, dtypes and device of those that will come.
-        group: with this rank and the other one.
-        peer: rank of the sender in ``group``.
-        number: see :func:`send_tensors`.
+    ``buffers``: contiguous, with the shapes, dtypes and device of the tensors that will come.
     """
     return _begun(dist.irecv, list(buffers), group, peer, number)
 
@@ -112,13 +102,8 @@ def connect(group: dist.ProcessGroup, senders: Sequence[int], receivers: Sequenc
     """Send a number from each sender to each receiver, so that no later message waits on the host for its other end.
 
     NCCL makes the connection of two ranks at the first message from one to the other, and both wait for it; its
-    collectives use connections of their own.
-
-    Args:
-        group: its ranks all call this, in the same order relative to other groups.
-        senders: global ranks.
-        receivers: global ranks; none of them sends.
-        device: of the messages.
+    collectives use connections of their own. All ranks of ``group`` call this, in the same order relative to other
+    groups; ``senders`` and ``receivers`` are global, and disjoint.
     """
     is_sender = dist.get_rank() in senders
     operation, peers = (dist.isend, receivers) if is_sender else (dist.irecv, senders)
@@ -146,9 +131,9 @@ class _Gathered:
     tensors: tuple[Tensor, ...]
     parts: Sequence[Transfer]
 
-    def wait(self, timeout_s: float | None) -> tuple[Tensor, ...]:
+    def wait(self) -> tuple[Tensor, ...]:
         for part in self.parts:
-            part.wait(timeout_s)
+            part.wait()
         return self.tensors
 
 
@@ -194,12 +179,9 @@ class TorchCarrier:
 
 
 def torch_carrier(senders: Sequence[int], receivers: Sequence[int], device: torch.device) -> TorchCarrier:
-    """Make the carrier of an edge. All ranks of the world call it, in the same order relative to other groups.
+    """Make the carrier of an edge between global ranks: gloo on the host, NCCL on GPUs.
 
-    Args:
-        senders: global ranks of the section that sends.
-        receivers: global ranks of the section that receives.
-        device: of the messages: gloo on the host, the default backend on GPUs.
+    All ranks of the world call it, in the same order relative to other groups.
     """
     members = sorted({*senders, *receivers})
     if device.type == "cpu":
