@@ -45,10 +45,9 @@ from omnitrain.data.loading.slots import LoaderState, merge_states
 from omnitrain.data.loading.socket_message import encode
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import MediaItem, MediaSpan, Rejected, Sample
-from omnitrain.models.omni.encode import FEATURES
-from omnitrain.ops.timing import What
+from omnitrain.ops.timing import FEATURES, What
 from omnitrain.parallel.fsdp.load import require_same_parameters
-from omnitrain.parallel.step.feature_routing import rank_routing
+from omnitrain.parallel.step.feature_routing import row_splits
 from omnitrain.parallel.step.media_dispatch import dispatch_media
 from omnitrain.parallel.step.plan import StepPlanner, facts_of
 from omnitrain.parallel.step.rendezvous import DataProcessGroup, Rendezvous
@@ -192,7 +191,7 @@ def step_of(world: int, rounds: int) -> Values:
         read_from = time.process_time()
         for micro_batch in range(MICRO_BATCHES):
             plan.calls_of(rank, ENCODER, micro_batch)
-            rank_routing(plan.routes(ENCODER, micro_batch), range(world), rank)
+            row_splits(plan.routes(ENCODER, micro_batch), range(world), rank)
         ends = (planned_from - begin, read_from - planned_from, time.process_time() - read_from)
         for name, seconds in zip(("decode", "plan", "route"), ends, strict=True):
             values.setdefault(f"step_{name}_seconds", []).append(seconds)

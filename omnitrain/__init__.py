@@ -117,17 +117,16 @@ _HOMES = {name: f"omnitrain.{module}" for module, names in _NAMES.items() for na
 __all__ = list(_HOMES)
 
 warn_of_untested_versions()
-show_in_notebooks(
-    {
-        f"omnitrain.{name}": "omnitrain.report.notebook.as_html"
-        for name in (
-            "models.omni.model.OmniModel",
-            "parallel.layout.ModelLayout",
-            "parallel.layout_table.LayoutTable",
-            "recipe.parallel.ParallelPlan",
-        )
-    }
-)
+_SHOWN_IN_NOTEBOOKS = {
+    f"omnitrain.{name}": "omnitrain.report.notebook.as_html"
+    for name in (
+        "models.omni.model.OmniModel",
+        "parallel.layout.ModelLayout",
+        "parallel.layout_table.LayoutTable",
+        "recipe.parallel.ParallelPlan",
+    )
+}
+show_in_notebooks(_SHOWN_IN_NOTEBOOKS)
 __getattr__ = on_first_use(__name__, _HOMES)
 
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from omnitrain.parallel.pipeline.channel import StageChannel, connect_pairs, directions
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.plan.schedule.actions import Kind
 from omnitrain.plan.schedule.generators import generate
 from omnitrain.plan.schedule.lower import lower
+from tests.plan.schedule.as_text import channels
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def test_the_directions_are_the_channels_of_every_schedule_on_the_stages() -> No
     for kind, p in (("1f1b", 4), ("gpipe", 3), ("interleaved", 2), ("interleaved", 4), ("zbv", 3)):
         schedule = lower(generate(kind, p, 2 * p))
         found = directions(schedule.stage_ranks)
-        expected = {("F" if c.kind is Kind.SEND_F else "B", c.sender, c.receiver) for c in schedule.channels}
+        expected = {(kind, sender, receiver) for kind, _, sender, receiver in channels(schedule)}
         assert set(found) == expected
         assert len(found) == len(expected)
 

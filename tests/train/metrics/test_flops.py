@@ -88,4 +88,4 @@ def test_a_run_counts_flops_where_the_recipe_asks_for_it(tmp_path: Path) -> None
         assert line["mfu"] > 0 and flops["peak_source"].startswith("measured")
         assert line["mfu"] / line["mfu_full"] == pytest.approx(flops["per_step"] / flops["per_step_full"])
         assert line["memory_mb"] == line["memory_mb_mean"]
-    assert Trainer(Recipe.load(recipe, [f"output_dir={tmp_path / 'auto'}"])).flops.peak is None
+    assert Trainer(Recipe.load(recipe, [f"output_dir={tmp_path / 'auto'}"])).measures.flops.peak is None
