@@ -74,8 +74,8 @@ class StepDraws:
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             token = _draws.set((mixed_seed(self._seed, *position), self._device))
-            _begin("")
             try:
+                _begin("")
                 yield
             finally:
                 _draws.reset(token)

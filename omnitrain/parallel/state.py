@@ -33,7 +33,9 @@ class _Of(Generic[V]):
     def __init__(self, method: Callable[..., V], axis: str) -> None:
         self._method, self._axis = method, axis
 
-    def __get__(self, state: ParallelState, owner: type | None = None) -> V:
+    def __get__(self, state: ParallelState | None, owner: type | None = None) -> V:
+        if state is None:
+            raise AttributeError(f"{self._axis} of a state, not of its class")
         return self._method(state, self._axis)
 
 

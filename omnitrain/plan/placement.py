@@ -248,8 +248,9 @@ class Topology:
                 yield from (f"{component.name}: {problem}" for problem in found)
             if component.head is not None and component.head not in self.losses:
                 yield f"{component.name}: its loss {component.head!r} is not in {list(self.losses)}"
-        names = Counter((*self.media, *(component.name for component in self.components if not component.media)))
-        yield from (f"{name!r} exists {n} times" for name, n in names.items() if n > 1)
+        components = [component.name for component in self.components]
+        for kind, names in (("component", components), ("media", self.media), ("loss", self.losses)):
+            yield from (f"{kind} {name!r} exists {n} times" for name, n in Counter(names).items() if n > 1)
 
     def _place_problems(self, component: Placement) -> Iterator[str]:
         """Ranks that draw samples have the components that they call."""

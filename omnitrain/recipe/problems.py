@@ -117,7 +117,8 @@ def _line(spot: _Spot, details: list[ErrorDetails], root: type[BaseModel]) -> st
         return f"{path}: unknown key, found {_shown(found)}; {_meant(str(spot.path[-1]), _fields(spot.node), root)}"
     if kind == "missing":
         name = str(spot.path[-1])
-        description = descriptions(spot.node).get(name, "a value")
+        texts = descriptions(spot.node) if _fields(spot.node) else {}  # an entry of a tuple has none
+        description = texts.get(name, "a value")
         return f"{path}: required, but missing; add `{name}`: {description.split('. ')[0].removesuffix('.')}"
     if kind == LOCATED:
         return f"{path}: {first['msg']}"

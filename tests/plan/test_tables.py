@@ -145,5 +145,5 @@ def test_a_topology_lists_all_of_its_contradictions() -> None:
     assert [line.split(":")[0] for line in lines] == [
         "data groups ((0, 1), (2, 2))",
         *"abcdde",
-        "'image' exists 2 times",
+        "media 'image' exists 2 times",
     ]

@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, overload
@@ -84,7 +84,7 @@ class LoaderOptions:
     idle: Sample | None = None
     then: Callable[[Packs], Any] | None = None
     peers: Peers = SINGLE_PROCESS
-    media_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    media_names: Mapping[str, Sequence[str]] | None = None
     swap: Swap | None = None
 
 
@@ -183,7 +183,7 @@ class StepLoader:
         if share.num_shares > 1 and options.idle is None:
             raise ValueError(f"{ranks} ranks share {slots} packs: pass `idle` for ranks whose share is empty")
         self.sources = sources
-        budget = PackBudget(data.pack_tokens, data.pack_elements, options.media_names)
+        budget = PackBudget(data.pack_tokens, data.pack_elements, options.media_names or {})
         self.rows = PreparedRows(
             sources, processor, budget, data.cached_samples, options.without_tails, data.overlong_of_sources()
         )

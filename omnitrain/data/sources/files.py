@@ -146,7 +146,8 @@ def find_files(given: str, suffixes: tuple[str, ...]) -> list[str]:
         return [given]
     if path.is_dir():
         return sorted(str(file) for file in path.glob("**/*") if file.name.endswith(suffixes) and file.is_file())
-    return sorted(glob.glob(given, recursive=True, include_hidden=True)) if glob.has_magic(given) else []
+    matching = glob.glob(given, recursive=True, include_hidden=True) if glob.has_magic(given) else []
+    return sorted(file for file in matching if os.path.isfile(file))
 
 
 def _files_of_storage(given: str, suffixes: tuple[str, ...]) -> list[str]:

@@ -76,7 +76,9 @@ def _digest(files: list[Path]) -> str:
 def kept(path: Path, kind: type[T]) -> T | None:
     """Read a dataclass from the JSON at ``path``; None if the file is missing or invalid."""
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
+        values = json.loads(path.read_bytes())
+        is_whole = isinstance(values, dict) and values.keys() == TypeAdapter(kind).json_schema()["properties"].keys()
+        return TypeAdapter(kind).validate_python(values) if is_whole else None
     except (OSError, ValueError):
         return None
 

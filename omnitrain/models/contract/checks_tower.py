@@ -110,7 +110,7 @@ def _measured(model: nn.Module, parameters: Any, encode: Callable[[], Sequence[T
         part = index
         replayed.clear()
         with tower.sharing():
-            errors = list(map(relative, encode(), whole))
+            errors = [relative(*pair) for pair in zip(encode(), whole, strict=True)]
         error = worst([*errors, *(error for call in replayed for error in call.errors)])
         if not error <= TOLERANCE:
             fact = f"features of a slice of its sequence differ by {error:.1e} of the largest from those of the whole"

@@ -7,6 +7,7 @@ on the shapes of each item, once per shape.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -211,6 +212,10 @@ def _per(few: Passes, many: Passes, units: int) -> Passes:
 def _shapes(item: MediaGroup) -> tuple[Any, ...]:
     """What an item's FLOPs depend on: shapes, and the values of integers such as the grid of its patches."""
     return tuple(
-        (name, tuple(tensor.shape), tensor.dtype, None if tensor.is_floating_point() else tensor.numpy().tobytes())
+        (name, tuple(tensor.shape), tensor.dtype, None if tensor.is_floating_point() else _digest(tensor))
         for name, tensor in sorted(item.features.items())
     )
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return hashlib.blake2b(tensor.contiguous().numpy().tobytes(), digest_size=8).digest()

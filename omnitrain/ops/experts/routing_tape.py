@@ -28,32 +28,42 @@ class RoutingTape:
 
     def recording(self) -> AbstractContextManager[None]:
         """Return the context of the forward."""
-
-        def recorded(compute: Callable[[], Tensor]) -> Tensor:
-            with torch.no_grad():
-                self._indices.append(compute())
-            return self._indices[-1]
-
-        return _open(self._made, None, recorded)
+        return _open(self._made, None, _Record(self._indices))
 
     def replaying(self) -> AbstractContextManager[None]:
         """Return the context of a recomputation; it may be used several times."""
-        left = iter(self._indices)
-        return _open(self._made, iter(self._made), lambda _: next(left))
+        return _open(self._made, iter(self._made), _Replay(self._indices))
 
 
 class _TopK(TorchFunctionMode):
-    """Takes the indices of every ``topk`` from ``indices_of``, which gets a function that computes them."""
+    """Takes the indices of every ``topk`` from ``_of``. torch.compile tells the two modes apart by their classes."""
 
-    def __init__(self, indices_of: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    def __init__(self, indices: list[Tensor]) -> None:
         super().__init__()
-        self._indices_of = indices_of
+        self._indices = indices
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if not is_top_k(func):
-            return func(*args, **given)
-        return top_k_at(self._indices_of(lambda: func(*args, **given).indices), *args, **given)
+        return top_k_at(self._of(func, args, given), *args, **given) if is_top_k(func) else func(*args, **given)
+
+    def _of(self, function: Any, args: Any, kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class _Record(_TopK):
+    def _of(self, function: Any, args: Any, kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            self._indices.append(function(*args, **kwargs).indices)
+        return self._indices[-1]
+
+
+class _Replay(_TopK):
+    def __init__(self, indices: list[Tensor]) -> None:
+        super().__init__(indices)
+        self._left = iter(indices)
+
+    def _of(self, function: Any, args: Any, kwargs: Any) -> Tensor:
+        return next(self._left)
 
 
 def is_top_k(function: Any) -> bool:
@@ -71,12 +81,10 @@ _reel: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar("r
 
 
 @contextmanager
-def _open(
-    made: list[Any], replayed: Iterator[Any] | None, indices_of: Callable[[Callable[[], Tensor]], Tensor]
-) -> Iterator[None]:
+def _open(made: list[Any], replayed: Iterator[Any] | None, mode: _TopK) -> Iterator[None]:
     token = _reel.set((made, replayed))
     try:
-        with _TopK(indices_of):
+        with mode:
             yield
     finally:
         _reel.reset(token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -69,6 +69,8 @@ class LayerSpans:
     def _during(
         self, kind: Kind, name: str, chunk: int | None = None, *, backward: bool = False
     ) -> AbstractContextManager[None]:
+        if not self._recorder.is_on:
+            return nullcontext()
         return self._recorder.span(self._what(kind, name, chunk, backward=backward))
 
 

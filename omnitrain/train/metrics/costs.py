@@ -114,7 +114,8 @@ def _placed(events: Iterable[FunctionEvent]) -> Iterator[tuple[FunctionEvent, st
         is_again = is_again or bool(part) or (is_numbered and event.sequence_nr != node)
         places[id(event)] = part, node, is_again
         if node is None:
-            parts[event.sequence_nr] = part
+            if event.sequence_nr >= 0:
+                parts[event.sequence_nr] = part
             yield event, part, FORWARD
         else:
             yield event, part or parts.get(node, ""), AGAIN if is_again else BACKWARD

@@ -223,6 +223,8 @@ def _difference(
     copied = _copied(arguments)
     output = _first(_drive(module, layout, _Pretended.of(plain, 1, 0), copied))
     results = _results(module, copied.arguments[layout.hidden], output)
+    if missing := results.keys() ^ plain.results.keys():
+        return f"{min(missing)} is there on one side alone"
     if differing := [name for name, error in errors_of(results, plain.results).items() if error]:
         return f"{differing[0]} differs under async Ulysses"
     ranks = next((n for n in range(2, layout.num_heads + 1) if layout.num_heads % n == 0), 1)
