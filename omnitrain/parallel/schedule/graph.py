@@ -239,7 +239,8 @@ class StepGraph:
     def left(self) -> list[_Window]:
         """The windows whose features or gradients nobody has taken."""
         live = [(component, window) for component, node in self._nodes.items() for window in node.windows]
-        return [*self._encoded, *self._gradients, *self._before, *live, *self._read]
+        read = [window for window, read in self._read.items() if any(read.has_gradient)]  # others may have unread parts
+        return [*self._encoded, *self._gradients, *self._before, *live, *read]
 
     def finish(self) -> None:
         """End the step: wait until all messages have left."""
