@@ -124,12 +124,12 @@ class _Later:
     message: Message
     number: int
 
-    def wait(self, timeout_s: float | None) -> tuple[Tensor, ...]:
+    def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
         return self.carrier.post(self.message, self.number).wait(timeout_s)
 
 
 class _Gone:
-    def wait(self, timeout_s: float | None) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         pass
 
 
