@@ -114,7 +114,7 @@ class Blocking:
 
     def send(self, tensors: Any, message: Message, part: Part, number: int) -> Departure:
         """Send a part, and wait until it has left."""
-        self._carrier.send(tensors, message, part, number).wait(None)
+        self._carrier.send(tensors, message, part, number).wait()
         return _Gone()
 
 
@@ -124,12 +124,12 @@ class _Later:
     message: Message
     number: int
 
-    def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
-        return self.carrier.post(self.message, self.number).wait(timeout_s)
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.carrier.post(self.message, self.number).wait()
 
 
 class _Gone:
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         pass
 
 
