@@ -177,7 +177,8 @@ def _parse_section(text: str) -> tuple[str, Section] | None:
     for word in words:
         setting = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
         if word in _FLAGS_OF_SECTION:
-            fields |= [_FLAGS_OF_SECTION[word]]
+            field, value = _FLAGS_OF_SECTION[word]
+            fields[field] = value
         elif setting is not None and setting[1] in _OF_SECTION:
             fields[_OF_SECTION[setting[1]]] = int(setting[2])
         else:

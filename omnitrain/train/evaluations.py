@@ -35,6 +35,7 @@ class Evaluations:
         metrics: where scores go; None on all ranks but the first.
         tell: called with ``"on_evaluate"`` and each result.
         paused: makes the context in which no progress is expected.
+        scores: steps done -> the last scores, which a later ``fit`` of the trainer knows, too.
     """
 
     evaluator: Evaluator | None
@@ -45,8 +46,8 @@ class Evaluations:
     metrics: MetricsFile | None
     tell: Callable[..., None]
     paused: Callable[[str], contextlib.AbstractContextManager[Any]]
+    scores: dict[int, dict[str, float]]
     _losses: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # steps done -> the last held-out losses
-    _scores: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def on_the_way(self, line: dict[str, Any]) -> None:
         """Add to a line of metrics the held-out losses and the scores that are due after its step."""
@@ -65,7 +66,8 @@ class Evaluations:
             return
         with contextlib.suppress(StoppedError), self.paused("evaluate"):
             line["scores"] = self._evaluate(self.evaluator)
-            self._scores = {step: line["scores"]}
+            self.scores.clear()
+            self.scores[step] = line["scores"]
         self.measures.model.train()
         self.measures.stopwatch = Stopwatch()
 
@@ -75,7 +77,7 @@ class Evaluations:
             return {}
         step = self.measures.step
         with contextlib.suppress(StoppedError), self.paused("evaluate"):
-            scores = self._scores.get(step) or self._evaluate(self.evaluator)
+            scores = self.scores.get(step) or self._evaluate(self.evaluator)
             if self.metrics is not None and scores:
                 self.metrics.track(step, {"scores": scores})
             return scores

@@ -148,6 +148,7 @@ class Trainer:
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self.saves = Saves(recipe, self.folder, self.measures, self.saver, self._tell, self._paused)
         self._stop_reason: str | None = None
+        self._scores: dict[int, dict[str, float]] = {}  # steps done -> their scores
         self._upcoming: StepBatch | UserError | TrainingError | None = None
 
     def _join(self, recipe: Recipe, callbacks: Sequence[Callback]) -> Recipe:
@@ -267,7 +268,7 @@ class Trainer:
             if metrics is not None and train.early_stopping is not None:
                 early = StopWatcher(train.early_stopping, metrics.earlier)
             self._stop_reason = early.reason if early else None
-            of_fit = self.measures, interrupt, metrics, self._tell, self._paused
+            of_fit = self.measures, interrupt, metrics, self._tell, self._paused, self._scores
             evaluations = Evaluations(self.evaluator, self.recipe, self.folder, *of_fit)
             yield _Fit(interrupt, progress, steps, first, metrics, early, evaluations)
 

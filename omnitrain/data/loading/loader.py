@@ -14,6 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from omnitrain.data.loading.data_process import run_ahead
+from omnitrain.data.loading.dataset_batches import Collate
 from omnitrain.data.loading.dataset_loader import DatasetLoader, MapDataset
 from omnitrain.data.loading.order import SampleOrder, SourceShare
 from omnitrain.data.loading.packer import SlotPacker
@@ -260,7 +261,7 @@ def order_of(
     *,
     mixes_epochs: bool = False,
 ) -> SampleOrder:
-    """Return the order of a run's samples, of which ``sources`` are the rows of each data set of ``data.train``."""
+    """Return the order of a run's samples, from ``sources``, the rows of each data set of ``data.train``."""
     shares = _shares(sources, data, tokens_per_draw or [1.0] * len(sources))
     return SampleOrder(shares, seed, slots, [stage.from_step for stage in data.stages], mixes_epochs=mixes_epochs)
 
@@ -350,7 +351,20 @@ def build_dataloader(data: Data, processor: OmniProcessor, **options: Any) -> St
 
 @overload
 def build_dataloader(
-    data: MapDataset | Iterable[Any], processor: OmniProcessor | None = None, **options: Any
+    data: MapDataset | Iterable[Any],
+    processor: OmniProcessor | None = None,
+    *,
+    micro_batch_size: int | None = None,
+    pack_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    collate_fn: Collate | Sequence[Collate] | None = None,
+    shuffle: bool | None = None,
+    num_workers: int = 0,
+    seed: int = 0,
+    max_tokens: int | None = None,
+    without_tails: bool = False,
+    rank: int | None = None,
+    ranks: int | None = None,
 ) -> DatasetLoader: ...
 
 

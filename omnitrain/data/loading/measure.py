@@ -160,7 +160,7 @@ def rows_read(
 ) -> list[float]:
     """Return how many rows of each data set a run of ``steps`` reads, by the weights of its stages, up to their epochs.
 
-    Data sets have ``lengths`` rows, of which some are ``measured``.
+    Data sets have ``lengths`` rows; some rows are ``measured``.
     """
     weights = np.array(data.stage_weights())  # [stages, data sets]
     if data.weights_by == "tokens":

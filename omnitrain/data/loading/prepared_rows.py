@@ -35,7 +35,7 @@ class PreparedRows:
         overlong: Sequence[Overlong] | None = None,
         may_ask: bool = False,
     ) -> None:
-        """Prepare the rows of ``sources``, of which each process keeps ``cached`` samples.
+        """Prepare the rows of ``sources``; each process keeps ``cached`` samples.
 
         ``overlong`` is what to do with samples that exceed the budget, for each data set; None: reject them. Further
         arguments as of :func:`~omnitrain.data.render.lengths.sample_within`.

@@ -88,11 +88,11 @@ class FileReader:
         system, path = fsspec.core.url_to_fs(file)
         return self._retried(file, lambda _: bytes(system.cat_file(path, start=start, end=stop)))
 
-    def open(self, file: str) -> BinaryIO:
-        """Return a file object that can seek. Each read of a URL has its deadline."""
+    def open(self, file: str, buffer_bytes: int = _BUFFER) -> BinaryIO:
+        """Return a file object that can seek. Each read of a URL, of ``buffer_bytes``, has its deadline."""
         if not is_url(file):
             return open(file, "rb")
-        return io.BufferedReader(_RangeFile(self, file, self.version(file).size), _BUFFER)
+        return io.BufferedReader(_RangeFile(self, file, self.version(file).size), buffer_bytes)
 
     def _retried(self, file: str, attempt: Callable[[float], Result]) -> Result:
         deadline, pause, tries = time.monotonic() + self.seconds, _FIRST_PAUSE, 0

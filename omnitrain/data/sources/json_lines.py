@@ -28,6 +28,7 @@ _READ_BYTES = 1 << 18  # of rows that one read gets from a URL
 _COUNTED_BYTES = 1 << 24  # at a time, for the number of a line
 _MAX_SHOWN = 3  # lines that an error lists
 _BLANK = re.compile(r"[\s,]*")
+_PART = 1 << 24  # bytes of a URL that are read at once for the index of its lines
 
 
 class JsonLines(Table):
@@ -229,7 +230,7 @@ def row_spans(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarray]:
 
 def _borders_of_lines(file: str, reader: FileReader) -> dict[str, np.ndarray]:
     """Return the first byte of the file and the end of each line that is not blank."""
-    with reader.open(file) as stream:
+    with reader.open(file, _PART) as stream:
         return {"border": np.fromiter(chain([0], _ends_of_lines(stream)), dtype=np.int64)}
 
 

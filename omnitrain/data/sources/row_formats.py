@@ -59,7 +59,7 @@ _RECOGNISED = (
 
 
 def schema_of(source: DataSource, found: Sequence[str]) -> Schema:
-    """Return how the rows of a data set are read, of which columns are ``found``; none: nothing is known.
+    """Return how the rows of a data set with the columns ``found`` are read; no columns: nothing is known.
 
     Raises:
         DataError: the rows are not of the format that the recipe names, or `columns` has one that it does not use.

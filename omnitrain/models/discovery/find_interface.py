@@ -65,7 +65,6 @@ class InterfaceSearch:
 
     def _port_with(self, probe: ProbeInput) -> ModalityInterface:
         features = typed(self.model, probe.make([0, 1]))
-        items = [replace(probe, variable=False).make(numbers) for numbers in ([0], [1], [0, 1])]
         with _guess(""), ParameterReads(self.model) as reads:
             call = self._captured(features)
             reads.names.clear()
@@ -76,6 +75,7 @@ class InterfaceSearch:
         if probe.variable and {name for name, _ in bindings.values()} <= {probe.main}:
             raise WrongGuessError("items differ in size, but no argument gives their sizes")
         layout, token = self._layout(features, output)
+        items = [replace(probe, variable=False).make(numbers) for numbers in ([0], [1], [0, 1])]
         interface = ModalityInterface(
             modality=self.modality,
             component="",

@@ -177,7 +177,7 @@ class FoundationRunner:
     ) -> Tensor:
         """Run a stage that is not the last, as :meth:`text_loss`; return the states ``[1, t, hidden]`` for the next."""
         with self._local(pack, sequence_slice, stage) as (local, packed):
-            hidden: Tensor = self.run_pack(local, media or EncodedMedia(), _stop, packed, stage)
+            hidden: Tensor = self.run_pack(local, media or EncodedMedia(), _unreached, packed, stage)
         return self.in_forward.with_zero_gradients(hidden)
 
     @contextmanager
@@ -317,6 +317,10 @@ def _of_pack(pack: Pack) -> dict[str, Any]:
 
 def _stop(*_: Any) -> Any:
     raise StopRunError
+
+
+def _unreached(*_: Any) -> Any:
+    raise AssertionError("a stage that is not the last must not reach the head")
 
 
 def _end_to_end(group: Sequence[tuple[str, MediaFeatures]]) -> MediaFeatures:

@@ -47,7 +47,7 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
 
 
 def _asked(model: Any, pack: Pack, numbers: Mapping[str, int]) -> dict[str, MediaFeatures]:
-    """The features of a pack on the first stage; the others, which have none, are told of its errors."""
+    """Ask for the features of a pack on the first stage. The ranks of other stages raise its errors, too."""
     found: dict[str, MediaFeatures] = {}
     model.relay.from_first(lambda: found.update(model.ask(pack, numbers)))
     return found

@@ -75,11 +75,11 @@ def require_trainable(asked: str, device: torch.device, dtype: torch.dtype) -> N
 
 def _choose(module: str, call: Call, asked: str) -> Backend:
     device = call.query.device.type
-    problems = {backend.name: _problem(backend, call) for backend in BACKENDS}
     candidates = [b for b in BACKENDS if b.automatic_on is None or device in b.automatic_on]
     for backend in candidates if asked == AUTO else [b for b in BACKENDS if b.name == asked]:
-        if problems[backend.name] is None:
+        if _problem(backend, call) is None:
             return backend
+    problems = {backend.name: _problem(backend, call) for backend in BACKENDS}
     if asked == AUTO:
         reasons = "; ".join(f"{backend.name}: {problems[backend.name]}" for backend in candidates)
         raise UserError(f"no attention backend can compute {module}: {reasons}")

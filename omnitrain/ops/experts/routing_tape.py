@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -32,7 +33,7 @@ class RoutingTape:
 
     def replaying(self) -> AbstractContextManager[None]:
         """Return the context of a recomputation; it may be used several times."""
-        return _open(self._made, iter(self._made), _Replay(self._indices))
+        return _open(self._made, deque(self._made), _Replay(self._indices))
 
 
 class _TopK(TorchFunctionMode):
@@ -77,11 +78,11 @@ def top_k_at(indices: Tensor, input: Tensor, k: int, dim: int = -1, **kwargs: An
 
 
 # What the running forward has made, and what its recomputation has not taken yet; None: it is not the recomputation.
-_reel: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar("routing_tape", default=None)
+_reel: ContextVar[tuple[list[Any], deque[Any] | None] | None] = ContextVar("routing_tape", default=None)
 
 
 @contextmanager
-def _open(made: list[Any], replayed: Iterator[Any] | None, mode: _TopK) -> Iterator[None]:
+def _open(made: list[Any], replayed: deque[Any] | None, mode: _TopK) -> Iterator[None]:
     token = _reel.set((made, replayed))
     try:
         with mode:
@@ -96,7 +97,7 @@ def cached_for_recompute(make: Callable[[], Made]) -> Made:
         return make()
     made, replayed = reel
     if replayed is not None:
-        return next(replayed)
+        return replayed.popleft()
     made.append(make())
     return made[-1]
 

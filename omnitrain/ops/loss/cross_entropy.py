@@ -134,8 +134,7 @@ def linear_cross_entropy(
                 "vocabulary; remove them, or set tp to 1"
             )
         chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
-        of_ranks: tuple[Any, Any] = weight, bias
-        weight, bias = of_ranks[0].to_local(), None if bias is None else of_ranks[1].to_local()  # with a graph
+        weight, bias = _own(weight), _own(bias)
     if chunk_elements is None:
         buffer_bytes = chosen.buffer_bytes if function is None else _BYTES_OF_OWN
         chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + buffer_bytes)
@@ -158,6 +157,11 @@ def linear_cross_entropy(
     if kept is not None:  # 0 where the label is ignored
         values = {name: torch.zeros_like(rows).index_copy_(0, kept, found) for name, found in values.items()}
     return LossTerm(total if group is None else add_up_gradients(total, group), count, rows, values)
+
+
+def _own(tensor: Any) -> Any:
+    """This rank's part of a DTensor, with a graph; None stays None."""
+    return None if tensor is None else tensor.to_local()
 
 
 def _torch_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bool) -> tuple[Tensor, Tensor | None]:

@@ -97,7 +97,7 @@ def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
 
     Args:
         model: the root unit.
-        names: the units of which the next backward runs a part, too.
+        names: the units that the next backward runs, too.
     """
     units = [unit for name in names if isinstance(unit := model.get_submodule(name), FSDPModule)]
     groups = [group for unit in units for group in torch_private.parameter_groups(unit)]

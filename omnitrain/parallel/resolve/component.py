@@ -144,8 +144,8 @@ def _degrees(request: Request) -> tuple[str, int, int] | None:
         request.problems.append(f"{path}.mode: hsdp needs dp_replicate or dp_shard; they multiply to {ranks} ranks")
         return None
     try:
-        given = {"dp_replicate": replicate, "dp_shard": shard}
-        shape = fit_mesh(ranks, **given | {"fsdp2": {"dp_replicate": 1}, "replicate": {"dp_shard": 1}}.get(mode, {}))
+        copies, shards = (1 if mode == "fsdp2" else replicate), (1 if mode == "replicate" else shard)
+        shape = fit_mesh(ranks, dp_replicate=copies, dp_shard=shards)
     except UserError as error:
         request.problems.append(f"{path}: {' '.join(str(error).split())}")
         return None

@@ -10,7 +10,6 @@ import linecache
 import pickle
 import sys
 from collections.abc import Iterator
-from functools import WRAPPER_ASSIGNMENTS
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -56,7 +55,7 @@ def _with_read_globals(function: FunctionType) -> FunctionType:
     read = {name: known[name] for name in _globals_read_by(function.__code__) if name in known}
     own = {"__name__": "__main__", **read}
     copy = FunctionType(function.__code__, own, None, function.__defaults__, function.__closure__)
-    for name in (*WRAPPER_ASSIGNMENTS, "__kwdefaults__"):
+    for name in ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__", "__kwdefaults__"):
         setattr(copy, name, getattr(function, name))
     copy.__dict__.update(function.__dict__)
     return copy

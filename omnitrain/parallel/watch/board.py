@@ -25,9 +25,8 @@ class StallBoard:
         """``name`` must be the same on all ranks, and unused before."""
         self.rank = rank
         shared: Any = store  # torch's type stubs lack `clone`, and values that are bytes
-        self._store: Any = dist.PrefixStore(
-            name, shared.clone()
-        )  # another connection, so other callers cannot block it
+        # Another connection, so that other callers cannot block it.
+        self._store: Any = dist.PrefixStore(name, shared.clone())
         self._world = world
         self._last: Place | None = None
 

@@ -91,7 +91,7 @@ class Action(NamedTuple):
 
     @property
     def computes(self) -> bool:
-        """Whether it runs on the compute stream of its rank, and not beside it, as messages and gathers do."""
+        """Whether it runs on the compute stream of its rank. Messages and gathers run beside it."""
         return self.kind in COMPUTE or self.kind in COLLECTIVES
 
     def receive(self, sender: int) -> Action:

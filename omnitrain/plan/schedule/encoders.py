@@ -81,7 +81,10 @@ def uses_of_windows(row: Sequence[Action], size: int) -> tuple[dict[int, int], d
         for part in action.passes:
             if part.stage == 0 and part.micro_batch is not None and part.kind is not Kind.W:
                 window = part.micro_batch - part.micro_batch % size
-                (first.setdefault if part.kind is Kind.F else last.__setitem__)(window, index)
+                if part.kind is Kind.F:
+                    first.setdefault(window, index)
+                else:
+                    last[window] = index
     return first, last
 
 

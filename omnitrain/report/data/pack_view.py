@@ -294,7 +294,9 @@ def _owners(start: int, stop: int, items: Sequence[_Item], most: int) -> np.ndar
     texts = np.flatnonzero(owners == _TEXT)
     if len(texts) > most:
         last = most * 3 // 10
-        owners[texts[most - last - 1] + 1 if most else 0 : texts[-last] if last else None] = _GAP
+        begin = texts[most - last - 1] + 1 if most else 0
+        end = texts[-last] if last else None
+        owners[begin:end] = _GAP
     return owners
 
 

@@ -15,10 +15,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from omnitrain.train.launch.crowding import num_cores
 from omnitrain.train.launch.environment import FIRST_TO_FAIL, LAUNCHER
 
 _HOST = "127.0.0.1"
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
@@ -80,8 +80,7 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
         handled(_SIGNALS, lambda number, _: signals.append(number)),
     ):
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        # Torch's handlers of signals would raise anywhere in the start.
-        with mock.patch.dict(os.environ, {"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}):
+        with _without_handlers():
             context = start_processes(
                 "rank",
                 sys.executable,
@@ -103,6 +102,19 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
                     if stream is not None:  # torch leaves those of ended processes open
                         stream.close()
     return ranks.exit_code()
+
+
+@contextlib.contextmanager
+def _without_handlers() -> Iterator[None]:
+    """Keep torch from handling signals while it starts the ranks: its handlers raise anywhere in the start."""
+    before = os.environ.get(_HANDLED)
+    os.environ[_HANDLED] = ""
+    try:
+        yield
+    finally:
+        del os.environ[_HANDLED]
+        if before is not None:
+            os.environ[_HANDLED] = before
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:

@@ -109,7 +109,7 @@ def _placed(events: Iterable[FunctionEvent]) -> Iterator[tuple[FunctionEvent, st
         elif event.name.startswith(LABEL) and event.name != STEP:
             part = event.name.removeprefix(LABEL)
         elif event.name.startswith("Optimizer."):
-            part = part or OPTIMIZER
+            part = OPTIMIZER
         is_numbered = event.sequence_nr >= 0 and "Backward" not in event.name  # a node's own record has another number
         is_again = is_again or bool(part) or (is_numbered and event.sequence_nr != node)
         places[id(event)] = part, node, is_again

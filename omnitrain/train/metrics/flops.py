@@ -50,7 +50,7 @@ def _recomputed(model: torch.nn.Module, plan: ComponentPlan, blocks: tuple[str, 
     return Recomputed([name for name, module in model.named_modules() if module in modules])
 
 
-_IDLE = -1  # index of a sample from which nothing is learned
+_IDLE = -1  # index of a sample without trained tokens
 
 
 class StepFlops:

@@ -114,9 +114,12 @@ class _NotebookBar:
         if len(self._losses) >= 2 * _MOST_POINTS:
             self._losses = thinned(self._losses, _MOST_POINTS)
         if is_line or time.monotonic() - self._drawn_at >= _NOTEBOOK_SECONDS:
-            self.stop()
+            self._draw()
 
     def stop(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
         self._handle.update(self._drawn(), raw=True)
         self._drawn_at = time.monotonic()
 

@@ -44,8 +44,15 @@ def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, ro
     with Activity(console, "measuring rows") as activity:
         for source, overlong in zip(sources, resolved.data.overlong_of_sources(), strict=True):
             found: list[Measured] = []
-            tails = {"without_tails": contract.without_tails}
-            for row in measure(source, processor, most=rows, budget=budget, overlong=overlong, **tails):
+            rows_of_source = measure(
+                source,
+                processor,
+                most=rows,
+                budget=budget,
+                overlong=overlong,
+                without_tails=contract.without_tails,
+            )
+            for row in rows_of_source:
                 found.append(row)
                 activity.update(f"measuring {source.name}: {len(found):,} of {min(rows, len(source)):,} rows")
             measured.append(found)
