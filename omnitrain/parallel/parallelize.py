@@ -223,8 +223,7 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     _freeze(omni, prepared.plans)
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
-    names = omni.components
-    elsewhere = frozenset(chain.from_iterable(names[component] for component in names.keys() - plans))
+    elsewhere = _held_elsewhere(omni, plans)
     loader = WeightLoader(omni, device, state.section_group, elsewhere) if loads else None
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
     _set_compute_dtypes(omni, prepared.plans)
@@ -265,6 +264,12 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     edges, section = _connect(prepared, pipeline, device), sections.get(state.section)
     layout = ModelLayout(state, states, components, topology, pipeline, exchanges, section, edges, sections)
     remember_layout(omni, layout)
+
+
+def _held_elsewhere(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> frozenset[str]:
+    """The parameters of components without a plan here. Who keeps the parameters themselves keeps their memory."""
+    components = model.components
+    return frozenset(chain.from_iterable(components[name] for name in components.keys() - plans))
 
 
 def _connect(prepared: _Prepared, pipeline: Pipeline | None, device: torch.device) -> dict[str, FeatureEdge]:
