@@ -49,6 +49,10 @@ class OptimizerState:
     pieces: Sequence[Piece]
     values: Mapping[str, Any]
 
+    def on_host(self) -> OptimizerState:
+        """Return it with all pieces contiguous in the memory of the CPU; what is there is not copied."""
+        return OptimizerState([piece.on_host() for piece in self.pieces], self.values)
+
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Save the state of ``optimizer``; parameters without any gradient so far have none. All its ranks call this.
@@ -66,8 +70,7 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
     parameters = parameters_at_rest(model)
     with _ranks_of(model) as peers:
         stored = optimizer_state(parameters, optimizer, PieceOwners(parameters, peers))
-        pieces = [piece.on_host() for piece in stored.pieces]
-        write_optimizer(OptimizerState(pieces, stored.values), folder, peers)
+        write_optimizer(stored.on_host(), folder, peers)
 
 
 def optimizer_state(
@@ -206,6 +209,21 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
             masters[indices[name]] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": states, "param_groups": groups, "masters": masters})
+
+
+@torch.no_grad()
+def load_averages(model: nn.Module, folder: str | Path) -> None:
+    """Write the averages that an ``EMA`` saved in ``folder`` over the weights of ``model``, which is not sharded.
+
+    Raises:
+        UserError: the folder has no averages, or those of other parameters.
+    """
+    reader, parameters = dcp.FileSystemReader(folder), dict(model.named_parameters())
+    with _ranks_of(model):
+        for key, metadata in _stored(reader, folder, parameters).items():
+            average = {key: _empty(parameters[_owner(key)], metadata)}
+            dcp.load(average, storage_reader=reader, no_dist=True)
+            parameters[_owner(key)].copy_(average[key])
 
 
 def _owner(key: str) -> str:

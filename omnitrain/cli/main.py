@@ -604,11 +604,14 @@ def export(
     source: Annotated[
         str | None, typer.Option(help="The checkpoint from which the foundation was loaded, if it was moved.")
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Write the averages of `train.ema` in place of the trained weights.")
+    ] = False,
 ) -> None:
     """Export in the HuggingFace format, for transformers and other tools, if it has a class for the model."""
     from omnitrain.train.verbs.export import export as write
 
-    typer.echo(write(checkpoint, folder, dtype, foundation_only=foundation_only, source=source))
+    typer.echo(write(checkpoint, folder, dtype, foundation_only=foundation_only, source=source, ema=ema))
 
 
 @app.command()

@@ -42,6 +42,8 @@ class Evaluation(Strict):
     """Maximum length of an answer, text and media tokens together."""
     sampling: dict[str, Sampling] = Field(default_factory=dict)
     """`text` or the name of a decoder -> how its tokens are sampled. Unset: greedy."""
+    ema: bool = False
+    """Evaluate the averages of `train.ema` in place of the weights."""
     scorer: FunctionName | None = None
     """`FILE.py:FUNCTION` or `MODULE:FUNCTION`. The function takes the list of answers and returns {name: number}.
     Unset: exact match of the text, per source."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from omnitrain.data.loading.slots import merge_states
 from omnitrain.data.packing.sample import Rejected
+from omnitrain.optim.ema import EMA
 from omnitrain.parallel.serving import serving
 from omnitrain.recipe import Recipe
 from omnitrain.train.evaluate.evaluate import Evaluation, Evaluator
@@ -32,6 +33,7 @@ class Evaluations:
 
     Attributes:
         evaluator: None: the recipe has no evaluation.
+        ema: the averages that are evaluated with ``evaluation.ema``; None: there are none.
         metrics: where scores go; None on all ranks but the first.
         tell: called with ``"on_evaluate"`` and each result.
         paused: makes the context in which no progress is expected.
@@ -41,6 +43,7 @@ class Evaluations:
     evaluator: Evaluator | None
     recipe: Recipe
     folder: RunFolder
+    ema: EMA | None
     measures: RunMeasures
     interrupt: Interrupt
     metrics: MetricsFile | None
@@ -127,7 +130,9 @@ class Evaluations:
                 return work()
             return None
 
-        return serving(self.measures.model, stoppable)
+        asks = self.recipe.evaluation is not None and self.recipe.evaluation.ema
+        with self.ema.in_place_of_weights() if self.ema and asks else contextlib.nullcontext():
+            return serving(self.measures.model, stoppable)
 
     def _stop_if_interrupted(self) -> None:
         if self.measures.ranks.section_peers.any(self.interrupt.requested):

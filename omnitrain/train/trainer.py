@@ -21,6 +21,7 @@ from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.device import mixed_seed, seed_device
 from omnitrain.optim.adamw import learning_rate
+from omnitrain.optim.ema import EMA
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.executor import OnOutput, OnPhase
@@ -56,6 +57,7 @@ from omnitrain.train.run_state.resume import require_same_rows
 from omnitrain.train.run_state.run_folder import Resume, RunFolder
 from omnitrain.train.run_state.run_lock import require_free
 from omnitrain.train.run_state.save import Saver, checkpoint_bytes
+from omnitrain.train.run_state.snapshot import EMA_FOLDER, OPTIMIZER
 from omnitrain.train.run_state.state import TrainingState, read_state
 from omnitrain.train.saves import Saves
 
@@ -107,6 +109,7 @@ class Trainer:
         loader: the training data, step by step.
         evaluator: evaluates the model on held-out data; None: the recipe has no evaluation.
         optimizer: AdamW, or Muon and AdamW.
+        ema: averages of the weights; None: the recipe has no `train.ema`.
         measures: what the run counts and measures.
         saves: its checkpoints.
     """
@@ -138,12 +141,14 @@ class Trainer:
         self.layout, self.compiled = prepared.layout, prepared.compiled
         self.optimizer = optimizer_of(self.model, recipe.train.optimizer, self.layout)
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
-        saved = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
+        self.ema = EMA(self.optimizer, recipe.train.ema.decay) if recipe.train.ema else None
+        optimizers = {OPTIMIZER: self.optimizer} | ({EMA_FOLDER: self.ema} if self.ema else {})
+        saved = read_state(self.resumed, self.model, optimizers) if self.resumed else TrainingState()
         folder = self.folder.path
         self.measures = RunMeasures(recipe, prepared, self.ranks, self.device, folder, saved, started)
         self.recipe = self.folder.recipe = self.measures.settled_in(recipe)
         self._open_data(recipe, saved)
-        saved_parts = self.model, self.processor, self.optimizer
+        saved_parts = self.model, self.processor, optimizers
         self.saver = Saver(self.folder, self.ranks, *saved_parts, in_background=recipe.train.async_save)
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self.saves = Saves(recipe, self.folder, self.measures, self.saver, self._tell, self._paused)
@@ -269,11 +274,13 @@ class Trainer:
                 early = StopWatcher(train.early_stopping, metrics.earlier)
             self._stop_reason = early.reason if early else None
             of_fit = self.measures, interrupt, metrics, self._tell, self._paused, self._scores
-            evaluations = Evaluations(self.evaluator, self.recipe, self.folder, *of_fit)
+            evaluations = Evaluations(self.evaluator, self.recipe, self.folder, self.ema, *of_fit)
             yield _Fit(interrupt, progress, steps, first, metrics, early, evaluations)
 
     def _open_folder(self) -> MetricsFile:
-        self.folder.open(self._continues or self.last_checkpoint is not None, checkpoint_bytes(self.model))
+        self.folder.open(
+            self._continues or self.last_checkpoint is not None, checkpoint_bytes(self.model, self.ema is not None)
+        )
         write_facts(self.folder.path, self.model, self.ops, self.layout)
         trackers = open_trackers(self.recipe, self.folder.path, self.step)
         return MetricsFile(self.folder.path / "metrics.jsonl", self.step, trackers)
@@ -441,6 +448,8 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings, group["peak"])
             self.optimizer.step()
+            if self.ema:
+                self.ema.step()
             measures.routers.end()
         self.optimizer.zero_grad(set_to_none=True)
         measures.add(batch, loss, packs)

@@ -202,6 +202,8 @@ STANDS: dict[str, Always | Idle] = {
     "Train.keep_last": Always("a resumed run has the last checkpoint of each start"),
     "Train.keep_every": PERIOD,
     "Train.keep_best": idle("saves only at the end", "train.save_every=null", "train.keep_best=loss"),
+    "Train.ema": Always("a checkpoint has the averages"),
+    "EMA.decay": SIZE,
     "Train.stop_seconds": DEVICE,
     "Train.stall_seconds": DEVICE,
     "Optimizer.learning_rate": idle(
@@ -322,6 +324,7 @@ STANDS: dict[str, Always | Idle] = {
     "Evaluation.examples_per_source": SIZE,
     "Evaluation.batch_size": SIZE,
     "Evaluation.max_new_tokens": SIZE,
+    "Evaluation.ema": idle("needs `train.ema`, which keeps the averages", "evaluation.ema=true"),
     "Evaluation.scorer": Always("it scores"),
     "Evaluation.saved_samples": SIZE,
     "Sampling.temperature": SIZE,

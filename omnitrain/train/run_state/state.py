@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from omnitrain.checkpoint.optimizer import load_optimizer
 from omnitrain.data.loading.slots import LoaderState
 from omnitrain.errors import UserError
 from omnitrain.parallel.step.item_costs import UNUSED_STEPS
-from omnitrain.train.run_state.snapshot import OPTIMIZER
 
 _FILE = "trainer.pt"
 _SHOWN = 3
@@ -56,8 +55,8 @@ def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) ->
     torch.save({"state": asdict(state), "trainable": list(trainable)}, folder / _FILE)
 
 
-def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-    """Read what :func:`write_state` wrote, and load the optimizer's state, under any layout. All ranks call it.
+def read_state(folder: Path, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
+    """Read what :func:`write_state` wrote, and load the state of each optimizer from its folder. All ranks call it.
 
     Raises:
         UserError: the trained parameters are not those of the checkpoint.
@@ -69,7 +68,8 @@ def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
             f"{', '.join(changed[:_SHOWN])}; resume with the `freeze` and `lora` that the run was started with, or "
             "start a new run from its weights"
         )
-    load_optimizer(model, optimizer, folder / OPTIMIZER)
+    for name, optimizer in optimizers.items():
+        load_optimizer(model, optimizer, folder / name)
     return TrainingState(**(saved["state"] | {"data": LoaderState.from_saved(saved["state"]["data"])}))
 
 

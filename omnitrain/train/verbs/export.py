@@ -44,6 +44,7 @@ def export(
     *,
     foundation_only: bool = False,
     source: str | None = None,
+    ema: bool = False,
 ) -> str:
     """Write the files that ``from_pretrained`` of transformers reads: weights, config, tokenizer or processor.
 
@@ -60,13 +61,14 @@ def export(
             fp32, such as routing biases of experts, and media tokenizers stay fp32.
         foundation_only: leave out attached components.
         source: folder or Hub id of the checkpoint from which the foundation was loaded; None: where it was.
+        ema: write the averages of ``train.ema`` in place of the trained weights.
 
     Returns:
         A sentence: what was written, and why not as a class of transformers.
 
     Raises:
-        UserError: the model does not exist, the folder has files, the dtype is unknown, or ``source`` is not the
-            checkpoint of the foundation.
+        UserError: the model or its averages do not exist, the folder has files, the dtype is unknown, or ``source`` is
+            not the checkpoint of the foundation.
         TrainingError: the disk is full, or another error of the disk.
     """
     folder = Path(folder)
@@ -77,7 +79,7 @@ def export(
     wanted = None if dtype is None else _DTYPES[dtype]
     quiet_libraries()
     with weights_left_in_files():
-        model, processor = load_checkpoint(checkpoint)
+        model, processor = load_checkpoint(checkpoint, averaged=ema)
     with operations_recorded():
         merge_lora(model, wanted)
         if wanted is not None:
