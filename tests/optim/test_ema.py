@@ -26,6 +26,7 @@ from omnitrain.train.verbs.export import export
 from tests.parallel.laid_out import full
 from tests.stored import stored
 from tests.tiny import tiny_recipe
+from tests.train.test_ranks import assert_same_run, fit
 
 DECAY = 0.9
 EMA = [f"train.ema.decay={DECAY}", "model.freeze=[image_encoder.tower]", "train.optimizer.learning_rate=1e-2"]
@@ -144,3 +145,27 @@ def test_an_export_of_averages_that_no_run_kept_is_refused(tmp_path: Path) -> No
     Trainer(Recipe.load(str(tiny_recipe(tmp_path, text_only=True)), ["train.steps=1"])).fit()
     with pytest.raises(UserError, match=r"has no averages of its weights; only a run with `train\.ema` keeps them"):
         export(tmp_path / "run", tmp_path / "exported", ema=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (3, 'parallel.sections={"media":{"components":["image_encoder","audio_encoder"],"ranks":1}}'),
+        (2, "parallel.components.foundation.pp=2"),
+    ],
+    ids=["section", "pp2"],
+)
+def test_averages_on_sections_and_stages_are_evaluated_as_in_one_process(
+    ranks: RankPool, tmp_path: Path, world: int, layout: str
+) -> None:
+    recipe = tiny_recipe(tmp_path, evaluated=True)
+    averaged = [*TWO_PACKS, EMA[0], "evaluation.ema=true", "evaluation.loss_every=2"]
+    fit(recipe, [*averaged, f"output_dir={tmp_path / 'one'}"])
+    ranks.run(fit, recipe, [*averaged, layout, f"output_dir={tmp_path / 'many'}"], timeout_s=120, world=world)
+    assert_same_run(tmp_path / "many", tmp_path / "one")
+    one, many = (json.loads((tmp_path / run / "eval.json").read_text())["losses"] for run in ("one", "many"))
+    assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    averages = [stored(max((tmp_path / run / "checkpoints").iterdir()) / "ema") for run in ("one", "many")]
+    assert averages[0].keys() == averages[1].keys()
+    assert max(float((averages[1][name] - one).abs().max()) for name, one in averages[0].items()) < 1e-4

@@ -202,7 +202,6 @@ STANDS: dict[str, Always | Idle] = {
     "Train.keep_last": Always("a resumed run has the last checkpoint of each start"),
     "Train.keep_every": PERIOD,
     "Train.keep_best": idle("saves only at the end", "train.save_every=null", "train.keep_best=loss"),
-    "Train.ema": Always("a checkpoint has the averages"),
     "EMA.decay": SIZE,
     "Train.stop_seconds": DEVICE,
     "Train.stall_seconds": DEVICE,
