@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from omnitrain.checkpoint.optimizer import load_optimizer as load_optimizer
     from omnitrain.checkpoint.optimizer import save_optimizer as save_optimizer
     from omnitrain.data.loading.loader import build_dataloader as build_dataloader
-    from omnitrain.data.packing.fill_pack import pack_all as pack_all
+    from omnitrain.data.packing.budget import pack_all as pack_all
     from omnitrain.data.packing.pack import Pack as Pack
     from omnitrain.data.packing.sample import MediaSpan as MediaSpan
     from omnitrain.data.packing.sample import Rejected as Rejected
     from omnitrain.data.packing.sample import Sample as Sample
-    from omnitrain.data.render.chat_renderer import ChatRenderer as ChatRenderer
     from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking as OmniDataCollatorWithPacking
     from omnitrain.data.render.processor import OmniProcessor as OmniProcessor
+    from omnitrain.data.render.renderer import ChatRenderer as ChatRenderer
     from omnitrain.data.render.template_renderer import TemplateRenderer as TemplateRenderer
     from omnitrain.data.sources.media import Waveform as Waveform
     from omnitrain.data.sources.rows import Row as Row
