@@ -77,10 +77,10 @@ __version__ = "0.1.0"
 _NAMES = {  # module -> the names that it has
     "checkpoint.optimizer": "load_optimizer save_optimizer",
     "data.loading.loader": "build_dataloader",
-    "data.packing.fill_pack": "pack_all",
+    "data.packing.budget": "pack_all",
     "data.packing.pack": "Pack",
     "data.packing.sample": "MediaSpan Rejected Sample",
-    "data.render.chat_renderer": "ChatRenderer",
+    "data.render.renderer": "ChatRenderer",
     "data.render.packing_collator": "OmniDataCollatorWithPacking",
     "data.render.processor": "OmniProcessor",
     "data.render.template_renderer": "TemplateRenderer",
