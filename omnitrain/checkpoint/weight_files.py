@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnitrain.checkpoint.pieces import Piece, Place
+from omnitrain.checkpoint.pieces import Piece, TensorChunk
 from omnitrain.checkpoint.safetensors_file import Entry, SafetensorsFile, as_bytes
 from omnitrain.errors import TrainingError
 from omnitrain.peers import Peers, lost_connections_as, raise_on_all, wait_for
@@ -39,7 +39,7 @@ class PieceExchange:
             if (writer := writers.get(piece.place.name)) is not None:
                 offers[writer].append(piece)
         self._own = {piece.place: piece.tensor for piece in offers[rank]}
-        self._parts: defaultdict[str, list[tuple[int, int, Place]]] = defaultdict(list)  # rank, tag, place
+        self._parts: defaultdict[str, list[tuple[int, int, TensorChunk]]] = defaultdict(list)  # rank, tag, place
         with lost_connections_as(_ENDED):
             found = peers.swap([[piece.place for piece in offer] for offer in offers])
         for sender, places in enumerate(found):

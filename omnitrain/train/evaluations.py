@@ -13,7 +13,7 @@ from omnitrain.data.packing.sample import Rejected
 from omnitrain.optim.ema import EMA
 from omnitrain.parallel.serving import serving
 from omnitrain.recipe import Recipe
-from omnitrain.train.evaluate.evaluate import Evaluation, Evaluator
+from omnitrain.train.evaluate.evaluate import EvaluationResult, Evaluator
 from omnitrain.train.evaluate.media_files import save_samples
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.measures import RunMeasures
@@ -65,7 +65,7 @@ class Evaluations:
             return
         line["heldout"] = found
         if not self.recipe.evaluates(step) or step >= self.recipe.train.steps:
-            self.tell("on_evaluate", Evaluation(found, [], {}, []))
+            self.tell("on_evaluate", EvaluationResult(found, [], {}, []))
             return
         with contextlib.suppress(StoppedError), self.paused("evaluate"):
             line["scores"] = self._evaluate(self.evaluator)
@@ -102,10 +102,10 @@ class Evaluations:
         losses = self.measures.ranks.of_first(None if result is None else result.losses)
         skipped = merge_states(self.measures.ranks.peers.gather_on_first(self.measures.data)).rejected
         self.measures.ranks.first(partial(self._write, result, scores, skipped))
-        self.tell("on_evaluate", result or Evaluation(losses or {}, [], scores, []))
+        self.tell("on_evaluate", result or EvaluationResult(losses or {}, [], scores, []))
         return scores
 
-    def _write(self, result: Evaluation | None, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
+    def _write(self, result: EvaluationResult | None, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
         assert result is not None and self.recipe.evaluation is not None
         step, rejected = self.measures.step, [*skipped, *result.rejected]
         written = self.folder.write_scores({"step": step} | scores | {"losses": result.losses})

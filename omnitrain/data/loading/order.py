@@ -161,7 +161,7 @@ class SampleOrder:
         phases = ((np.arange(number) + 0.5) / number + slot / self.slots) % 1.0
         ends = [ENDLESS if one.epochs is None else int(one.epochs * one.length) for one in self.sources]
         left = np.maximum(-(-(np.array(ends) - slot) // self.slots), 0) - before
-        times = _Times(shares, phases, np.where(shares > 0, left, 0))
+        times = _DrawTimes(shares, phases, np.where(shares > 0, left, 0))
         low = times.num_before(times.at(start - number - 1))
         high = times.num_before(times.at(start + size + number + 1))
         sources = np.repeat(np.arange(number), high - low)
@@ -172,7 +172,7 @@ class SampleOrder:
 
 
 @dataclass(frozen=True)
-class _Times:
+class _DrawTimes:
     """The times of the draws of all sources: draw ``k`` of one is at ``(k + phase) / share``; ``[sources]`` each."""
 
     shares: np.ndarray  # they add up to 1

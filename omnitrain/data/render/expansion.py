@@ -169,6 +169,14 @@ class MediaExpander:
 
     def _call(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str, set[str]]:
         """Return the output, the text that the tokenizer got, and the names of per-token outputs."""
+        bos = self._processor.tokenizer.bos_token
+        options = {**self._arguments, **self._media_arguments(media)}
+        with _recorded(self._processor, self._kept) as recorder:
+            output = self._processor(text=[text], **options, add_special_tokens=not (bos and text.startswith(bos)))
+        return output, recorder.text, recorder.returned | _PER_TOKEN
+
+    def _media_arguments(self, media: Sequence[Medium]) -> dict[str, Any]:
+        """Return the arguments of a call that media need, with their keys."""
         arguments: dict[str, Any] = {}
         for medium in media:
             arguments.setdefault(_ARGUMENT[medium.modality], []).append(medium.value)
@@ -185,12 +193,7 @@ class MediaExpander:
         arguments |= self._with_sound(media)
         if "audio" in arguments:
             arguments["sampling_rate"] = self._sampling_rate
-        bos = self._processor.tokenizer.bos_token
-        with _recorded(self._processor, self._kept) as recorder:
-            output = self._processor(
-                text=[text], **{**self._arguments, **arguments}, add_special_tokens=not (bos and text.startswith(bos))
-            )
-        return output, recorder.text, recorder.returned | _PER_TOKEN
+        return arguments
 
     def _with_sound(self, media: Sequence[Medium]) -> dict[str, Any]:
         if all(medium.sound is None for medium in media):

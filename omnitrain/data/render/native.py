@@ -11,7 +11,7 @@ import numpy as np
 from omnitrain.data.packing.sample import Features
 
 
-class PositionFunction(Protocol):
+class ComputePositions(Protocol):
     """A function that computes the position ids of one sample as the foundation does."""
 
     def __call__(
@@ -51,7 +51,7 @@ class NativeInputs:
 
     placeholders: Mapping[str, int]
     token_inputs: tuple[str, ...] = ()
-    positions: PositionFunction | None = None
+    positions: ComputePositions | None = None
     token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None
     in_forward: frozenset[str] = frozenset()
     forward_arguments: frozenset[str] = frozenset()

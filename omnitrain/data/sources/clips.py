@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -133,10 +133,18 @@ def film_clip(container: Any, choose: Choose, start: float, stop: float) -> Clip
     keys = sorted((pts, dts) for pts, dts, is_key, _ in facts if is_key)
     times = [float((time - shown[0]) * stream.time_base) for time in shown]
     indices, clip_of = _choose(times, choose, start, stop)
-    frames: dict[int, Image.Image] = {}
+    wanted = dict.fromkeys(shown[index] for index in indices)
+    frames = dict(zip(wanted, map(_upright, _frames_at(container, stream, keys, wanted)), strict=True))
+    return clip_of([frames[shown[index]] for index in indices])
+
+
+def _frames_at(
+    container: Any, stream: Any, keys: Sequence[tuple[int, int | None]], times: Iterable[int]
+) -> Iterator[Any]:
+    """Yield the frame that is shown at each of ``times``, ascending; ``keys``: see :func:`_frames_from`."""
     decoded: Iterator[Any] = iter(())
     frame = None
-    for time in dict.fromkeys(shown[index] for index in indices):
+    for time in times:
         key = keys[max(0, bisect_right(keys, time, key=itemgetter(0)) - 1)]
         if frame is None or key[0] > frame.pts:  # else the frames up to this one are decoded anyway
             decoded = _frames_from(container, stream, key, time)
@@ -147,8 +155,7 @@ def film_clip(container: Any, choose: Choose, start: float, stop: float) -> Clip
             frame = following
         if frame is None:
             raise ValueError("no frame can be decoded")
-        frames[time] = _upright(frame)
-    return clip_of([frames[shown[index]] for index in indices])
+        yield frame
 
 
 def _clip_without_times(container: Any, stream: Any, total: int, choose: Choose, start: float, stop: float) -> Clip:

@@ -84,15 +84,15 @@ def _without_file(part: Any, where: str, shown: dict[str, list[_GivenFile]]) -> 
     what = f"{where} ({kind})"
     if len(given) > 1:
         raise ValueError(f"{what}: found {sorted(given)}; expected one of them")
-    if not given and kind != modality:
-        raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
-    inside = [value for value in given.values() if isinstance(value, dict)]
-    file = next((_file_of(value, key, what) for key, value in given.items()), None)
-    said = {name: value for keys in (part, *inside) for name, value in reading_keys(keys).items()}
-    shown[modality].append(_GivenFile(file, said))
-    read = {*given, *FILE_KEYS} if given else READING_KEYS
-    rest = {name: value for keys in (*inside, part) for name, value in keys.items() if name not in read}
-    return rest | {"type": modality}
+    if not given:
+        if kind != modality:
+            raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
+        shown[modality].append(_GivenFile(None, reading_keys(part)))
+        return {name: value for name, value in part.items() if name not in READING_KEYS} | {"type": modality}
+    ((key, value),) = given.items()
+    inside = value if isinstance(value, dict) else {}
+    shown[modality].append(_GivenFile(_file_of(value, key, what), reading_keys(part) | reading_keys(inside)))
+    return {n: v for n, v in (inside | part).items() if n not in {key, *FILE_KEYS}} | {"type": modality}
 
 
 def _file_of(value: Any, key: str, what: str) -> Any:

@@ -16,14 +16,14 @@ FramesOf = Callable[[MediaPart, MediaFile], Choose]
 
 
 @dataclass(frozen=True)
-class Medium:
+class ShownMedium:
     """An image, a sound, or the frames of a video; ``words`` say what it is and how large."""
 
     content: Image.Image | Waveform | Clip
     words: str
 
 
-def medium_of(row: Row, part: MediaPart, frames: FramesOf) -> Medium:
+def medium_of(row: Row, part: MediaPart, frames: FramesOf) -> ShownMedium:
     """Decode the medium of a part of a row; ``frames`` chooses those of a video. ValueError: missing or damaged."""
     with row.open_media(part.modality, part.position) as file:
         content = decode_medium(part.modality, file, frames(part, file))
@@ -35,4 +35,4 @@ def medium_of(row: Row, part: MediaPart, frames: FramesOf) -> Medium:
         shown, times = content.frames, content.times
         span = f", {times[0]:.1f} to {times[-1]:.1f} s" if times else ""
         words = f"video of {len(shown)} frames of {shown[0].width} x {shown[0].height} pixels{span}"
-    return Medium(content, words)
+    return ShownMedium(content, words)

@@ -39,7 +39,7 @@ Scorer = Callable[[Sequence[Answered]], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """Held-out results. All are the same on all ranks, except the answers.
 
     Attributes:
@@ -90,7 +90,7 @@ class Evaluator:
         finally:
             self._model.train()
 
-    def evaluate(self, notify: Progress = lambda _: None, losses: dict[str, Any] | None = None) -> Evaluation:
+    def evaluate(self, notify: Progress = lambda _: None, losses: dict[str, Any] | None = None) -> EvaluationResult:
         """Compute losses, if they are not known, answers and scores, and leave the model in evaluation mode.
 
         An error of one rank, such as in the scorer, which runs on rank 0, is raised on all.
@@ -108,14 +108,16 @@ class Evaluator:
         answered = all_or_raise(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
         scores = all_or_raise(peers, lambda: score(answered) if peers.rank == 0 else {})
         rejected = {index: row for rows in peers.gather(self._rejected) for index, row in rows.items()}
-        return Evaluation(losses, answered, peers.of_first(scores), [rejected[index] for index in sorted(rejected)])
+        return EvaluationResult(
+            losses, answered, peers.of_first(scores), [rejected[index] for index in sorted(rejected)]
+        )
 
     def _losses(self, notify: Progress) -> dict[str, Any]:
         found = heldout_loss(self._model, self._packs, self._peers, notify)
         return {"loss": total_loss(found["heads"], self._recipe.train.loss_weights)} | found
 
     @cached_property
-    def _places(self) -> list[_Place]:
+    def _places(self) -> list[_HeldoutRow]:
         return heldout_places(self._heldout, self._settings.examples_per_source)
 
     @property
@@ -178,7 +180,7 @@ class Evaluator:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _HeldoutRow:
     """The position of a held-out row, which is read by :meth:`row`."""
 
     table: RowSource
@@ -189,17 +191,17 @@ class _Place:
         return self.table[self.position]
 
 
-def heldout_places(heldout: Sequence[RowSource], limit: int | None) -> list[_Place]:
+def heldout_places(heldout: Sequence[RowSource], limit: int | None) -> list[_HeldoutRow]:
     """Return the positions of the held-out rows, at most ``limit`` of each source."""
     return [
-        _Place(table, position, source)
+        _HeldoutRow(table, position, source)
         for table in heldout
         for source, positions in table.by_source().items()
         for position in positions[:limit]
     ]
 
 
-def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:
+def _by_source(indices: Iterable[int], places: Sequence[_HeldoutRow]) -> list[int]:
     return sorted(indices, key=lambda index: (places[index].source, index))
 
 

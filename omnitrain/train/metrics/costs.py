@@ -165,54 +165,60 @@ class Facts:
 
 def advice(costs: Costs, facts: Facts) -> list[str]:
     """Return what to try, one line each; only where the figures say that it matters."""
-    found = []
+    return [*_within_a_rank(costs, facts), *_between_ranks(costs, facts), *_of_a_step(costs, facts)]
+
+
+def _within_a_rank(costs: Costs, facts: Facts) -> Iterator[str]:
     if (share := costs.share("wait for data")) >= 0.05:
-        found.append(
+        yield (
             f"waiting for data takes {share:.0%}: data.workers={facts.workers + 2} prepares rows in more processes; "
             "data.cached_samples keeps prepared samples that fit into memory"
         )
     # On several ranks of a CPU, their waits for each other look like Python.
     if (share := costs.share(PYTHON, IDLE)) >= 0.25 and (costs.is_of_device or facts.ranks == 1):
         small = "a larger data.pack_tokens has the same operations over more tokens"
-        found.append(
-            f"{share:.0%} of the time the host prepares operations: {small}"
-            + ("" if facts.is_compiled else "; train.compile=true makes fewer of them")
-        )
+        fewer = "" if facts.is_compiled else "; train.compile=true makes fewer of them"
+        yield f"{share:.0%} of the time the host prepares operations: {small}{fewer}"
     if costs.is_of_device and not facts.is_compiled and (share := costs.share("norms, activations")) >= 0.2:
-        found.append(f"norms, activations and copies take {share:.0%}: train.compile=true fuses them")
+        yield f"norms, activations and copies take {share:.0%}: train.compile=true fuses them"
     if (share := costs.again()) >= 0.1:
-        found.append(
+        yield (
             f"the backward computes {share:.0%} of the time what the forward has computed: if memory is left, try "
             "recompute: selective, or none, in parallel.default"
         )
+
+
+def _between_ranks(costs: Costs, facts: Facts) -> Iterator[str]:
     if (share := costs.share("of FSDP")) >= 0.1 and facts.ranks > 1:
-        found.append(
+        yield (
             f"gathering weights and reducing gradients take {share:.0%}: parallel.default.mode=hsdp or replicate "
             "gathers less and needs more memory; a larger data.pack_tokens computes longer for each gather"
         )
     if (share := costs.share("all-to-all")) >= 0.1 and facts.settings.get("foundation", {}).get("ep", 1) != 1:
-        found.append(
+        yield (
             f"the exchange of the experts' tokens takes {share:.0%}: parallel.components.foundation.expert_chunks=auto "
             "overlaps it with their products"
         )
     for name, imbalance in facts.imbalance.items():
         place = facts.settings.get(name, {}).get("place", "local")
         if imbalance >= 1.1 and place != "world" and costs.share(f"of {name}") >= 0.1:
-            found.append(
+            yield (
                 f"the busiest rank encodes {imbalance:.2f} times the mean with {name}: "
                 f"parallel.components.{name}.place=world divides its items among all ranks"
             )
+
+
+def _of_a_step(costs: Costs, facts: Facts) -> Iterator[str]:
     if (share := costs.share(OPTIMIZER)) >= 0.15:
-        found.append(
+        yield (
             f"the optimizer takes {share:.0%}: train.micro_batches={2 * facts.micro_batches} updates once for twice as "
             "many packs"
         )
     if facts.fill < 0.85:
-        found.append(
+        yield (
             f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better, unless an "
             "epoch has few rows for each of the train.micro_batches packs, since no pack has rows of two epochs"
         )
-    return found
 
 
 def cost_table(costs: Costs, steps: int, most: int = 10) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 from rich.table import Column, Table
@@ -104,6 +105,22 @@ class _Planned:
         """How a step runs through the stages."""
         return self.plans[FOUNDATION].schedule or PipelineSchedule()
 
+    @property
+    def encoded_twice(self) -> frozenset[str]:
+        """Encoders of sections that keep no activations."""
+        twice = (section.components for section in self.sections.values() if section.encode_twice)
+        return frozenset(chain.from_iterable(twice))
+
+    def encodes(self, forward: float, encode: float | None) -> dict[str, float]:
+        """Encoder -> the time in which its section encodes the items of a window of all data-parallel ranks."""
+        parameters = {name: sum(p.numel() for p in of.values()) for name, of in self.model.components.items()}
+        return {
+            name: (encode if encode is not None else forward * parameters[name] / parameters[FOUNDATION])
+            * (section.micro_batch * self.state.dp_size / section.ranks)
+            for section in self.sections.values()
+            for name in section.components
+        }
+
     def stages(self) -> list[StageRow]:
         """The stages of the pipeline; none without one."""
         if not self.has_pipeline:
@@ -156,11 +173,7 @@ def show_schedule(
     forward = forward or (backward / 2 if backward is not None else float(main.num_stages))
     backward = backward or 2 * forward
     shares = [row.share for row in rows] or [1.0]
-    times = _Times(
-        _durations(shares, forward, backward),
-        _encodes(planned.model, planned.sections, planned.state.dp_size, forward, encode),
-        frozenset(name for section in planned.sections.values() if section.encode_twice for name in section.components),
-    )
+    times = _Times(_durations(shares, forward, backward), planned.encodes(forward, encode), planned.encoded_twice)
     windows = [_windows(recipe.parallel, planned.plans, name, planned.number) for name in planned.sections]
     schedule = with_sections(main, windows, times, lambda component, _: times.encodes[component])
     validate(schedule)
@@ -231,19 +244,6 @@ def _remarks(planned: _Planned, *, encodes_as_estimated: bool) -> Iterator[str]:
         of = several.get(str(window), f"{window} micro-batch{'es' * (window != 1)} at a time")
         yield f"{name}: all pipeline ranks encode the items of {of} (not in these times)"
     yield from (f"advice: {line}" for line in planned.advice)
-
-
-def _encodes(
-    model: OmniModel, sections: Mapping[str, Section], dp_size: int, forward: float, encode: float | None
-) -> dict[str, float]:
-    """Encoder -> the time in which its section encodes the items of a window of all data-parallel ranks."""
-    parameters = {name: sum(p.numel() for p in of.values()) for name, of in model.components.items()}
-    return {
-        name: (encode if encode is not None else forward * parameters[name] / parameters[FOUNDATION])
-        * (section.micro_batch * dp_size / section.ranks)
-        for section in sections.values()
-        for name in section.components
-    }
 
 
 def _windows(plan: ParallelPlan, plans: Mapping[str, ComponentPlan], name: str, number: int) -> SectionWindows:
