@@ -8,8 +8,7 @@ from dataclasses import replace
 from omnitrain.data.loading.loader import StepLoader, build_dataloader, require_usable
 from omnitrain.data.loading.slots import LoaderState
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.render.unread_keys import unread_notes
-from omnitrain.data.render.unread_media import require_shown
+from omnitrain.data.render.unread import require_shown, unread_notes
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel

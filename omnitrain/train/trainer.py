@@ -31,7 +31,7 @@ from omnitrain.report.run_facts import write_facts
 from omnitrain.report.write import report_at_end
 from omnitrain.train.callbacks import Callback, CallbackError, Callbacks, load_callbacks
 from omnitrain.train.data import open_data
-from omnitrain.train.device import use_device
+from omnitrain.train.device import mixed_precision, use_device
 from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import Evaluator, load_scorer
 from omnitrain.train.evaluations import Evaluations
@@ -50,12 +50,9 @@ from omnitrain.train.metrics.throughput import Stopwatch
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
 from omnitrain.train.nonfinite import NonFiniteError, Origin, OriginFinder, not_finite_error
-from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import Ranks, join_ranks
-from omnitrain.train.run_state.resume import require_same_rows
-from omnitrain.train.run_state.run_folder import Resume, RunFolder
-from omnitrain.train.run_state.run_lock import require_free
+from omnitrain.train.run_state.run_folder import Resume, RunFolder, require_free, require_same_rows
 from omnitrain.train.run_state.save import Saver, checkpoint_bytes
 from omnitrain.train.run_state.snapshot import EMA_FOLDER, OPTIMIZER
 from omnitrain.train.run_state.state import TrainingState, read_state

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from omnitrain.data.chat.parts import Message, content_parts, is_trained
+from omnitrain.data.chat.parts import Message, calls_of, content_parts, is_trained, name_of, with_text_arguments
 from omnitrain.data.chat.template_marks import (
     OTHERS,
     OWN,
@@ -27,7 +27,6 @@ from omnitrain.data.chat.template_marks import (
     marked_messages,
     marking_template,
 )
-from omnitrain.data.chat.tool_calls import calls_of, name_of, with_text_arguments
 from omnitrain.data.sources.turns import FIELDS
 from omnitrain.errors import UserError
 
@@ -73,7 +72,7 @@ class ChatTemplate:
         self.end = self._end()
 
     def render(self, messages: list[Message], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
-        """Return ``messages``, and the tools of :func:`~omnitrain.data.chat.tool_calls.tools_of`, as text.
+        """Return ``messages``, and the tools of :func:`~omnitrain.data.chat.parts.tools_of`, as text.
 
         Raises:
             ValueError: there are no messages, or the template refuses them.

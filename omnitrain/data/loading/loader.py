@@ -17,8 +17,7 @@ from omnitrain.data.loading.data_process import run_ahead
 from omnitrain.data.loading.dataset_loader import Collate, DatasetLoader, MapDataset
 from omnitrain.data.loading.order import SampleOrder, SourceShare
 from omnitrain.data.loading.packer import SlotPacker
-from omnitrain.data.loading.prepared_rows import PreparedRows
-from omnitrain.data.loading.row_processes import SlotRows, prepare_some
+from omnitrain.data.loading.row_processes import PreparedRows, SlotRows, prepare_some
 from omnitrain.data.loading.slots import LoaderState, MadeStep, RankShare, SameSamples, SlotState, Swap, share_of_rank
 from omnitrain.data.packing.budget import PackBudget, balanced_shares
 from omnitrain.data.packing.pack import Pack

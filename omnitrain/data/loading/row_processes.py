@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
 import signal
@@ -15,19 +16,88 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
-from omnitrain.data.loading.data_process import follow_main_process
+from omnitrain.data.loading.data_process import encode, follow_main_process, receive, send
 from omnitrain.data.loading.order import Draw
-from omnitrain.data.loading.prepared_rows import Prepared, PreparedRows
-from omnitrain.data.loading.socket_message import encode, receive, send
+from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.sources.rows import Row
-from omnitrain.errors import TrainingError, UserError
+from omnitrain.data.render.processor import OmniProcessor, sample_within
+from omnitrain.data.sources.rows import Row, RowSource
+from omnitrain.errors import DataError, TrainingError, UserError
+from omnitrain.recipe.data import Overlong
+
+Prepared = Sample | Rejected | UserError
+
+
+class PreparedRows:
+    """Prepares data rows, in any process. ``on_read`` is called with each row that has been read, before its media are.
+
+    It returns a UserError instead of raising it, because it may have to travel to another process.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RowSource],
+        processor: OmniProcessor,
+        budget: PackBudget | None = None,
+        cached: int = 0,
+        without_tails: bool = False,
+        overlong: Sequence[Overlong] | None = None,
+        may_ask: bool = False,
+    ) -> None:
+        """Prepare the rows of ``sources``; each process keeps ``cached`` samples.
+
+        ``overlong`` is what to do with samples that exceed the budget, for each data set; None: reject them. Further
+        arguments as of :func:`~omnitrain.data.render.processor.sample_within`.
+        """
+        self.sources, self.processor, self.budget, self.cached = sources, processor, budget, cached
+        self.overlong = overlong or ["drop"] * len(sources)
+        self._options = {"without_tail": without_tails, "may_ask": may_ask}
+        self.on_read: Callable[[Row], None] | None = None
+
+    def seconds(self, source: int) -> float | None:
+        """Return the deadline of each row of a source, in seconds; None: it has none."""
+        return getattr(self.sources[source], "sample_seconds", None)  # a plain sequence of rows has none
+
+    @property
+    def may_hang(self) -> bool:
+        """Whether any source has a deadline, and media that may miss it."""
+        return any(
+            self.seconds(number) is not None and getattr(source, "shown", True)
+            for number, source in enumerate(self.sources)
+        )
+
+    def __getitem__(self, draw: Draw) -> Prepared:
+        index, source, row = draw
+        try:
+            prepared = self._prepared(source, row)
+        except UserError as error:
+            return error
+        if isinstance(prepared, Sample) and prepared.more:
+            more = tuple(dataclasses.replace(piece, index=index) for piece in prepared.more)
+            prepared = dataclasses.replace(prepared, more=more)
+        return dataclasses.replace(prepared, index=index)
+
+    @functools.cached_property  # built at the first use, because a cache cannot be pickled to another process
+    def _prepared(self) -> Any:
+        return functools.lru_cache(maxsize=self.cached)(self._prepare)
+
+    def _prepare(self, source: int, row: int) -> Sample | Rejected:
+        overlong, data_row = self.overlong[source], self.sources[source][row]
+        if self.on_read is not None:
+            self.on_read(data_row)
+        prepared = sample_within(self.processor, data_row, self.budget, overlong, **self._options)
+        if overlong == "error" and isinstance(prepared, Rejected) and prepared.is_overlong:
+            raise DataError(
+                f"row {prepared.id!r}: {prepared.reason}; raise the limit, or set `overlong` to `drop` or `split`"
+            )
+        return prepared
+
 
 _MESSAGE_SECONDS = 0.01  # rows that are prepared within this time travel together
 _NAME_CHARACTERS = 1000  # of the id and the source of a row that missed its deadline

@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from omnitrain.data.loading.data_process import as_bytes
 from omnitrain.data.loading.order import ORDER_VERSION
-from omnitrain.data.loading.socket_message import as_bytes
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import UserError
 

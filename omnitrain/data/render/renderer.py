@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts
+from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts, tools_of
 from omnitrain.data.chat.text_tokenizer import TextEncoder
-from omnitrain.data.chat.tool_calls import tools_of
 from omnitrain.data.packing.sample import MediaSpan, Sample
 from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.hf_visuals import FrameChoice

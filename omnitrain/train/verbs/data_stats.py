@@ -8,7 +8,7 @@ from pathlib import Path
 from omnitrain.data.loading.measure import Measured, Packing, measure, pack_measures
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.data.render.unread_keys import unread_notes
+from omnitrain.data.render.unread import unread_notes
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract

@@ -18,10 +18,9 @@ from omnitrain.data.chat.text_tokenizer import load_hf_processor, load_tokenizer
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
-from omnitrain.models.hf.load import config_at, counted, foundation_config, listed
+from omnitrain.models.hf.load import config_at, counted, foundation_config, is_tied, listed
 from omnitrain.models.hf.quantized import QUANTIZATION
 from omnitrain.models.hf.source_checkpoint import MatchedWeights
-from omnitrain.models.hf.tied import is_tied
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf")
 _OF_PROCESSOR = ("token", "processor", "preprocessor", "template", "vocab", "merges")

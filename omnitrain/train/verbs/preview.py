@@ -8,7 +8,7 @@ from pathlib import Path
 from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.render.unread_keys import unread_notes
+from omnitrain.data.render.unread import unread_notes
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel

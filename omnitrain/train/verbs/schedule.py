@@ -28,10 +28,10 @@ from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, PipelineSchedule, PlanError, Section
 from omnitrain.train.build_from_recipe import build_without_tokenizer
+from omnitrain.train.device import mixed_precision
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries
 from omnitrain.train.micro_batches import check_micro_batches, micro_batches_of_rank
-from omnitrain.train.precision import mixed_precision
 
 _GANTT_MARGIN = 17  # columns for the idle time, besides the name of the row
 
