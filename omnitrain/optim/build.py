@@ -30,8 +30,7 @@ def roles_of(model: nn.Module) -> dict[nn.Parameter, Role]:
     - ``vector``: a norm, a bias (by its name), and all else with fewer than two dims.
     - ``table``: all else: embeddings, positions, convolutions, LoRA adapters of experts.
 
-    Args:
-        model: parallelized or not.
+    ``model``: parallelized or not.
     """
     roles: dict[nn.Parameter, Role] = {}
     for module in model.modules():
@@ -59,6 +58,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trainable parameters. Weight decay applies to all but norms and biases.
 
+    Raises UserError: no parameter is trainable, 8-bit states cannot be used, or a trainable parameter without an fp32
+    copy is not fp32. Its updates would be rounded away: at learning rate 1e-5 a bf16 weight near 1 never moves.
+
     Args:
         model: the model; its parameters with ``requires_grad`` are trained.
         settings: learning rate, betas, momentum, weight decay.
@@ -66,10 +68,6 @@ def build_optimizer(
         peaks: parameter -> peak learning rate, if it differs. Each parameter group stores its peak as ``peak``.
         decays: parameter -> weight decay, if it differs.
         matrices: the parameters that Muon updates; AdamW updates the others.
-
-    Raises:
-        UserError: no parameter is trainable, 8-bit states cannot be used, or a trainable parameter without an fp32
-            copy is not fp32. Its updates would be rounded away: at learning rate 1e-5 a bf16 weight near 1 never moves.
     """
     trainable, decayed = trained_parameters(model), decayed_parameters(model)
     with_copy, of_muon = set(offloaded), set(matrices)

@@ -29,27 +29,22 @@ T = TypeVar("T")
 
 @dataclass
 class Evaluations:
-    """Evaluates a run where that is due, and stops at Ctrl-C. Every rank calls all methods.
+    """Evaluates a run where that is due, and stops at Ctrl-C. Every rank calls all methods."""
 
-    Attributes:
-        evaluator: None: the recipe has no evaluation.
-        ema: the averages that are evaluated with ``evaluation.ema``; None: there are none.
-        metrics: where scores go; None on all ranks but the first.
-        tell: called with ``"on_evaluate"`` and each result.
-        paused: makes the context in which no progress is expected.
-        scores: steps done -> the last scores, which a later ``fit`` of the trainer knows, too.
-    """
-
-    evaluator: Evaluator | None
+    evaluator: Evaluator | None  # None: the recipe has no evaluation
     recipe: Recipe
     folder: RunFolder
-    ema: EMA | None
+    ema: EMA | None  # the averages that are evaluated with ``evaluation.ema``; None: there are none
     measures: RunMeasures
     interrupt: Interrupt
-    metrics: MetricsFile | None
-    tell: Callable[..., None]
-    paused: Callable[[str], contextlib.AbstractContextManager[Any]]
-    scores: dict[int, dict[str, float]]
+    metrics: MetricsFile | None  # where scores go; None on all ranks but the first
+    tell: Callable[..., None]  # called with ``"on_evaluate"`` and each result
+    paused: Callable[
+        [str], contextlib.AbstractContextManager[Any]
+    ]  # makes the context in which no progress is expected
+    scores: dict[
+        int, dict[str, float]
+    ]  # steps done -> the last scores, which a later ``fit`` of the trainer knows, too
     _losses: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # steps done -> the last held-out losses
 
     def on_the_way(self, line: dict[str, Any]) -> None:

@@ -25,12 +25,9 @@ class MediaPart:
 def content_parts(message: Message) -> list[Message]:
     """Return the content of a message as a list of parts.
 
-    A string becomes one text part. Null content in a message with tool calls has no parts.
-
-    Raises:
-        UserError: a part of a type that is neither text nor a modality.
-        TypeError, KeyError: this is not a message.
-        UnicodeEncodeError: a lone surrogate, which JSON allows, but no tokenizer takes.
+    A string becomes one text part. Null content in a message with tool calls has no parts. Raises UserError: a part of
+    a type that is neither text nor a modality; TypeError, KeyError: this is not a message; UnicodeEncodeError: a lone
+    surrogate, which JSON allows, but no tokenizer takes.
     """
     content = message.get("content")
     if content is None and message.get("tool_calls"):
@@ -67,8 +64,7 @@ def media_parts(messages: list[Message]) -> list[MediaPart]:
 def is_trained(message: Message) -> bool:
     """Whether a message is trained: those of the assistant are, unless their ``weight`` is 0.
 
-    Raises:
-        ValueError: a weight that this message cannot have.
+    Raises ValueError: a weight that this message cannot have.
     """
     is_assistant = message["role"] == "assistant"
     weight = message.get("weight")
@@ -98,10 +94,7 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tool calls of a message: ``{"type": "function", "function": {"name": ..., "arguments": {...}}, ...}``.
 
     A single call, or the JSON text of calls, is read, too. Arguments as JSON text, the format of OpenAI, become the
-    object that HF templates expect.
-
-    Raises:
-        ValueError: an entry is not a call, or its arguments are not an object.
+    object that HF templates expect. Raises ValueError: an entry is not a call, or its arguments are not an object.
     """
     if message.get("function_call"):
         raise ValueError("function_call: OpenAI replaced it by `tool_calls`; use that")

@@ -102,10 +102,7 @@ def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int)
 
     The consumer's process only copies finished items. Closing the result closes the generator. An error of the
     generator is raised after the items before it. The process never outlives this one. ``make_items`` and the items
-    must be picklable.
-
-    Raises:
-        TrainingError: the process was killed, or stopped by an error that is not a UserError.
+    must be picklable. Raises TrainingError: the process was killed, or stopped by an error that is not a UserError.
     """
     ours, theirs = socket.socketpair()
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)

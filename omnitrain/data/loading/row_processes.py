@@ -214,8 +214,7 @@ class RowProcesses:
     def prepare(self, requests: Iterator[Sequence[Draw | Rejected]]) -> Generator[list[Prepared], None, None]:
         """Yield batches of prepared rows in the order of ``requests``; rejected rows stay as they are.
 
-        Raises:
-            TrainingError: a process was killed, or a row raised an error that is no reason to reject it.
+        Raises TrainingError: a process was killed, or a row raised an error that is no reason to reject it.
         """
         ahead: deque[_Batch] = deque()
         while True:
@@ -330,9 +329,7 @@ class SlotRows:
     def take(self, slot: int) -> Sample | Rejected | None:
         """Return the next row of a slot; None if its draws have ended.
 
-        Raises:
-            UserError: the model cannot use the row.
-            TrainingError: a helper was killed.
+        Raises UserError: the model cannot use the row; TrainingError: a helper was killed.
         """
         self._ahead[slot] -= 1  # must come first: without rows ahead the batch is requested in `next` below
         while not self._ready[slot]:

@@ -49,9 +49,8 @@ class MediaGroup:
 class MediaBatch:
     """All items of one component in a pack.
 
-    Attributes:
-        positions: ``[rows]`` int64, index of the token that each output row of the component fills, in order of groups
-            and items; always on the host.
+    ``positions``: ``[rows]`` int64, index of the token that each output row of the component fills, in order of groups
+    and items; always on the host.
     """
 
     groups: tuple[MediaGroup, ...]  # the items by shape; usually one group, and no item is ever padded
@@ -152,9 +151,8 @@ class Pack:
     def from_samples(cls, samples: Sequence[Sample]) -> Pack:
         """Concatenate samples, sorted by length so that attention can batch samples of equal length.
 
-        Raises:
-            ValueError: there are no samples, their position axes or per-token arguments differ, or one of several must
-                be alone.
+        Raises ValueError: there are no samples, their position axes or per-token arguments differ, or one of several
+        must be alone.
         """
         if not samples:
             raise ValueError("a pack needs at least one sample")

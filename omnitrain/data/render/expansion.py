@@ -37,13 +37,11 @@ _GROUP = {"image": "images_kwargs", "video": "videos_kwargs"}
 class Medium:
     """A decoded image, sound or video, as a HF processor takes it.
 
-    Attributes:
-        value: an RGB ``PIL.Image``, a sound ``[samples]`` float32, or a video ``[frames, height, width, 3]`` uint8.
-        sound: ``[samples]`` float32, the sound of a video that is read with its sound; it begins with the first frame.
+    ``sound``: ``[samples]`` float32, the sound of a video that is read with its sound; it begins with the first frame.
     """
 
     modality: str
-    value: Any
+    value: Any  # an RGB ``PIL.Image``, a sound ``[samples]`` float32, or a video ``[frames, height, width, 3]`` uint8
     metadata: Mapping[str, Any] | None = None  # of transformers' VideoMetadata, if the times of a video are known
     sound: np.ndarray | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the image or video processor for this medium
@@ -74,10 +72,8 @@ class MediaExpander:
         """Check that the processor knows the modalities that the foundation reads.
 
         Every call of ``processor`` has the ``arguments``. ``reading`` holds if neither part nor data set says another.
-
-        Raises:
-            UserError: the processor has no token for a modality, cannot read videos with their sound, or does not read
-                what ``reading`` says.
+        Raises UserError: the processor has no token for a modality, cannot read videos with their sound, or does not
+        read what ``reading`` says.
         """
         self._processor, self.name = processor, type(processor).__name__
         self._arguments = {**arguments, "return_tensors": "pt"}

@@ -24,11 +24,9 @@ class ComputePositions(Protocol):
     ) -> np.ndarray:
         """Return ``[T]`` or ``[axes, T]`` int64; the number of axes is the same for all samples.
 
-        Args:
-            input_ids: ``[T]`` int64.
-            token_inputs: ``[T]`` each; see :attr:`Sample.token_inputs`.
-            features: modality -> features of each item, in order of appearance; absent if there are none.
-            audio_in_video: whether the tokens of a video's sound lie between those of its pictures.
+        ``input_ids``: ``[T]`` int64. ``token_inputs``: ``[T]`` each; see :attr:`Sample.token_inputs`. ``features``:
+        modality -> features of each item, in order of appearance; absent if there are none. ``audio_in_video``: whether
+        the tokens of a video's sound lie between those of its pictures.
         """
         ...
 

@@ -49,8 +49,7 @@ class OmniProcessor:
     ) -> None:
         """Check that each modality has at most one of ``readers`` (encoder name -> adapter) and of ``writers``.
 
-        Raises:
-            UserError: two components handle the same modality, or a start token is not one token of the vocabulary.
+        Raises UserError: two components handle the same modality, or a start token is not one token of the vocabulary.
         """
         self.renderer, self.tokenizer, self.end_token = renderer, renderer.tokenizer, renderer.end_token
         self._media = AttachedMedia(readers, writers)
@@ -73,15 +72,10 @@ class OmniProcessor:
     ) -> Sample | Rejected:
         """Return the training sample of a row, or :class:`Rejected` for one that is damaged, overlong or not trained.
 
-        Args:
-            row: the data row.
-            index: position in the global data order.
-            max_tokens: maximum number of tokens of a sample. None: no limit.
-            without_tail: see :meth:`Sample.without_tail`.
-            may_ask: whether it may have nothing to predict, such as a held-out question.
-
-        Raises:
-            UserError: the model cannot use such rows at all (no component handles a modality).
+        ``row``: the data row. ``index``: position in the global data order. ``max_tokens``: maximum number of tokens of
+        a sample. None: no limit. ``without_tail``: see :meth:`Sample.without_tail`. ``may_ask``: whether it may have
+        nothing to predict, such as a held-out question. Raises UserError: the model cannot use such rows at all (no
+        component handles a modality).
         """
         if row.document is not None and not row.problem:
             return self._document(row, row.document, index, max_tokens, without_tail=without_tail)
@@ -195,10 +189,8 @@ class OmniProcessor:
     ) -> OmniProcessor:
         """Load a processor that :meth:`save_pretrained` saved. ``model.media_adapters()`` gives the adapters.
 
-        ``native`` are the native media of the foundation; None: it has none.
-
-        Raises:
-            UserError: ``folder`` has no omni processor, or no complete tokenizer.
+        ``native`` are the native media of the foundation; None: it has none. Raises UserError: ``folder`` has no omni
+        processor, or no complete tokenizer.
         """
         settings_file = Path(folder, _SETTINGS_FILE)
         if not settings_file.is_file():
@@ -272,10 +264,7 @@ def sample_within(
 
     A conversation that exceeds the budget (None: no limit) with ``split`` is cut between turns into as few samples as
     possible, from its begin on. Each has the system message and the media of its own turns. A piece of which nothing is
-    trained is left out.
-
-    Raises:
-        UserError: the model cannot use such rows at all.
+    trained is left out. Raises UserError: the model cannot use such rows at all.
     """
     sample = _sample(processor, row, budget, without_tail, may_ask)
     if overlong == "split" and isinstance(sample, Rejected) and sample.is_overlong:

@@ -288,8 +288,7 @@ class TemplateRenderer(Renderer):
     def from_recipe(cls, data: Data, foundation: str, native: NativeInputs | None) -> TemplateRenderer:
         """Build the renderer of a recipe; of the ``foundation`` (a folder or Hub id) if ``data`` names no processor.
 
-        Raises:
-            UserError: there is no processor, or it does not fit.
+        Raises UserError: there is no processor, or it does not fit.
         """
         processor = load_hf_processor(data.processor or foundation)
         arguments = {kind: values for kind, values in data.processor_arguments.model_dump().items() if values}

@@ -37,8 +37,7 @@ def require_shown(
 ) -> None:
     """Check that messages show all media of data sets, and that all but the ``spared`` components get ``train`` data.
 
-    Raises:
-        UserError: media or components would not be trained; the message has one line per problem.
+    Raises UserError: media or components would not be trained; the message has one line per problem.
     """
     hidden = chain.from_iterable(_hidden(source, processor) for source in (*train, *heldout))
     if problems := dict.fromkeys([*hidden, *_unfed(train, processor, spared)]):
@@ -145,10 +144,8 @@ _SHOWN_COLUMNS = 12  # of a note
 def unread_notes(sources: Iterable[RowSource], renderer: Renderer, recipe: Recipe) -> list[str]:
     """Return a line for each data set with keys that nothing reads, and for each whose format was recognised.
 
-    The chat format may read further keys, and a scorer of the recipe all columns.
-
-    Raises:
-        UserError: see :meth:`RowSource.__getitem__`.
+    The chat format may read further keys, and a scorer of the recipe all columns. Raises UserError: see
+    :meth:`RowSource.__getitem__`.
     """
     scored = recipe.evaluation is not None and recipe.evaluation.scorer is not None
     known = renderer.reads | HARMLESS

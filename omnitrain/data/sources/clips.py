@@ -21,10 +21,8 @@ def as_rgb(picture: Image.Image) -> Image.Image:
 
     What is transparent shows white. Pixels that are no bytes (16 or 32 bits, floats) are scaled: 0 is black, and white
     is 65535 in PNG; in other formats 1 for floats up to 1, else the largest value of the fewest bits that hold all
-    pixels (8, 10, 12, 14 or 16), or the brightest pixel above that.
-
-    Raises:
-        ValueError: such pixels are negative or not finite.
+    pixels (8, 10, 12, 14 or 16), or the brightest pixel above that. Raises ValueError: such pixels are negative or not
+    finite.
     """
     ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode.startswith(("I", "F")):
@@ -170,8 +168,7 @@ def _clip_without_times(container: Any, stream: Any, total: int, choose: Choose,
 def _choose(times: Sequence[float], choose: Choose, start: float, stop: float) -> _Chosen:
     """Choose frames that begin from ``start`` to ``stop``, both in seconds after the first.
 
-    Raises:
-        ValueError: there are none, or the file does not say when its frames begin.
+    Raises ValueError: there are none, or the file does not say when its frames begin.
     """
     if not times:
         raise ValueError("video without frames")
@@ -232,10 +229,8 @@ def _upright(frame: Any) -> Image.Image:
 def film_sound(container: Any, start: float, stop: float) -> tuple[np.ndarray, int] | None:
     """Decode the mono sound of a video with PyAV; its first sample is heard when the first frame of the part is shown.
 
-    A sound that starts later, or has a gap, has silence there; what comes before the first frame is left out.
-
-    Returns:
-        ``[samples]`` float32, and their rate in Hz; None: the video has no sound.
+    A sound that starts later, or has a gap, has silence there; what comes before the first frame is left out. Returns
+    ``[samples]`` float32, and their rate in Hz; None: the video has no sound.
     """
     if not container.streams.audio:
         return None

@@ -34,9 +34,8 @@ class Schema:
     ) -> tuple[list[Any], dict[str, list[Any]]]:
         """Take the messages out of a record, and return them without files, and the row's files by modality.
 
-        Raises:
-            ValueError: the messages or their files cannot be read.
-            UserError: see :func:`~omnitrain.data.sources.turns.as_messages`.
+        Raises ValueError: the messages or their files cannot be read; UserError: see
+        :func:`~omnitrain.data.sources.turns.as_messages`.
         """
         columns = self.columns
         if columns.response is None:
@@ -187,8 +186,7 @@ _RECOGNISED = (
 def schema_of(source: DataSource, found: Sequence[str]) -> Schema:
     """Return how the rows of a data set with the columns ``found`` are read; no columns: nothing is known.
 
-    Raises:
-        DataError: the rows are not of the format that the recipe names, or `columns` has one that it does not use.
+    Raises DataError: the rows are not of the format that the recipe names, or `columns` has one that it does not use.
     """
     own = {name: value for name, value in source.columns if value != Columns.model_fields[name].default}
     name: str | None = source.format

@@ -195,21 +195,13 @@ def _words(position: Sequence[int]) -> str:
 
 @dataclass(frozen=True, repr=False)
 class DataPreview(Shown):
-    """The first packs of a recipe. A notebook shows it as HTML, a terminal as text.
+    """The first packs of a recipe. A notebook shows it as HTML, a terminal as text."""
 
-    Attributes:
-        name: name of the recipe.
-        packs: the packs, as the model gets them.
-        rejected: rows that were read for these packs, and that training skips.
-        frames: chooses the frames of a video, as the model reads them.
-        unread: keys of the data sets that nothing reads, in words.
-    """
-
-    name: str
-    packs: tuple[PackView, ...]
-    rejected: tuple[RejectedView, ...]
-    frames: FramesOf
-    unread: tuple[str, ...] = ()
+    name: str  # name of the recipe
+    packs: tuple[PackView, ...]  # the packs, as the model gets them
+    rejected: tuple[RejectedView, ...]  # rows that were read for these packs, and that training skips
+    frames: FramesOf  # chooses the frames of a video, as the model reads them
+    unread: tuple[str, ...] = ()  # keys of the data sets that nothing reads, in words
     title: ClassVar[str] = "preview of the data"
 
     def lines(self) -> Iterator[RenderableType]:

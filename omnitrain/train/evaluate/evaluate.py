@@ -40,19 +40,12 @@ Scorer = Callable[[Sequence[Answered]], dict[str, float]]
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Held-out results. All are the same on all ranks, except the answers.
+    """Held-out results. All are the same on all ranks, except the answers."""
 
-    Attributes:
-        losses: result of :meth:`Evaluator.losses`.
-        answers: one per readable held-out row, sorted by source; on rank 0 only.
-        scores: result of the scorer.
-        rejected: rows that could not be read.
-    """
-
-    losses: dict[str, Any]
-    answers: list[Answered]
-    scores: dict[str, float]
-    rejected: list[Rejected]
+    losses: dict[str, Any]  # result of :meth:`Evaluator.losses`
+    answers: list[Answered]  # one per readable held-out row, sorted by source; on rank 0 only
+    scores: dict[str, float]  # result of the scorer
+    rejected: list[Rejected]  # rows that could not be read
 
 
 class Evaluator:
@@ -211,11 +204,9 @@ def heldout_loss(
 ) -> dict[str, Any]:
     """Return the mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`).
 
-    Args:
-        model: sharded or not; of a pipeline, the ranks of all stages have the same packs.
-        packs: this rank's packs; may be empty.
-        peers: ranks with other packs; all of them must call this.
-        notify: called with the progress before every pack.
+    ``model``: sharded or not; of a pipeline, the ranks of all stages have the same packs. ``packs``: this rank's packs;
+    may be empty. ``peers``: ranks with other packs; all of them must call this. ``notify``: called with the progress
+    before every pack.
     """
     meter = LossMeter()
     for index, (pack, work) in enumerate(in_step(model, packs, peers)):

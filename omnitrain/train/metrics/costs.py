@@ -72,10 +72,8 @@ def costs_of(events: Iterable[FunctionEvent]) -> Costs:
     """Sum up what a profile has, in words.
 
     On a GPU the times of its kernels count, and communication may overlap with the others. On a CPU the times of the
-    thread that trains count, each operation without those that it calls.
-
-    Args:
-        events: of a profile in which each step is in a record :data:`STEP`, and parts in records with :data:`LABEL`.
+    thread that trains count, each operation without those that it calls. ``events``: of a profile in which each step is
+    in a record :data:`STEP`, and parts in records with :data:`LABEL`.
     """
     events = sorted(events, key=lambda event: event.time_range.start)  # what calls comes before what it calls
     steps = [event for event in events if event.name == STEP]
@@ -142,25 +140,15 @@ def _in_words(name: str, part: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """What advice needs besides costs.
+    """What advice needs besides costs."""
 
-    Attributes:
-        ranks: number of ranks.
-        workers: the recipe's `data.workers`.
-        is_compiled: whether blocks are compiled.
-        micro_batches: packs of a step, over all ranks.
-        fill: share of the packs' room that has tokens.
-        settings: component -> the fields of its plan that are set.
-        imbalance: encoder -> cost on the busiest rank divided by the mean.
-    """
-
-    ranks: int
-    workers: int
-    is_compiled: bool
-    micro_batches: int
-    fill: float
-    settings: Mapping[str, Mapping[str, Any]]
-    imbalance: Mapping[str, float]
+    ranks: int  # number of ranks
+    workers: int  # the recipe's `data.workers`
+    is_compiled: bool  # whether blocks are compiled
+    micro_batches: int  # packs of a step, over all ranks
+    fill: float  # share of the packs' room that has tokens
+    settings: Mapping[str, Mapping[str, Any]]  # component -> the fields of its plan that are set
+    imbalance: Mapping[str, float]  # encoder -> cost on the busiest rank divided by the mean
 
 
 def advice(costs: Costs, facts: Facts) -> list[str]:

@@ -33,19 +33,12 @@ _DATA = "data:"
 
 @dataclass(frozen=True)
 class PackLosses:
-    """The losses of one pack, without what the model's backward needs.
+    """The losses of one pack, without what the model's backward needs."""
 
-    Attributes:
-        info: the samples of the pack.
-        sample: head -> ``[n]`` int64, the index of the sample of each row; on the host.
-        rows: head -> ``[n]`` fp32, the losses of predicted tokens; on the device of the model.
-        metrics: (metric, head) -> values like ``rows``.
-    """
-
-    info: PackInfo
-    sample: dict[str, torch.Tensor]
-    rows: dict[str, torch.Tensor]
-    metrics: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    info: PackInfo  # the samples of the pack
+    sample: dict[str, torch.Tensor]  # head -> ``[n]`` int64, the index of the sample of each row; on the host
+    rows: dict[str, torch.Tensor]  # head -> ``[n]`` fp32, the losses of predicted tokens; on the device of the model
+    metrics: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # (metric, head) -> values like ``rows``
 
     @classmethod
     def of(cls, pack: Pack, output: OmniOutput) -> PackLosses:
@@ -244,8 +237,7 @@ class MetricsFile:
     def write(self, line: dict[str, Any]) -> None:
         """Append one line.
 
-        Raises:
-            TrainingError: the disk is full, or cannot be written.
+        Raises TrainingError: the disk is full, or cannot be written.
         """
         try:
             with self._path.open("a") as stream:

@@ -95,10 +95,8 @@ class RunFolder:
         """Return the checkpoint that the run continues from. None: it starts. All ``peers`` call this.
 
         ``resume``: True: from the newest checkpoint; "auto": from the newest intact one, if there is one; False: start.
-
-        Raises:
-            UserError: no checkpoint exists, it is damaged (with "auto": all are), or the run was started with another
-                recipe.
+        Raises UserError: no checkpoint exists, it is damaged (with "auto": all are), or the run was started with
+        another recipe.
         """
         if resume is False:
             return None
@@ -164,11 +162,8 @@ class RunFolder:
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
         """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
 
-        ``resumed``: the run in the folder goes on, from a checkpoint or from its start.
-
-        Raises:
-            UserError: another run writes or has meanwhile written there, the folder cannot be written, or has no space
-                for a checkpoint.
+        ``resumed``: the run in the folder goes on, from a checkpoint or from its start. Raises UserError: another run
+        writes or has meanwhile written there, the folder cannot be written, or has no space for a checkpoint.
         """
         self._checkpoint_bytes = checkpoint_bytes
         try:

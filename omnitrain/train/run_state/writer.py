@@ -32,10 +32,8 @@ class CheckpointWriter:
 
     It is a new Python process and not a fork of this one, whose threads and devices a fork would break. It imports
     neither the main script nor a notebook, and ends with this process, however that ends. ``number``, the same on all
-    ranks, counts the writers that this rank has started before.
-
-    Attributes:
-        error: why the last checkpoint was not written. None: it was.
+    ranks, counts the writers that this rank has started before. ``error``: why the last checkpoint was not written.
+    None: it was.
     """
 
     error: Exception | None

@@ -76,14 +76,9 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
     """Build the model without weights, open the data, prepare one row of every source, and print the results.
 
     Weight files are compared with the model by name and shape. Every component runs once, on tensors without content.
-
-    Args:
-        recipe: the recipe.
-        num_ranks: number of ranks of the run. None: a number that the plan fits.
-        one_machine: more ranks than this machine has devices are a problem, not ranks of several machines.
-
-    Returns:
-        One message per problem.
+    ``recipe``: the recipe. ``num_ranks``: number of ranks of the run. None: a number that the plan fits.
+    ``one_machine``: more ranks than this machine has devices are a problem, not ranks of several machines. Returns one
+    message per problem.
     """
     quiet_libraries()
     problems = _Problems()
@@ -222,11 +217,8 @@ def _model_checks(
 def check_model(path: str) -> None:
     """Check a HF model or a saved omni model as a foundation, without its weights; print components and findings.
 
-    Args:
-        path: Hub id, folder of a model, or folder of a run (its newest checkpoint is used).
-
-    Raises:
-        UserError: there is no model, or it cannot be trained here; the message gives the measurements.
+    ``path``: Hub id, folder of a model, or folder of a run (its newest checkpoint is used). Raises UserError: there is
+    no model, or it cannot be trained here; the message gives the measurements.
     """
     quiet_libraries()
     if Path(path, "checkpoints").is_dir():

@@ -38,21 +38,13 @@ _GANTT_MARGIN = 17  # columns for the idle time, besides the name of the row
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage of a pipeline.
+    """A stage of a pipeline."""
 
-    Attributes:
-        rank: its pipeline rank.
-        blocks: its first block, and the block after its last one.
-        parameters: number of parameters; what several stages hold counts in each.
-        others: modules outside of blocks, and components, that are part of it.
-        share: its share of the cost of all stages.
-    """
-
-    rank: int
-    blocks: tuple[int, int]
-    parameters: int
-    others: tuple[str, ...]
-    share: float
+    rank: int  # its pipeline rank
+    blocks: tuple[int, int]  # its first block, and the block after its last one
+    parameters: int  # number of parameters; what several stages hold counts in each
+    others: tuple[str, ...]  # modules outside of blocks, and components, that are part of it
+    share: float  # its share of the cost of all stages
 
 
 @dataclass(frozen=True)
