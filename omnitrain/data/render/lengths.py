@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from omnitrain.data.chat.parts import Message, media_parts
@@ -24,6 +25,7 @@ def sample_within(
     *,
     without_tail: bool = False,
     may_ask: bool = False,
+    dropped: Collection[str] = (),
 ) -> Sample | Rejected:
     """Return the sample of a row, the first of several, or why it is rejected; further arguments as of ``processor``.
 
@@ -34,24 +36,21 @@ def sample_within(
     Raises:
         UserError: the model cannot use such rows at all.
     """
-    sample = _sample(processor, row, budget, without_tail, may_ask)
+    prepare = partial(_sample, processor, budget=budget, without_tail=without_tail, dropped=dropped)
+    sample = prepare(row, may_ask=may_ask)
     if overlong == "split" and isinstance(sample, Rejected) and sample.is_overlong:
-        assert budget is not None
-        return _split(processor, row, budget, without_tail)
+        return _split(row, partial(prepare, may_ask=True))  # another piece has what is trained
     return sample
 
 
-def _sample(
-    processor: OmniProcessor, row: Row, budget: PackBudget | None, without_tail: bool, may_ask: bool
-) -> Sample | Rejected:
-    max_tokens = None if budget is None else budget.tokens
-    sample = processor.sample(row, max_tokens=max_tokens, without_tail=without_tail, may_ask=may_ask)
+def _sample(processor: OmniProcessor, row: Row, *, budget: PackBudget | None, **options: Any) -> Sample | Rejected:
+    sample = processor.sample(row, max_tokens=None if budget is None else budget.tokens, **options)
     if isinstance(sample, Sample) and budget is not None and (reason := budget.excess(sample)):
         return Rejected(row.id, row.source, reason, is_overlong=True)
     return sample
 
 
-def _split(processor: OmniProcessor, row: Row, budget: PackBudget, without_tail: bool) -> Sample | Rejected:
+def _split(row: Row, prepare: Callable[[Row], Sample | Rejected]) -> Sample | Rejected:
     """Return the first piece of a conversation, which has the others; or the reason why it cannot be split."""
     head, turns = _head_and_turns(row.messages)
     media = _media_by_message(row)
@@ -61,8 +60,7 @@ def _split(processor: OmniProcessor, row: Row, budget: PackBudget, without_tail:
         shown: dict[str, list[Any]] = {}
         for modality, value in (file for index in indices for file in media[index]):
             shown.setdefault(modality, []).append(value)
-        part = replace(row, messages=[row.messages[index] for index in indices], media=shown)
-        return _sample(processor, part, budget, without_tail, may_ask=True)  # another piece has what is trained
+        return prepare(replace(row, messages=[row.messages[index] for index in indices], media=shown))
 
     pieces: list[Sample] = []
     start = 0

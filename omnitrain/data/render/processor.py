@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -15,6 +15,7 @@ from omnitrain.data.chat.text_tokenizer import TextEncoder, load_tokenizer
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.component_media import AttachedMedia, MediaAdapter
+from omnitrain.data.render.condition import CONDITION, without_condition
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
@@ -68,6 +69,7 @@ class OmniProcessor:
         *,
         without_tail: bool = False,
         may_ask: bool = False,
+        dropped: Collection[str] = (),
     ) -> Sample | Rejected:
         """Return the training sample of a row, or :class:`Rejected` for one that is damaged, overlong or not trained.
 
@@ -77,13 +79,14 @@ class OmniProcessor:
             max_tokens: maximum number of tokens of a sample. None: no limit.
             without_tail: see :meth:`Sample.without_tail`.
             may_ask: whether it may have nothing to predict, such as a held-out question.
+            dropped: what the condition of a row loses whose answer has media: ``text``, ``image``, ...
 
         Raises:
             UserError: the model cannot use such rows at all (no component handles a modality).
         """
         if row.document is not None and not row.problem:
             return self._document(row, row.document, index, max_tokens, without_tail=without_tail)
-        sample = self._try(row, row.messages, index, for_generation=False)
+        sample = self._try(row, row.messages, index, for_generation=False, dropped=dropped)
         if isinstance(sample, Sample) and (useless := _not_shown(row) or (not may_ask and _not_trained(row, sample))):
             return Rejected(row.id, row.source, useless, index)
         if without_tail and isinstance(sample, Sample):
@@ -99,11 +102,18 @@ class OmniProcessor:
             return self._media.frame_choice(part, file).choose()
         return self.renderer.frame_choice(file).choose()
 
-    def prompt(self, row: Row, index: int = 0) -> Sample | Rejected:
-        """Return the sample that generation starts from: everything before the last assistant message's content."""
+    def prompt(self, row: Row, index: int = 0, *, is_guided: bool = False) -> Sample | Rejected:
+        """Return the sample that generation starts from: everything before the last assistant message's content.
+
+        ``is_guided``: it has :attr:`Sample.unconditional`, which is prepared as samples that lost their condition were.
+        """
         if row.document is not None:
             return Rejected(row.id, row.source, "a document asks nothing", index)
-        return self._try(row, row.question, index, for_generation=True)
+        prompt = self._try(row, row.question, index, for_generation=True)
+        if not is_guided or isinstance(prompt, Rejected):
+            return prompt
+        other = self._try(row, row.question, index, for_generation=True, dropped=CONDITION)
+        return other if isinstance(other, Rejected) else replace(prompt, unconditional=other)
 
     @cached_property
     def _encode_text(self) -> TextEncoder:
@@ -137,7 +147,15 @@ class OmniProcessor:
         pieces = [replace(piece, index=index, piece=i, num_pieces=len(pieces)) for i, piece in enumerate(pieces)]
         return replace(pieces[0], more=tuple(pieces[1:]))
 
-    def _try(self, row: Row, messages: list[Message], index: int, *, for_generation: bool) -> Sample | Rejected:
+    def _try(
+        self,
+        row: Row,
+        messages: list[Message],
+        index: int,
+        *,
+        for_generation: bool,
+        dropped: Collection[str] = (),
+    ) -> Sample | Rejected:
         if row.problem:
             return Rejected(row.id, row.source, row.problem, index)
         try:
@@ -154,6 +172,8 @@ class OmniProcessor:
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
         self._check_modalities(row, parts)
+        if dropped and (for_generation or any(part.is_target for part in parts)):
+            row, messages = without_condition(row, messages, dropped)
         try:
             sample = self.renderer.encode(row, messages, self._media, for_generation=for_generation)
         except UserError as error:
