@@ -121,10 +121,11 @@ def test_a_guided_batch_answers_as_each_prompt_alone_with_and_without_cache(
     assert together == tokens(numbers, sampled, use_cache=False)
     assert {mode for answer in together for mode, _ in answer} == set(SCALES)
     unguided = {name: Sampling(temperature=1.0) for name in SCALES}
-    plain, of_sound = tokens(numbers, unguided), tokens(numbers, unguided | {"audio_decoder": sampled["audio_decoder"]})
-    assert plain != together and plain != of_sound
-    for one, other in zip(plain, of_sound, strict=True):
-        first = next((place for place, (mode, _) in enumerate(one) if mode == "audio_decoder"), len(one))
+    plain = tokens(numbers, unguided)
+    of_images = tokens(numbers, unguided | {"image_decoder": sampled["image_decoder"]})
+    assert plain != of_images
+    for one, other in zip(plain, of_images, strict=True):
+        first = next((place for place, (mode, _) in enumerate(one) if mode == "image_decoder"), len(one))
         assert one[:first] == other[:first]
 
 
