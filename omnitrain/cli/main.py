@@ -302,8 +302,7 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
 
 def _launch(recipe: Recipe, arguments: list[str], nproc: int, max_restarts: int, *, continues: bool) -> int:
     """Start the ranks of a run with these arguments of python, which may continue it; again if ranks are killed."""
-    from omnitrain.train.launch.crowding import crowding
-    from omnitrain.train.launch.restarts import launch_with_restarts
+    from omnitrain.train.launch.launch import crowding, launch_with_restarts
     from omnitrain.train.run_state.run_folder import begun_at
 
     before = begun_at(recipe)
@@ -550,7 +549,7 @@ def generate(
         if (cut := what_was_cut(answered, max_new_tokens)) is not None:
             typer.echo(f"omnitrain: {cut}", err=True)
     elif prompts is not None:
-        from omnitrain.train.verbs.answer_file import answer_file
+        from omnitrain.train.verbs.answer import answer_file
 
         answers = output / "answers.jsonl"
         num_failed = answer_file(

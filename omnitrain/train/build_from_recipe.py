@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from omnitrain.checkpoint.optimizer import load_averages
 from omnitrain.checkpoint.store import newest_checkpoint, require_as_saved
 from omnitrain.data.chat.text_tokenizer import load_tokenizer, require_vocabulary
-from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.render.renderer import Renderer
+from omnitrain.data.render.renderer import ChatRenderer, Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.errors import ModelError, UserError
 from omnitrain.models.adapters.lora import add_lora

@@ -23,7 +23,7 @@ from omnitrain.recipe.save import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops, use_own_functions
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.flops import counts_flops
-from omnitrain.train.metrics.weights import weights_shown
+from omnitrain.train.metrics.progress import weights_shown
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.useless_keys import require_effect

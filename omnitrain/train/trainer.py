@@ -42,10 +42,10 @@ from omnitrain.train.metrics import display
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.costs import WAIT_FOR_DATA
 from omnitrain.train.metrics.early_stopping import StopWatcher
-from omnitrain.train.metrics.encoders import encoder_metrics
 from omnitrain.train.metrics.memory_estimate import kept_by_source
 from omnitrain.train.metrics.meter import MetricsFile, PackLosses
 from omnitrain.train.metrics.progress import StepProgress, values_shown
+from omnitrain.train.metrics.step_timing import encoder_metrics
 from omnitrain.train.metrics.throughput import Stopwatch
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
 from omnitrain.train.micro_batches import check_micro_batches

@@ -15,17 +15,13 @@ from typing import Any, overload
 import numpy as np
 
 from omnitrain.data.loading.data_process import run_ahead
-from omnitrain.data.loading.dataset_batches import Collate
-from omnitrain.data.loading.dataset_loader import DatasetLoader, MapDataset
+from omnitrain.data.loading.dataset_loader import Collate, DatasetLoader, MapDataset
 from omnitrain.data.loading.order import SampleOrder, SourceShare
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.prepared_rows import PreparedRows
-from omnitrain.data.loading.row_processes import prepare_some
-from omnitrain.data.loading.same_samples import MadeStep, SameSamples, Swap
-from omnitrain.data.loading.slot_rows import SlotRows
-from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
-from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import balanced_shares
+from omnitrain.data.loading.row_processes import SlotRows, prepare_some
+from omnitrain.data.loading.slots import LoaderState, MadeStep, RankShare, SameSamples, SlotState, Swap, share_of_rank
+from omnitrain.data.packing.budget import PackBudget, balanced_shares
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.condition import dropped_kinds

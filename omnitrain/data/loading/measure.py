@@ -18,9 +18,8 @@ from omnitrain.data.loading.slots import SlotState
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Measure as Measure
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.item_parts import modality_of, parts_of_items
 from omnitrain.data.render.lengths import sample_within
-from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.processor import OmniProcessor, modality_of, parts_of_items
 from omnitrain.data.sources.rows import RowSource
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong

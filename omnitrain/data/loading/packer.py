@@ -8,8 +8,7 @@ from typing import Generic, Protocol, TypeVar, cast
 
 from omnitrain.data.loading.order import Draw, SampleOrder
 from omnitrain.data.loading.slots import SlotState
-from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import Held, fill_pack
+from omnitrain.data.packing.budget import Held, PackBudget, fill_pack
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import DataError
 from omnitrain.recipe import Data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -12,12 +12,11 @@ from pathlib import Path
 
 from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts
 from omnitrain.data.chat.text_tokenizer import TextEncoder, load_tokenizer
-from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.chat_renderer import ChatRenderer
+from omnitrain.data.packing.sample import NATIVE_PREFIX, Rejected, Sample
 from omnitrain.data.render.component_media import AttachedMedia, MediaAdapter
 from omnitrain.data.render.condition import CONDITION, without_condition
 from omnitrain.data.render.native import NativeInputs
-from omnitrain.data.render.renderer import Renderer
+from omnitrain.data.render.renderer import ChatRenderer, Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.clips import Choose
 from omnitrain.data.sources.documents import Document
@@ -251,3 +250,24 @@ def _not_trained(row: Row, sample: Sample) -> str:
     parts = [part for message in answers for part in content_parts(message)]
     is_said = has_more or any(part["type"] != "text" or part["text"].strip() for part in parts)
     return "" if is_said else "all answers of the row are empty"
+
+
+def parts_of_items(components: Sequence[str], row: Row, processor: OmniProcessor) -> list[MediaPart | None]:
+    """Return the part that each item of the sample of ``row`` shows. None: it is not known, as for a video's sound.
+
+    ``components`` has the component of each item, in the order of the sample.
+    """
+    by_component: dict[str, list[MediaPart]] = {}
+    for part in media_parts(row.messages):
+        attached = (processor.writers if part.is_target else processor.readers).get(part.modality)
+        name = attached[0] if attached is not None else f"{NATIVE_PREFIX}{part.modality}"
+        by_component.setdefault(name, []).append(part)
+    parts = {
+        name: iter(of_name if len(of_name) == components.count(name) else ()) for name, of_name in by_component.items()
+    }
+    return [next(parts.get(name, iter(())), None) for name in components]
+
+
+def modality_of(component: str, part: MediaPart | None) -> str:
+    """Return the modality of an item: from its part, else from its component's name."""
+    return part.modality if part is not None else component.removeprefix(NATIVE_PREFIX)

@@ -16,7 +16,7 @@ from omnitrain.data.sources.documents import TextFiles
 from omnitrain.data.sources.files import FileReader, ReadError, find_files, is_url
 from omnitrain.data.sources.json_lines import JsonLines
 from omnitrain.data.sources.parquet_rows import ParquetRows
-from omnitrain.data.sources.row_formats import schema_of
+from omnitrain.data.sources.schema import schema_of
 from omnitrain.data.sources.stream import Stream
 from omnitrain.data.sources.table import Table
 from omnitrain.data.sources.tar_shards import TarShards

@@ -19,8 +19,7 @@ from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
-from omnitrain.models.components.media_calls import Apart, media_calls
-from omnitrain.models.components.outputs import FoundationOutput
+from omnitrain.models.components.outputs import Apart, FoundationOutput, media_calls
 from omnitrain.models.discovery import Discovery, MediaFeatures, check_rows, discover, override
 from omnitrain.models.discovery.text_run import StopRunError, first_block, text_blocks
 from omnitrain.models.foundation.in_forward import ForwardReader, require_length

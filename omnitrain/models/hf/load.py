@@ -6,7 +6,8 @@ import copy
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,14 +25,47 @@ from omnitrain.models.hf.conversions import experts_apart_are_read
 from omnitrain.models.hf.quantized import QUANTIZATION, dequantizing, partial_blocks_are_dequantized
 from omnitrain.models.hf.stored_tensor import StoredTensor
 from omnitrain.models.hf.tied import require_tied
-from omnitrain.models.hf.unused_weights import counted
 from omnitrain.recipe.suggest import nearest
+from omnitrain.torch_private import unsaved_buffers_of
 from omnitrain.transformers_private import (
     auto_mapping,
     names_not_in_model,
     set_attention_of_all,
     set_conversions_of_weights,
 )
+
+
+def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
+    """Count the tensors ``names``, which a model does not have, by the missing module that they belong to.
+
+    With 61 layers, ``mtp.fc.weight`` counts as ``mtp.*``, and ``model.layers.61.eh_proj.weight`` as
+    ``model.layers.61.*``. Names of buffers that the model computes do not count: checkpoints of older versions have
+    them.
+    """
+    modules = {name for name, _ in model.named_modules()}
+    buffers = {name for module in model.modules() for name in unsaved_buffers_of(module)}
+    counts: Counter[str] = Counter()
+    for name in sorted(name for name in names if name.rpartition(".")[2] not in buffers):
+        parts = name.split(".")
+        known = next(n for n in range(len(parts) + 1) if ".".join(parts[: n + 1]) not in modules)
+        counts[name if known == len(parts) - 1 else ".".join([*parts[: known + 1], "*"])] += 1
+    return dict(counts)
+
+
+def unused_line(unused: Mapping[str, int] | None) -> str:
+    """Return the line that reports unused tensors; empty: none are unused."""
+    if not unused:
+        return ""
+    return (
+        f"the foundation's checkpoint holds {sum(unused.values())} tensors that this model does not use: "
+        f"{listed(unused)}; they are not trained or saved; an export of the foundation alone copies them"
+    )
+
+
+def listed(unused: Mapping[str, int]) -> str:
+    """Return the modules and numbers of unused tensors in words."""
+    return ", ".join(f"{module} ({count})" for module, count in unused.items())
+
 
 _ALIGNMENT = 64  # bytes; torch allocates CPU tensors with it
 

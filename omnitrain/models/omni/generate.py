@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from omnitrain.data.packing.fill_pack import pack_all
+from omnitrain.data.packing.budget import pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor

@@ -12,7 +12,7 @@ import torch
 
 from omnitrain.data.loading.socket_message import as_bytes
 from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
-from omnitrain.models.components.media_calls import media_calls
+from omnitrain.models.components.outputs import media_calls
 from omnitrain.plan import StepPlan
 
 Swap = Callable[[Sequence[bytes]], list[bytes]]

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from omnitrain.data.chat.parts import MediaPart, content_parts, media_parts
 from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.data.render.item_parts import parts_of_items
-from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.processor import OmniProcessor, parts_of_items
 from omnitrain.data.sources.rows import Row
 
 _MOST_OF_SAMPLE, _MOST_TOKENS = 1000, 6000  # text tokens of a sample and of a pack that are shown

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from omnitrain.data.chat.parts import content_parts
-from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import pack_all
+from omnitrain.data.packing.budget import PackBudget, pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor

@@ -14,16 +14,14 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from omnitrain.data.chat.hf_processor import load_hf_processor
-from omnitrain.data.chat.text_tokenizer import load_tokenizer
+from omnitrain.data.chat.text_tokenizer import load_hf_processor, load_tokenizer
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
-from omnitrain.models.hf.load import config_at, foundation_config
+from omnitrain.models.hf.load import config_at, counted, foundation_config, listed
 from omnitrain.models.hf.quantized import QUANTIZATION
 from omnitrain.models.hf.source_checkpoint import MatchedWeights
 from omnitrain.models.hf.tied import is_tied
-from omnitrain.models.hf.unused_weights import counted, listed
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf")
 _OF_PROCESSOR = ("token", "processor", "preprocessor", "template", "vocab", "merges")
