@@ -71,6 +71,7 @@ def _build(recipe: Recipe, checkpoint: Path | None, ranks: Ranks) -> tuple[OmniM
             model, processor = load_checkpoint(
                 checkpoint, frozen, init_device, None, dtype, teachers=teachers, checked=False
             )
+    model.config.condition_dropout |= recipe.data.condition_dropout.whole > 0
     require_heads(recipe, model.decoders)
     require_effect(recipe, model, processor)  # also checks the contract
     return model.train(), processor

@@ -327,6 +327,12 @@ STANDS: dict[str, Always | Idle] = {
     "Evaluation.scorer": Always("it scores"),
     "Evaluation.saved_samples": SIZE,
     "Sampling.temperature": SIZE,
+    "Sampling.guidance": Always("any logits can be guided"),
+    "ConditionDropout.whole": idle("no decoder writes media", "data.condition_dropout=0.1", base="text"),
+    "ConditionDropout.text": idle("no decoder writes media", "data.condition_dropout.text=0.1", base="text"),
+    "ConditionDropout.image": idle("the model reads no image", "data.condition_dropout.image=0.1", base="text"),
+    "ConditionDropout.audio": idle("the model reads no audio", "data.condition_dropout.audio=0.1", base="text"),
+    "ConditionDropout.video": idle("the model reads no video", "data.condition_dropout.video=0.1", base="text"),
     "Sampling.top_k": idle("`temperature: 0` takes the most likely token", "evaluation.sampling={text: {top_k: 4}}"),
     "Sampling.top_p": idle("`temperature: 0` takes the most likely token", "evaluation.sampling={text: {top_p: 0.5}}"),
 }

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, overload
@@ -22,6 +23,7 @@ from omnitrain.data.loading.slots import LoaderState, MadeStep, RankShare, SameS
 from omnitrain.data.packing.budget import PackBudget, balanced_shares
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.condition import dropped_kinds
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import DataError, UserError
@@ -179,7 +181,13 @@ class StepLoader:
         self.sources = sources
         budget = PackBudget(data.pack_tokens, data.pack_elements, options.media_names or {})
         self.rows = PreparedRows(
-            sources, processor, budget, data.cached_samples, options.without_tails, data.overlong_of_sources()
+            sources,
+            processor,
+            budget,
+            data.cached_samples,
+            options.without_tails,
+            data.overlong_of_sources(),
+            dropped=partial(dropped_kinds, data.condition_dropout, options.seed),
         )
         if data.weights_by == "tokens" and not start.tokens_per_draw:
             # One rank measures: a file that only some ranks cannot read must not give them another order.

@@ -49,15 +49,18 @@ class PreparedRows:
         without_tails: bool = False,
         overlong: Sequence[Overlong] | None = None,
         may_ask: bool = False,
+        dropped: Callable[[int], frozenset[str]] | None = None,
     ) -> None:
         """Prepare the rows of ``sources``; each process keeps ``cached`` samples.
 
-        ``overlong`` is what to do with samples that exceed the budget, for each data set; None: reject them. Further
-        arguments as of :func:`~omnitrain.data.render.processor.sample_within`.
+        ``overlong`` is what to do with samples that exceed the budget, for each data set; None: reject them.
+        ``dropped`` returns what the condition of the sample of an index loses; None: nothing. Further arguments as of
+        :func:`~omnitrain.data.render.processor.sample_within`.
         """
         self.sources, self.processor, self.budget, self.cached = sources, processor, budget, cached
         self.overlong = overlong or ["drop"] * len(sources)
         self._options = {"without_tail": without_tails, "may_ask": may_ask}
+        self._dropped = dropped
         self.on_read: Callable[[Row], None] | None = None
 
     def seconds(self, source: int) -> float | None:
@@ -75,7 +78,7 @@ class PreparedRows:
     def __getitem__(self, draw: Draw) -> Prepared:
         index, source, row = draw
         try:
-            prepared = self._prepared(source, row)
+            prepared = self._prepared(source, row, self._dropped(index) if self._dropped else frozenset())
         except UserError as error:
             return error
         if isinstance(prepared, Sample) and prepared.more:
@@ -87,11 +90,11 @@ class PreparedRows:
     def _prepared(self) -> Any:
         return functools.lru_cache(maxsize=self.cached)(self._prepare)
 
-    def _prepare(self, source: int, row: int) -> Sample | Rejected:
+    def _prepare(self, source: int, row: int, dropped: frozenset[str]) -> Sample | Rejected:
         overlong, data_row = self.overlong[source], self.sources[source][row]
         if self.on_read is not None:
             self.on_read(data_row)
-        prepared = sample_within(self.processor, data_row, self.budget, overlong, **self._options)
+        prepared = sample_within(self.processor, data_row, self.budget, overlong, dropped=dropped, **self._options)
         if overlong == "error" and isinstance(prepared, Rejected) and prepared.is_overlong:
             raise DataError(
                 f"row {prepared.id!r}: {prepared.reason}; raise the limit, or set `overlong` to `drop` or `split`"

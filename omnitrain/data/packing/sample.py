@@ -82,6 +82,7 @@ class Sample:
         piece: number of the sample among those of its row. A text that is longer than a pack gives several.
         num_pieces: number of samples of its row.
         more: the other pieces of the row, if this is the first.
+        unconditional: of a prompt, the same prompt without its condition, for guidance. None: it was not asked for.
     """
 
     id: str
@@ -97,6 +98,7 @@ class Sample:
     piece: int = 0
     num_pieces: int = 1
     more: tuple[Sample, ...] = ()
+    unconditional: Sample | None = None
 
     @property
     def pieces(self) -> tuple[Sample, ...]:

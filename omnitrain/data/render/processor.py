@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from omnitrain.data.chat.text_tokenizer import TextEncoder, load_tokenizer
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import NATIVE_PREFIX, Rejected, Sample
 from omnitrain.data.render.component_media import AttachedMedia, MediaAdapter
+from omnitrain.data.render.condition import CONDITION, without_condition
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import ChatRenderer, Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
@@ -69,17 +70,23 @@ class OmniProcessor:
         *,
         without_tail: bool = False,
         may_ask: bool = False,
+        dropped: Collection[str] = (),
     ) -> Sample | Rejected:
         """Return the training sample of a row, or :class:`Rejected` for one that is damaged, overlong or not trained.
 
-        ``row``: the data row. ``index``: position in the global data order. ``max_tokens``: maximum number of tokens of
-        a sample. None: no limit. ``without_tail``: see :meth:`Sample.without_tail`. ``may_ask``: whether it may have
-        nothing to predict, such as a held-out question. Raises UserError: the model cannot use such rows at all (no
-        component handles a modality).
+        Raises UserError: the model cannot use such rows at all (no component handles a modality).
+
+        Args:
+            row: the data row.
+            index: position in the global data order.
+            max_tokens: maximum number of tokens of a sample. None: no limit.
+            without_tail: see :meth:`Sample.without_tail`.
+            may_ask: whether it may have nothing to predict, such as a held-out question.
+            dropped: what the condition of a row loses whose answer has media: ``text``, ``image``, ...
         """
         if row.document is not None and not row.problem:
             return self._document(row, row.document, index, max_tokens, without_tail=without_tail)
-        sample = self._try(row, row.messages, index, for_generation=False)
+        sample = self._try(row, row.messages, index, for_generation=False, dropped=dropped)
         if isinstance(sample, Sample) and (useless := _not_shown(row) or (not may_ask and _not_trained(row, sample))):
             return Rejected(row.id, row.source, useless, index)
         if without_tail and isinstance(sample, Sample):
@@ -95,11 +102,18 @@ class OmniProcessor:
             return self._media.frame_choice(part, file).choose()
         return self.renderer.frame_choice(file).choose()
 
-    def prompt(self, row: Row, index: int = 0) -> Sample | Rejected:
-        """Return the sample that generation starts from: everything before the last assistant message's content."""
+    def prompt(self, row: Row, index: int = 0, *, is_guided: bool = False) -> Sample | Rejected:
+        """Return the sample that generation starts from: everything before the last assistant message's content.
+
+        ``is_guided``: it has :attr:`Sample.unconditional`, which is prepared as samples that lost their condition were.
+        """
         if row.document is not None:
             return Rejected(row.id, row.source, "a document asks nothing", index)
-        return self._try(row, row.question, index, for_generation=True)
+        prompt = self._try(row, row.question, index, for_generation=True)
+        if not is_guided or isinstance(prompt, Rejected):
+            return prompt
+        other = self._try(row, row.question, index, for_generation=True, dropped=CONDITION)
+        return other if isinstance(other, Rejected) else replace(prompt, unconditional=other)
 
     @cached_property
     def _encode_text(self) -> TextEncoder:
@@ -133,7 +147,15 @@ class OmniProcessor:
         pieces = [replace(piece, index=index, piece=i, num_pieces=len(pieces)) for i, piece in enumerate(pieces)]
         return replace(pieces[0], more=tuple(pieces[1:]))
 
-    def _try(self, row: Row, messages: list[Message], index: int, *, for_generation: bool) -> Sample | Rejected:
+    def _try(
+        self,
+        row: Row,
+        messages: list[Message],
+        index: int,
+        *,
+        for_generation: bool,
+        dropped: Collection[str] = (),
+    ) -> Sample | Rejected:
         if row.problem:
             return Rejected(row.id, row.source, row.problem, index)
         try:
@@ -150,6 +172,8 @@ class OmniProcessor:
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
         self._check_modalities(row, parts)
+        if dropped and (for_generation or any(part.is_target for part in parts)):
+            row, messages = without_condition(row, messages, dropped)
         try:
             sample = self.renderer.encode(row, messages, self._media, for_generation=for_generation)
         except UserError as error:
@@ -259,6 +283,7 @@ def sample_within(
     *,
     without_tail: bool = False,
     may_ask: bool = False,
+    dropped: Collection[str] = (),
 ) -> Sample | Rejected:
     """Return the sample of a row, the first of several, or why it is rejected; further arguments as of ``processor``.
 
@@ -266,24 +291,21 @@ def sample_within(
     possible, from its begin on. Each has the system message and the media of its own turns. A piece of which nothing is
     trained is left out. Raises UserError: the model cannot use such rows at all.
     """
-    sample = _sample(processor, row, budget, without_tail, may_ask)
+    prepare = partial(_sample, processor, budget=budget, without_tail=without_tail, dropped=dropped)
+    sample = prepare(row, may_ask=may_ask)
     if overlong == "split" and isinstance(sample, Rejected) and sample.is_overlong:
-        assert budget is not None
-        return _split(processor, row, budget, without_tail)
+        return _split(row, partial(prepare, may_ask=True))  # another piece has what is trained
     return sample
 
 
-def _sample(
-    processor: OmniProcessor, row: Row, budget: PackBudget | None, without_tail: bool, may_ask: bool
-) -> Sample | Rejected:
-    max_tokens = None if budget is None else budget.tokens
-    sample = processor.sample(row, max_tokens=max_tokens, without_tail=without_tail, may_ask=may_ask)
+def _sample(processor: OmniProcessor, row: Row, *, budget: PackBudget | None, **options: Any) -> Sample | Rejected:
+    sample = processor.sample(row, max_tokens=None if budget is None else budget.tokens, **options)
     if isinstance(sample, Sample) and budget is not None and (reason := budget.excess(sample)):
         return Rejected(row.id, row.source, reason, is_overlong=True)
     return sample
 
 
-def _split(processor: OmniProcessor, row: Row, budget: PackBudget, without_tail: bool) -> Sample | Rejected:
+def _split(row: Row, prepare: Callable[[Row], Sample | Rejected]) -> Sample | Rejected:
     """Return the first piece of a conversation, which has the others; or the reason why it cannot be split."""
     head, turns = _head_and_turns(row.messages)
     media = _media_by_message(row)
@@ -293,8 +315,7 @@ def _split(processor: OmniProcessor, row: Row, budget: PackBudget, without_tail:
         shown: dict[str, list[Any]] = {}
         for modality, value in (file for index in indices for file in media[index]):
             shown.setdefault(modality, []).append(value)
-        part = replace(row, messages=[row.messages[index] for index in indices], media=shown)
-        return _sample(processor, part, budget, without_tail, may_ask=True)  # another piece has what is trained
+        return prepare(replace(row, messages=[row.messages[index] for index in indices], media=shown))
 
     pieces: list[Sample] = []
     start = 0

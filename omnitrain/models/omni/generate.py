@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,7 +108,8 @@ def generate(
         processor: the model's processor; it has the end token and the start token of each modality.
         prompts: results of :meth:`OmniProcessor.prompt`; with several ranks, a rank may have none.
         max_new_tokens: maximum length of an answer, text and media tokens together; the same on all ranks.
-        sampling: ``text`` or a decoder's name -> how its tokens are sampled; greedy without an entry.
+        sampling: ``text`` or a decoder's name -> how its tokens are sampled; greedy without an entry. With guidance, a
+            second sequence runs beside each: the same tokens after :attr:`Sample.unconditional`.
         seed: seed of sampling, at least 0.
         use_cache: keep keys and values; without it every step runs the whole sequence (for tests).
         numbers: numbers of the prompts, at least 0; None: 0, 1, 2, ...
@@ -119,8 +121,11 @@ def generate(
 
     Raises:
         UserError: the model hides its last hidden states, or its own forward reads a prompt with an input per token
-            that is unknown for sampled tokens.
+            that is unknown for sampled tokens; or a prompt cannot be guided.
     """
+    sampling = sampling or {}
+    if is_guided(sampling):
+        _require_guidable(model, prompts)
     numbers = range(len(prompts)) if numbers is None else numbers
     sequences: dict[int, _Sequence] = {}
     was_training = model.training
@@ -128,7 +133,7 @@ def generate(
     try:
         for batch in _batches(prompts, peers):
             own, uniform = [prompts[place] for place in batch], _UniformStreams(seed, [numbers[p] for p in batch])
-            made = _decode(model, processor, own, max_new_tokens, sampling or {}, uniform, use_cache, peers)
+            made = _decode(model, processor, own, max_new_tokens, sampling, uniform, use_cache, peers)
             sequences |= zip(batch, made, strict=True)
     finally:
         model.train(was_training)
@@ -138,6 +143,30 @@ def generate(
         sequence.answer.parts = made
         sequence.answer.unfinished_item = None if sequence.mode == "text" else sequence.mode
     return [sequences[place].answer for place in range(len(prompts))]
+
+
+def is_guided(sampling: Mapping[str, Sampling]) -> bool:
+    """Return whether generation needs prompts without their condition (``processor.prompt(row, is_guided=True)``)."""
+    return any(one.guidance != 1 for one in sampling.values())
+
+
+def _require_guidable(model: OmniModel, prompts: Sequence[Sample]) -> None:
+    if not model.config.condition_dropout:
+        warnings.warn(
+            "guidance compares with prompts without their condition, but this model was trained without "
+            "data.condition_dropout, so it never saw such prompts",
+            stacklevel=3,
+        )
+    for prompt in prompts:
+        if prompt.unconditional is None:
+            raise UserError(
+                f"prompt {prompt.id!r} cannot be guided: make it with processor.prompt(row, is_guided=True)"
+            )
+        if prompt.is_alone:
+            raise UserError(
+                f"prompt {prompt.id!r} cannot be guided: {type(model.foundation).__name__} reads its media in its own "
+                "forward, one prompt at a time; set guidance to 1"
+            )
 
 
 def _batches(prompts: Sequence[Sample], peers: Peers) -> list[list[int]]:
@@ -162,15 +191,17 @@ def _decode(
     writers = {processor.start_tokens[modality]: name for modality, (name, _) in processor.writers.items()}
     sequences = [_Sequence(writers) for _ in prompts]
     decoders = model.decoders
-    heads = _Heads(model, sampling, uniform)
-    step = _Foundation(model, prompts, processor.end_token, use_cache, peers)
+    batch, copies = _with_copies(prompts, is_guided(sampling))
+    heads = _Heads(model, sampling, uniform, copies)
+    step = _Foundation(model, batch, processor.end_token, use_cache, peers)
     for _ in range(max_new_tokens):
         by_mode = _rows_by_mode(sequences)
         tokens, embeds = model.relay.from_first(partial(heads.draw, by_mode, *step.last()))
         next_tokens = [processor.end_token] * len(embeds)
         for mode, rows in by_mode:
             for row in rows:
-                next_tokens[row] = tokens[row] if mode == "text" else processor.end_token
+                for copy in copies:
+                    next_tokens[copy[row]] = tokens[row] if mode == "text" else processor.end_token
                 sequences[row].take(
                     tokens[row], processor.end_token, lambda name, item: decoders[name].is_complete(item)
                 )
@@ -180,32 +211,60 @@ def _decode(
     return sequences
 
 
-class _Heads:
-    """Draws the next tokens of a batch, and embeds them."""
+def _with_copies(prompts: Sequence[Sample], guided: bool) -> tuple[list[Sample], list[list[int]]]:
+    """Return the batch, in the order of packs, and the row in it of each prompt, and of each without its condition."""
+    samples = [*prompts, *(prompt.unconditional for prompt in prompts if guided and prompt.unconditional is not None)]
+    order = sorted(range(len(samples)), key=lambda place: (len(samples[place]), samples[place].index))
+    rows = [row for _, row in sorted(zip(order, range(len(order)), strict=True))]
+    return [samples[place] for place in order], [rows[: len(prompts)], rows[len(prompts) :]][: 1 + guided]
 
-    def __init__(self, model: OmniModel, sampling: dict[str, Sampling], uniform: _UniformStreams) -> None:
+
+class _Heads:
+    """Draws the next tokens of sequences, and embeds them.
+
+    ``copies``: of the sequences, the row of each in the batch; the second of two begins without the condition.
+    """
+
+    def __init__(
+        self,
+        model: OmniModel,
+        sampling: dict[str, Sampling],
+        uniform: _UniformStreams,
+        copies: Sequence[Sequence[int]],
+    ) -> None:
         self._decoders, self._text_embedding = model.decoders, model.foundation.get_input_embeddings()
         self._samplers = {name: _sampler(sampling.get(name, Sampling())) for name in ("text", *self._decoders)}
-        self._uniform = uniform
+        self._guidance = {name: sampling.get(name, Sampling()).guidance for name in self._samplers}
+        self._uniform, self._copies = uniform, copies
 
     def draw(
         self, by_mode: Sequence[tuple[str, list[int]]], hidden: torch.Tensor, text_logits: torch.Tensor
     ) -> tuple[dict[int, int], torch.Tensor]:
-        """Return row -> its next token, and embeddings ``[batch, hidden]``; zeros for finished rows."""
+        """Return sequence -> its next token, and embeddings ``[batch, hidden]``; zeros for finished sequences."""
         drawn: dict[int, int] = {}
         size = (len(hidden), self._text_embedding.weight.size(1))
         embeds = hidden.new_zeros(size, dtype=self._text_embedding.weight.dtype)
         for mode, rows in by_mode:
-            index = torch.tensor(rows, device=hidden.device)
-            sample = partial(self._samplers[mode], partial(self._uniform.next, rows))
+            copies = torch.tensor([[copy[row] for row in rows] for copy in self._copies], device=hidden.device)
+            read = copies.flatten() if self._guidance[mode] != 1 else copies[0]
+            sample = partial(self._sample, mode, rows)
             if mode == "text":
-                tokens = sample(text_logits[index].float())
+                tokens = sample(text_logits[read].float())
                 rows_embeds = self._text_embedding(tokens)
             else:
-                rows_embeds, tokens = self._decoders[mode].lm_embed(hidden[index], sample)
-            embeds[index] = rows_embeds.to(embeds.dtype)
-            drawn |= zip(rows, tokens.tolist(), strict=True)
+                rows_embeds, tokens = self._decoders[mode].lm_embed(hidden[read], sample)
+            embeds[copies] = rows_embeds[: len(rows)].to(embeds.dtype)
+            drawn |= zip(rows, tokens[: len(rows)].tolist(), strict=True)
         return drawn, embeds
+
+    def _sample(self, mode: str, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """Return a token for each row of ``logits``: of ``rows``, and if they are guided of the same again."""
+        scale, uniform = self._guidance[mode], partial(self._uniform.next, rows)
+        if scale == 1:
+            return self._samplers[mode](uniform, logits)
+        conditional, unconditional = logits.chunk(2)
+        guided = unconditional + scale * (conditional - unconditional)
+        return self._samplers[mode](uniform, guided).repeat(2)
 
 
 def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]:

@@ -15,7 +15,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import Row, RowSource
-from omnitrain.models.omni.generate import Answer, generate
+from omnitrain.models.omni.generate import Answer, generate, is_guided
 from omnitrain.models.omni.lockstep import in_step
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.summon import gathered
@@ -133,7 +133,8 @@ class Evaluator:
             yield from self._readable(self._processor.sample(row, index, max_tokens, may_ask=True))
 
     def _prompts(self, indices: Iterable[int]) -> list[Sample]:
-        prepared = [self._processor.prompt(self._places[index].row(), index) for index in indices]
+        guided = is_guided(self._settings.sampling)
+        prepared = [self._processor.prompt(self._places[index].row(), index, is_guided=guided) for index in indices]
         return [sample for one in prepared for sample in self._readable(one)]
 
     def _batches(self, size: int) -> list[list[int]]:

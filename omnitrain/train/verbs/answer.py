@@ -10,7 +10,7 @@ from typing import Any
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.sources.rows import MODALITIES, Row, open_sources
 from omnitrain.errors import DataError, UserError
-from omnitrain.models.omni.generate import Answer, generate
+from omnitrain.models.omni.generate import Answer, generate, is_guided
 from omnitrain.recipe import DataSource, Sampling, Train
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.device import use_device
@@ -31,18 +31,28 @@ class Answerer:
         output_dir: str | Path = ".",
         max_new_tokens: int = 256,
         temperature: float = 0.0,
+        guidance: float = 1.0,
         seed: int = 0,
     ) -> None:
         """Load the model.
 
-        ``checkpoint``: a saved omni model, or the folder of a run (its newest checkpoint). ``output_dir``: folder for
-        generated media; created if missing. ``max_new_tokens``: the limit. ``temperature``: of sampling; 0 is greedy.
-        ``seed``: of sampling. Raises UserError: the checkpoint does not exist.
+        Raises UserError: the checkpoint does not exist, or has no decoder to guide.
+
+        Args:
+            checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
+            output_dir: folder for generated media; created if missing.
+            max_new_tokens: the limit.
+            temperature: of sampling; 0 is greedy.
+            guidance: of media that decoders write; 1 is none.
+            seed: of sampling.
         """
         quiet_libraries()
         self._model, self._processor = load_checkpoint(checkpoint, init_device=str(use_device(Train())))
         self.limit, self._seed = max_new_tokens, seed
-        self._sampling = {name: Sampling(temperature=temperature) for name in ("text", *self._model.decoders)}
+        if guidance != 1 and not self._model.decoders:
+            raise UserError(f"guidance {guidance:g}: the model writes no media; leave it out")
+        self._sampling = {"text": Sampling(temperature=temperature)}
+        self._sampling |= {name: Sampling(temperature=temperature, guidance=guidance) for name in self._model.decoders}
         self._folder = Path(output_dir)
 
     def answers(self, rows: Sequence[Row], first: int = 0) -> list[Answer | Rejected]:
@@ -51,7 +61,8 @@ class Answerer:
         ``rows``: conversations that end with the user; all are answered in one batch. ``first``: number of the first
         one. With sampling, an answer follows from the seed and its number alone.
         """
-        prepared = [self._processor.prompt(row, index) for index, row in enumerate(rows, first)]
+        guided, prompt = is_guided(self._sampling), self._processor.prompt
+        prepared = [prompt(row, index, is_guided=guided) for index, row in enumerate(rows, first)]
         prompts = [prompt for prompt in prepared if not isinstance(prompt, Rejected)]
         generated = iter(
             generate(
