@@ -41,10 +41,7 @@ class Retention:
     best: str | None = None  # the checkpoint with the lowest value of this metric of ``metrics.jsonl`` stays
 
     def leaving(self, values: Mapping[int, float | None]) -> list[int]:
-        """Return the steps of the checkpoints to remove, of all steps -> their metric. None: it was not measured there.
-
-        Of equal values the earliest is the best; one that is not finite never is.
-        """
+        """Return the steps to remove, of step -> metric (None: not measured); of equal bests the first stays."""
         steps = sorted(values)
         stay = set(steps[-self.last :])
         if self.every is not None:

@@ -128,10 +128,7 @@ class WeightFile:
 
 
 def write_files(files: Sequence[WeightFile], pieces: Sequence[Piece], folder: Path, peers: Peers) -> None:
-    """Write files, the same on all ranks; the ranks take turns. A rank holds one group of tensors at a time.
-
-    ``pieces`` are what this rank holds of their tensors. What one rank raises, all raise.
-    """
+    """Write files, the same on all ranks, in turns, of this rank's ``pieces``; what one raises, all raise."""
     writers = {
         source.name: index % peers.size
         for index, file in enumerate(files)

@@ -84,10 +84,7 @@ def render(findings: list[DoctorLine]) -> str:
 
 
 def _versions(pyproject: Path = _PYPROJECT) -> list[DoctorLine]:
-    """Compare versions with what a checkout's pyproject.toml requires, else with what the installed omnitrain does.
-
-    An editable install keeps the requirements of its day, whatever the checkout's pyproject.toml says since.
-    """
+    """Compare versions with a checkout's pyproject.toml (editable installs keep old metadata), else the metadata."""
     python = DoctorLine("versions", "python", platform.python_version(), True)
     try:
         metadata = importlib.metadata.metadata("omnitrain")

@@ -47,10 +47,7 @@ def tag(name: str, content: object = "", **attributes: object) -> Markup:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> Markup:
-    """Return a table that scrolls by itself where the page is narrow.
-
-    Numbers are to the right, short, and have all digits in their ``value``.
-    """
+    """Return a table that scrolls by itself; numbers are to the right, with all digits in their ``value``."""
     listed = list(rows)
     firsts = [next((row[i] for row in listed if row[i] is not None), None) for i in range(len(titles))]
     head = Markup("").join(

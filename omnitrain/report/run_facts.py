@@ -19,10 +19,7 @@ from omnitrain.report.run_record import ENVIRONMENT_FILE, LAYOUT_FILE
 def write_facts(
     folder: Path, model: OmniModel, ops: Mapping[str, Mapping[str, FusedOp]], layout: ModelLayout | None
 ) -> None:
-    """Write both files to the existing folder of a run. Only the first rank calls this.
-
-    ``ops``: component -> result of :func:`fuse_ops`. Without a layout, the model runs in one process as it is.
-    """
+    """Write both files, on the first rank; ``ops``: component -> result of :func:`fuse_ops`."""
     _write(folder / LAYOUT_FILE, layout_facts(model, ops, layout))
     _write(folder / ENVIRONMENT_FILE, [asdict(finding) for finding in examine(imports=False)])
 

@@ -40,10 +40,7 @@ class RunRecord:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """Read the runs in ``folders``.
-
-    Raises UserError: a folder is named twice, has no run, or a run without metrics.
-    """
+    """Read the runs in ``folders``; UserError: one is named twice, has no run, or no metrics."""
     resolved = [folder.resolve() for folder in folders]
     for folder, path in zip(folders, resolved, strict=True):
         if resolved.count(path) > 1:

@@ -27,10 +27,7 @@ Parts = tuple[Path, Sequence[Mapping[str, str]]]  # of a message, and the folder
 
 
 def _samples(runs: Sequence[RunRecord], room: int) -> Markup:
-    """Return a table for each source: what was asked, the reference, and the answers of each evaluation.
-
-    Images and sounds have ``room``, in bytes. The first sample of every source comes first.
-    """
+    """Return a table for each source: question, reference, answers; its media have ``room``, in bytes."""
     columns: list[str] = []
     found: dict[tuple[str, str], dict[str, Parts]] = {}  # source and id -> column -> message
     for run in runs:
@@ -96,10 +93,7 @@ def report_at_end(folder: Path, say: Callable[[str], Any]) -> Callable[..., None
 
 
 def write_report(folders: Sequence[Path], output: Path) -> Path:
-    """Write one page about the runs in ``folders`` to ``output``, and return it. An older report there is replaced.
-
-    Raises UserError: a folder has no run or a run without metrics, or the file cannot be written.
-    """
+    """Write one page about the runs in ``folders`` to ``output``; UserError: no run, no metrics, no writing."""
     runs = read_runs(folders)
     labels = [run.label for run in runs]
     steps, metrics = traced_steps.traced_steps(runs), Metrics([run.lines for run in runs])

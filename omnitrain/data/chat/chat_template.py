@@ -48,10 +48,7 @@ class ChatTemplate:
     """
 
     def __init__(self, owner: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Render short conversations to learn what the template of ``owner``, a processor or tokenizer, writes.
-
-        Raises UserError: there is no chat template, or it cannot render a plain question and answer.
-        """
+        """Learn what the template of ``owner`` writes; UserError: none, or no plain answer can be rendered."""
         if not getattr(owner, "chat_template", None):
             raise UserError(
                 f"{type(owner).__name__} has no chat template; set data.processor to a processor that has one, or "

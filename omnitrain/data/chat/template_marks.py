@@ -120,10 +120,7 @@ def _marked_within(value: Any, mark: str) -> Any:
 
 @lru_cache
 def marking_template(source: str) -> str:
-    """Return a chat template that prints the text of ``source`` and the marks of :func:`marked_messages`.
-
-    Raises jinja2.TemplateError: ``source`` is not a template.
-    """
+    """Return a template that prints ``source``'s text and marks of :func:`marked_messages`."""
     blocks = _Blocks()
     return "".join(blocks.around(s) if isinstance(s, list) else s for s in _statements(_LEXER.lex(source)))
 

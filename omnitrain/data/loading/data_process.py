@@ -156,10 +156,7 @@ def keep_freed_memory() -> None:
 
 
 def follow_main_process() -> None:
-    """Ignore signals, use one thread, and end when the parent process ends.
-
-    Ctrl-C, a hang-up and a scheduler's SIGTERM reach the whole process group; only the main process handles them.
-    """
+    """Ignore signals, which the main process handles, use one thread, and end when the parent ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()

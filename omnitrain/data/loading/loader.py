@@ -170,10 +170,7 @@ class StepLoader:
         data: Data,
         options: LoaderOptions = LoaderOptions(),
     ) -> None:
-        """Prepare the steps of a rank from the open data sets of ``data``.
-
-        Raises UserError: ``data.pack_elements`` has a component that the model does not have.
-        """
+        """Prepare a rank's steps from open data sets; UserError: ``data.pack_elements`` has an unknown name."""
         rank, ranks, slots, peers = options.rank, options.ranks, options.slots, options.peers
         share, start = share_of_rank(rank, ranks, slots), options.state or LoaderState()
         if share.num_shares > 1 and options.idle is None:
@@ -333,10 +330,7 @@ def first_samples(
 
 
 def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
-    """Prepare the first row of each kind, to find media that no component reads or writes before training.
-
-    Raises UserError: the model cannot use the data; the message has one line per problem.
-    """
+    """Prepare the first row of each kind; UserError: one line for each way the model cannot use the data."""
     rows = PreparedRows(sources, processor, budget=None)
     firsts = [(s, position) for s, table in enumerate(sources) for position in table.first_of_each_kind()]
     tried = prepare_some(rows, [(i, s, position) for i, (s, position) in enumerate(firsts)])

@@ -157,10 +157,7 @@ class SampleOrder:
         return bisect_right(self.stage_steps, step)
 
     def first_needed(self, source: int, index: int, held: Sequence[int] = (), begun: Sequence[int] = ()) -> int:
-        """Return the first position in the endless order of a source's rows that a slot may still draw.
-
-        Its next index is ``index``, and the samples of the indices ``held`` are drawn again.
-        """
+        """Return the first position of a source that a slot may still draw, ``held`` ones again."""
         following = int(self._drawn(index, 0, begun).before[source]) * self.slots + index % self.slots
         again = (self._position(one, begun) for one in held)
         return min([following, *(position for drawn, position in again if drawn == source)])

@@ -94,10 +94,7 @@ class LoaderState:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the state that ``asdict`` turned into ``saved``.
-
-        Raises UserError: the run began with another order, of an earlier version of omnitrain.
-        """
+        """Return the state that ``asdict`` made ``saved``; UserError: it is of another order of data."""
         if (version := saved.get("order_version", 1)) != ORDER_VERSION:
             raise UserError(
                 f"the run began with version {version} of the order of data, and this version of omnitrain has only "
@@ -138,10 +135,7 @@ def merge_states(states: Sequence[LoaderState]) -> LoaderState:
 def reasons_by_source(
     of_ranks: Iterable[tuple[Iterable[int], Mapping[str, Mapping[str, int]]]],
 ) -> dict[str, dict[str, int]]:
-    """Add up how many rows all ranks have skipped, by source and kind of reason.
-
-    Each rank gives its slots and :attr:`StepLoader.reasons`; of ranks with the same slots the first counts.
-    """
+    """Add up rows skipped on all ranks by source and reason; of ranks with the same slots, the first's."""
     firsts: dict[tuple[int, ...], Mapping[str, Mapping[str, int]]] = {}
     for slots, reasons in of_ranks:
         firsts.setdefault(tuple(slots), reasons)

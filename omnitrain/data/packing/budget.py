@@ -102,10 +102,7 @@ def _largest_by_all_budgets(first: Held, others: Sequence[Held], budget: PackBud
 
 
 def balanced_shares(samples: Sequence[Sample], num_shares: int) -> list[list[Sample]]:
-    """Divide the samples of a pack among several ranks, with about as many tokens for every rank, or none.
-
-    Equal arguments give equal results on every machine.
-    """
+    """Divide a pack's samples among ranks, about equal in tokens, in the same way on every machine."""
     if num_shares == 1:
         return [list(samples)]
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)

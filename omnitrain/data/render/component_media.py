@@ -45,10 +45,7 @@ class AttachedMedia:
         return part.modality in (self.writers if part.is_target else self.readers)
 
     def prepare(self, row: Row, part: MediaPart) -> tuple[str, MediaItem]:
-        """Return the component's name and the item of a part that :meth:`handles` accepts.
-
-        Raises ValueError: the medium is missing or damaged, or the component cannot use it.
-        """
+        """Return name and item of a part that :meth:`handles` accepts; ValueError: its medium is unusable."""
         name, adapter = (self.writers if part.is_target else self.readers)[part.modality]
         with row.open_media(part.modality, part.position) as file:
             if file.reading.min_pixels or file.reading.max_pixels:

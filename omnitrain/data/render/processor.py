@@ -252,10 +252,7 @@ def _not_trained(row: Row, sample: Sample) -> str:
 
 
 def parts_of_items(components: Sequence[str], row: Row, processor: OmniProcessor) -> list[MediaPart | None]:
-    """Return the part that each item of the sample of ``row`` shows. None: it is not known, as for a video's sound.
-
-    ``components`` has the component of each item, in the order of the sample.
-    """
+    """Return the part that each item shows, by the ``components`` of the items in order; None: unknown."""
     by_component: dict[str, list[MediaPart]] = {}
     for part in media_parts(row.messages):
         attached = (processor.writers if part.is_target else processor.readers).get(part.modality)

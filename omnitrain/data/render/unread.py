@@ -35,10 +35,7 @@ _SUFFIXES = {
 def require_shown(
     train: Sequence[RowSource], heldout: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]
 ) -> None:
-    """Check that messages show all media of data sets, and that all but the ``spared`` components get ``train`` data.
-
-    Raises UserError: media or components would not be trained; the message has one line per problem.
-    """
+    """Raise UserError for media that no message shows, and for components (but ``spared``) without data."""
     hidden = chain.from_iterable(_hidden(source, processor) for source in (*train, *heldout))
     if problems := dict.fromkeys([*hidden, *_unfed(train, processor, spared)]):
         raise UserError(*problems)

@@ -184,10 +184,7 @@ _RECOGNISED = (
 
 
 def schema_of(source: DataSource, found: Sequence[str]) -> Schema:
-    """Return how the rows of a data set with the columns ``found`` are read; no columns: nothing is known.
-
-    Raises DataError: the rows are not of the format that the recipe names, or `columns` has one that it does not use.
-    """
+    """Return how rows with the columns ``found`` are read; DataError: not of the format, or a useless column."""
     own = {name: value for name, value in source.columns if value != Columns.model_fields[name].default}
     name: str | None = source.format
     said = ""

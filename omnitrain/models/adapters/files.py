@@ -96,10 +96,7 @@ def save_adapter_configs(model: PreTrainedModel, folder: Path) -> None:
 
 
 def stored_adapters(model: ComponentModel, path: str | Path) -> dict[str, Adapters]:
-    """Return component of ``model`` -> its adapters in a checkpoint (folder or Hub id), without reading weights.
-
-    Raises UserError: the checkpoint is missing, a file cannot be read, or the model lacks a layer that has adapters.
-    """
+    """Return component -> its adapters in a checkpoint, without weights; UserError: missing, or no such layer."""
     return _stored(model, _folders_at(path))
 
 

@@ -82,10 +82,7 @@ def tiny_config(
 
 
 def tiny_configs(config: PreTrainedConfig, least_layers: int = 2) -> list[PreTrainedConfig]:
-    """Return three configs: the smallest, one with all layers of towers, and one with full MLPs, too.
-
-    The larger ones serve models whose config ties other sizes to those that :func:`tiny_config` cuts.
-    """
+    """Return three configs: the smallest, one with whole towers, and one with full MLPs, too."""
     return [
         tiny_config(config, least_layers=least_layers),
         tiny_config(config, cut_towers=False, least_layers=least_layers),

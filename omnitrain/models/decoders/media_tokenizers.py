@@ -113,10 +113,7 @@ class _ImageVQTokenizer:
     modality = "image"
 
     def __init__(self, model: PreTrainedModel, image_size: int | None) -> None:
-        """Check ``image_size``, in pixels.
-
-        Raises UserError: ``image_size`` is missing or no multiple of the model's stride.
-        """
+        """Check ``image_size``, pixels; UserError: missing, or no multiple of the stride."""
         config = model.config
         self.model = model
         stride = 2 ** (len(config.channel_multiplier) - 1)
@@ -140,10 +137,7 @@ class _ImageVQTokenizer:
         return torch.cat([t.flatten() for t in tokens]) if isinstance(tokens, list) else tokens.flatten()
 
     def decode(self, codes: torch.Tensor) -> Image.Image:
-        """Decode ``[side * side]`` codes to an RGB image.
-
-        Raises UserError: the tokenizer has no decoder (Chameleon's in transformers).
-        """
+        """Decode ``[side * side]`` codes to an RGB image; UserError: the tokenizer has no decoder."""
         if not hasattr(self.model, "decode"):
             raise UserError(
                 f"{type(self.model).__name__} has no `decode`: it can be trained with, but to generate images use the "
@@ -215,10 +209,7 @@ class _CodecTargetAdapter(ComponentAdapter):
 
 
 class _CodecTokenizer:
-    """An HF residual codec; the code of codebook ``q`` in frame ``t`` is token ``t * num_codebooks + q``.
-
-    Each codebook has its own range of the vocabulary.
-    """
+    """An HF residual codec; codebook ``q``, with ids of its own, of frame ``t`` is token ``t * num_codebooks + q``."""
 
     modality = "audio"
     fixed_length: int | None = None
@@ -237,11 +228,7 @@ class _CodecTokenizer:
         return _CodecTargetAdapter(self.sampling_rate, self.hop, self.num_codebooks)
 
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
-        """Encode ``waveform`` ``[samples of all clips]`` -> ``[n]`` codes.
-
-        Clips are encoded one by one: in a batch the codec's convolutions would see the padding of other clips. Raises
-        UserError: the codec has fewer than ``num_codebooks`` codebooks.
-        """
+        """Encode ``waveform`` ``[samples]`` -> ``[n]`` codes, clip by clip, so that none sees others' padding."""
         num_samples = [(count - 1) // self.num_codebooks * self.hop for count in num_tokens]
         clips = features["waveform"].to(self.model.dtype).split(num_samples)
         return torch.cat([self._clip_codes(clip[None, None]) for clip in clips])

@@ -153,10 +153,7 @@ def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def take_own_configs(models: Iterable[nn.Module]) -> None:
-    """Replace the configs of all modules in ``models`` by copies; a config shared by modules stays shared.
-
-    We write choices (attention, experts) into configs; transformers would hand these to the next model of a config.
-    """
+    """Replace the configs of modules by copies (shared ones stay shared), since choices are written there."""
     copies: dict[int, Any] = {}
     for module in dict.fromkeys(module for model in models for module in model.modules()):
         for name, value in [*vars(module).items()]:

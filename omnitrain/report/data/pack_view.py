@@ -248,10 +248,7 @@ def _view_sample(
 
 
 def _owners(start: int, stop: int, items: Sequence[_Item], most: int) -> np.ndarray:
-    """Of each token of a sample, the index of its item, or :data:`_TEXT`; of more than ``most`` texts, a :data:`_GAP`.
-
-    The gap has the middle of the sample, with its items.
-    """
+    """Return each token's item, or :data:`_TEXT`; of more than ``most`` texts, the middle is a :data:`_GAP`."""
     owners = np.full(stop - start, _TEXT)
     for index, item in enumerate(items):
         owners[item.positions - start] = index

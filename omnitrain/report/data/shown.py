@@ -34,10 +34,7 @@ class Shown(ABC):
         """Return what a page shows."""
 
     def save(self, file: str | Path) -> Path:
-        """Write one page that needs nothing else, and return its path. An older page there is replaced.
-
-        Raises UserError: the file is something else.
-        """
+        """Write one page that needs nothing else, and return its path; UserError: the file is something else."""
         return write_page(self.name, self.title, self.chapters(), Path(file))
 
     def _repr_html_(self) -> str:

@@ -49,10 +49,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of profiled steps, which took ``seconds``; the most expensive first.
-
-    They are the times of kernels on the device, or else of the host.
-    """
+    """Costs of profiled steps of ``seconds``, the largest first: times of the device's kernels, or of the host."""
 
     rows: Sequence[Cost]
     seconds: float

@@ -160,10 +160,7 @@ class RunFlops:
             self._number += 1
 
     def read(self, peers: Peers, seconds: float) -> dict[str, Any]:
-        """Return the FLOPs since the last reading, ``seconds`` ago, and their share of the peak, and reset.
-
-        Every rank calls this.
-        """
+        """Return FLOPs of the last ``seconds`` and their share of the peak, and reset. Every rank calls this."""
         if self._steps is None or self.peak is None or not self._number:
             return {}
         everywhere = peers.gather((self._found, self.peak, self._steps.left_out))

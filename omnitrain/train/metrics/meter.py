@@ -128,10 +128,7 @@ class LossMeter:
         return self._totals[name]
 
     def read(self, peers: Peers = SINGLE_PROCESS) -> dict[str, Any]:
-        """Return mean loss and tokens, per head and per source and head, means of metrics, and samples; and reset.
-
-        All peers must call this, and get the same result.
-        """
+        """Return means by head and by source, metrics and samples, the same on all peers, who call it; and reset."""
         found: dict[str, list[tuple[str, list[float]]]] = {}
         for totals in peers.gather(self._own()):
             for name, of_sources in totals.items():
@@ -235,10 +232,7 @@ class MetricsFile:
         os.replace(unfinished, path)  # a kill in between leaves all lines
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line.
-
-        Raises TrainingError: the disk is full, or cannot be written.
-        """
+        """Append one line; TrainingError: the disk is full, or cannot be written."""
         try:
             with self._path.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")

@@ -29,10 +29,7 @@ from omnitrain.recipe.parallel import MAIN
 
 @dataclass(frozen=True)
 class Exposed:
-    """Seconds of communication in one step that no compute overlapped, as the mean over all ranks.
-
-    Of all layers, as a ``share`` of the step, and by the name of a layer's experts.
-    """
+    """Seconds of a step's communication without compute, mean over ranks: of all layers, its ``share``, by layer."""
 
     seconds: float
     share: float

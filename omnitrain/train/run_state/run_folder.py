@@ -119,10 +119,7 @@ class RunFolder:
             require_same_run(Recipe.load(str(begun)), self.recipe, self.path)
 
     def finished(self) -> str | None:
-        """Return that the run in this folder has nothing left to do, or None.
-
-        It has all steps of the recipe, or stopped early, an intact checkpoint, and the evaluation of the recipe.
-        """
+        """Return that the run here has done its steps and evaluation, and is intact; None: it has not."""
         self._require_same_run()
         steps, (done, evaluated) = self.recipe.train.steps, (self._steps_saved(), self._steps_evaluated())
         stopped = None  # why the run ended before its last step

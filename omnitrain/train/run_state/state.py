@@ -50,10 +50,7 @@ def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) ->
 
 
 def read_state(folder: Path, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
-    """Read what :func:`write_state` wrote, and load the state of each optimizer from its folder. All ranks call it.
-
-    Raises UserError: the trained parameters are not those of the checkpoint.
-    """
+    """Read what :func:`write_state` wrote, and each optimizer's state; UserError: other trained parameters."""
     saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
     if changed := sorted(set(saved["trainable"]) ^ set(trainable(model))):
         raise UserError(

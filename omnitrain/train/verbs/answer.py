@@ -80,10 +80,7 @@ class Answerer:
         return [prompt if isinstance(prompt, Rejected) else next(generated) for prompt in prepared]
 
     def answer(self, prompt: str, media: Mapping[str, Sequence[str]]) -> tuple[Answer, list[str | Path]]:
-        """Answer one prompt with files of ``media``, and return the answer and what :meth:`write` does.
-
-        Raises UserError: a file does not exist, or the model cannot read a modality.
-        """
+        """Answer one prompt with files; return the answer and what :meth:`write` does; UserError: no such file."""
         require_files(media)
         of_row = {modality: list(media.get(modality, ())) for modality in MODALITIES}
         row = Row(id="prompt", source="prompt", messages=[user_message(prompt, of_row)], media=of_row, extra={})
@@ -93,10 +90,7 @@ class Answerer:
         return answered, self.write(answered)
 
     def write(self, answer: Answer, stem: str | None = None) -> list[str | Path]:
-        """Write generated media as ``STEM_N.png`` and ``STEM_N.wav``; return the texts, and paths of written files.
-
-        The stem is ``answer``, or ``answer2`` and so on if an earlier answer has files of that name.
-        """
+        """Write media as ``STEM_N.png`` and ``.wav``, under a free stem; return texts and paths."""
         self._folder.mkdir(parents=True, exist_ok=True)
         return write_parts(answer.parts, self._folder, stem or free_stem(self._folder, "answer"))
 

@@ -303,10 +303,7 @@ def _check_rows(
 
 
 def weights_problems(recipe: Model) -> list[str]:
-    """Compare names and shapes in a recipe's weight files with the models; return one message per misfit.
-
-    It prints tensors of a foundation's files that the foundation does not have.
-    """
+    """Return a message for each tensor of a recipe's weight files that does not fit; print unused ones."""
     problems = []
     for key, path in _weight_folders(recipe):
         try:

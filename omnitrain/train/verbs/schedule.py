@@ -49,10 +49,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of each action: by kind and stage; by encoder of a section, in which its section encodes a window.
-
-    The backwards of encoders in ``twice`` repeat their forward.
-    """
+    """Seconds of actions by kind and stage, and of encoding a window; ``twice``: encoders that repeat forwards."""
 
     stages: Mapping[tuple[Kind, int], float]
     encodes: Mapping[str, float]
