@@ -404,11 +404,7 @@ class Trainer:
         return loss, norm
 
     def train_step(self, batch: StepBatch) -> tuple[float, float]:
-        """One optimizer step over ``batch`` and the batches of all other ranks.
-
-        Returns the total loss and the gradient norm before clipping, the same on all ranks. Raises NonFiniteError: on
-        all ranks, before the update: no weight changes. The message names the samples.
-        """
+        """Return loss and gradient norm of a step, equal on all ranks; NonFiniteError: no weight changed."""
         settings, measures = self.recipe.train.optimizer, self.measures
         packs: list[PackLosses] = []
         part = self._accumulate(batch, self.watch.at, lambda pack, output: packs.append(PackLosses.of(pack, output)))

@@ -67,11 +67,7 @@ class ChatTemplate:
         self.end = self._end()
 
     def render(self, messages: list[Message], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
-        """Return ``messages``, and the tools of :func:`~omnitrain.data.chat.parts.tools_of`, as text.
-
-        Raises ValueError: there are no messages, or the template refuses them; UserError: the template does not write
-        tools, or tool calls.
-        """
+        """Return messages and tools as text; ValueError: refused; UserError: no tools or calls are written."""
         if not messages:
             raise ValueError("the row has no messages")
         if tools and not self._takes_tools:

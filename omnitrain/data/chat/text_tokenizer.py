@@ -66,11 +66,7 @@ def require_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str)
 
 
 class TextEncoder:
-    """Encodes untrusted text, in which control tokens that are spelled out stay text.
-
-    Control tokens are the tokenizer's special tokens and the added tokens of the chat format. Other added tokens, such
-    as runs of blanks, are ordinary text.
-    """
+    """Encodes untrusted text, in which special tokens and those of the chat format that it spells stay text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format_texts: Iterable[str]) -> None:
         """Find the control tokens. ``format_texts`` of the chat format delimit messages and media."""

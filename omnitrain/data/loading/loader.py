@@ -102,11 +102,7 @@ class _Steps:
     same: SameSamples | None  # if one of several ranks prepares their samples
 
     def make(self) -> Generator[MadeStep, None, None]:
-        """Yield steps without end. One of ``data.workers`` processes runs this; the others prepare rows for it.
-
-        Raises UserError: the model cannot use the data; TrainingError: a process that prepares rows was killed, or
-        another rank failed.
-        """
+        """Yield steps without end; UserError: unusable data; TrainingError: a process or another rank failed."""
         context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
         with context, contextlib.closing(self._packed()) as own:
             steps: Generator[MadeStep, None, None] = own

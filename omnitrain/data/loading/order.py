@@ -38,11 +38,7 @@ def shuffled(positions: np.ndarray, length: int, key: str) -> np.ndarray:
 
 
 def shuffled_in_blocks(positions: np.ndarray, blocks: Sequence[int], key: str) -> np.ndarray:
-    """Return the rows at ``positions`` of a permutation that keeps few blocks of rows in use at a time.
-
-    It shuffles the ``blocks`` (rows of each), and then the rows of every four that follow each other; else as
-    :func:`shuffled`.
-    """
+    """Permute blocks of rows, then the rows of every four of them, so that few blocks are in use."""
     if len(blocks) <= _BLOCKS_AT_A_TIME:
         return shuffled(positions, sum(blocks), key)
     order = shuffled(np.arange(len(blocks)), len(blocks), key)

@@ -178,11 +178,7 @@ class SameSamples:
 
     @classmethod
     def of(cls, data_ranks: Sequence[int | None], size: int, slots: int, rank: int, swap: Swap) -> SameSamples | None:
-        """Return which ranks hold the same samples; None if every rank holds other ones.
-
-        ``data_ranks`` has each rank's rank among the ``size`` that draw different samples; None: it draws none. All
-        ranks must call ``swap``, which sends a parcel to every rank and returns those of all ranks.
-        """
+        """Return which ranks hold the same samples, by their ranks among ``size`` that draw; None: none do."""
         shares = tuple(share_of_rank(data_rank, size, slots) for data_rank in data_ranks)
         first_of: dict[tuple[int, ...], int] = {}
         firsts = tuple(first_of.setdefault(share.slots, i) if share.slots else i for i, share in enumerate(shares))

@@ -111,11 +111,7 @@ def balanced_shares(samples: Sequence[Sample], num_shares: int) -> list[list[Sam
 
 
 def pack_all(samples: Iterable[Sample], capacity: int | PackBudget, *, alone: bool = False) -> Iterator[Pack]:
-    """Yield packs of a finite stream, for evaluation. Every sample is used once.
-
-    ``capacity``: the most that a pack may hold, or the most tokens. A sample whose media exceed it has its own pack.
-    Raises ValueError: a sample has more tokens than a pack may hold.
-    """
+    """Yield packs of a finite stream, within ``capacity`` if a sample is; ValueError: one has too many tokens."""
     budget = PackBudget(capacity) if isinstance(capacity, int) else capacity
     held: list[Sample] = []
     room = budget.limits

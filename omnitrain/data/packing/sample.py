@@ -176,11 +176,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A data row that could not become a sample. Training skips, counts and lists it.
-
-    If it is fatal, it ended the process that prepared it: it missed its deadline, or a decoder crashed. It is then
-    rejected whenever it is drawn again, without another try.
-    """
+    """A data row that could not become a sample; a fatal one ended its process, and is rejected at each draw."""
 
     id: str
     source: str

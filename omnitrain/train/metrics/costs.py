@@ -90,11 +90,7 @@ def costs_of(events: Iterable[FunctionEvent]) -> Costs:
 
 
 def _placed(events: Iterable[FunctionEvent]) -> Iterator[tuple[FunctionEvent, str, str]]:
-    """Yield each record with its part of the model (the innermost label around it) and its pass.
-
-    The node of a backward has the number of the record in the forward whose gradient it computes, and its part. Only a
-    forward has labels and numbers: inside of a node, they tell that it computes again what it needs.
-    """
+    """Yield each record with its part (innermost label, or of the forward that a backward belongs to) and pass."""
     places: dict[int, tuple[str, int | None, bool]] = {}  # record -> its label, its node, whether it is computed again
     parts: dict[int, str] = {}  # number of a record in a forward -> its part
     for event in events:

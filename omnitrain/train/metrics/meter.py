@@ -82,11 +82,7 @@ class LossMeter:
         self._data: Totals = {}
 
     def add_samples(self, packs: Sequence[Pack], media: Mapping[str, Sequence[str]]) -> None:
-        """Count the samples of packs and their media, by source. Of ranks that hold the same packs, one calls this.
-
-        ``media`` is the model's ``media_of_data``. What packs have under other names, for teachers and projectors, is
-        not counted.
-        """
+        """Count samples and media (of ``media_of_data``) by source, on one of the ranks that hold them."""
         names = {name for of_component in media.values() for name in of_component}
         for pack in packs:
             sources = pack.info.sources

@@ -158,11 +158,7 @@ class _Lines:
 
 
 class StepProgress:
-    """Shows the steps of a run while it trains.
-
-    A terminal has a bar, and so has a notebook. Elsewhere (a file, a pipe, a narrow terminal) each line of metrics is
-    printed, and one line where none came for 30 seconds.
-    """
+    """Shows the steps of a run: a bar on terminals and in notebooks, else lines, at least every 30 seconds."""
 
     def __init__(self, console: Console, steps: int, done: int) -> None:
         """Show ``steps`` in total; an earlier start made the first ``done`` of them."""

@@ -157,11 +157,7 @@ class RunFolder:
             return None
 
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
-        """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
-
-        ``resumed``: the run in the folder goes on, from a checkpoint or from its start. Raises UserError: another run
-        writes or has meanwhile written there, the folder cannot be written, or has no space for a checkpoint.
-        """
+        """Create and lock the folder, as ``resumed`` or new; UserError: another run is there, or no room."""
         self._checkpoint_bytes = checkpoint_bytes
         try:
             if resumed:

@@ -56,11 +56,7 @@ class Answerer:
         self._folder = Path(output_dir)
 
     def answers(self, rows: Sequence[Row], first: int = 0) -> list[Answer | Rejected]:
-        """Return the answer to each prompt, or why it has none.
-
-        ``rows``: conversations that end with the user; all are answered in one batch. ``first``: number of the first
-        one. With sampling, an answer follows from the seed and its number alone.
-        """
+        """Answer all rows in one batch; ``first``: number of the first, which its draws follow from."""
         guided, prompt = is_guided(self._sampling), self._processor.prompt
         prepared = [prompt(row, index, is_guided=guided) for index, row in enumerate(rows, first)]
         prompts = [prompt for prompt in prepared if not isinstance(prompt, Rejected)]

@@ -333,11 +333,7 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
 
 
 def forward_problems(model: OmniModel) -> list[str]:
-    """Run every encoder and decoder on its smallest input without content; return one message per failure.
-
-    Some configs only fail in the model's forward. The contract check runs the foundation and teachers. A forward that
-    depends on the content of a tensor runs up to that point. The tensors of ``model``, on ``meta``, are replaced.
-    """
+    """Run each encoder and decoder on its smallest input, without content; return a message per failure."""
     components = {name: part for name, part in (model.encoders | model.decoders).items() if name not in model.teachers}
     return [problem for name, component in components.items() if (problem := _problem(name, component))]
 
