@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 from omnitrain.errors import UserError
+from omnitrain.terminal import as_text
 
 NUM_COLORS = 10
 _MARK = '<meta name="generator" content="omnitrain report">'
@@ -121,3 +124,39 @@ def write_page(name: str, kind: str, body: str, output: Path) -> Path:
     except OSError as error:
         raise UserError(f"{output} cannot be written ({error.strerror}); name another file with --output") from None
     return output
+
+
+_COLUMNS = 120  # of the text
+
+
+class Shown(ABC):
+    """Something that ``print``, a notebook and :meth:`save` show.
+
+    ``name``: what it is about. ``title``: what it is, on a page.
+    """
+
+    name: str
+    title: ClassVar[str]
+
+    @abstractmethod
+    def lines(self) -> Iterable[RenderableType]:
+        """Return what a terminal shows."""
+
+    @abstractmethod
+    def chapters(self) -> Markup:
+        """Return what a page shows."""
+
+    def save(self, file: str | Path) -> Path:
+        """Write one page that needs nothing else, and return its path; UserError: the file is something else."""
+        return write_page(self.name, self.title, self.chapters(), Path(file))
+
+    def _repr_html_(self) -> str:
+        return part_of_notebook(self.chapters())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self.lines()
+
+    def __str__(self) -> str:
+        return as_text(self, columns=_COLUMNS)
+
+    __repr__ = __str__

@@ -26,7 +26,7 @@ from omnitrain.plan.schedule.actions import Action, Kind
 from omnitrain.plan.step import StepPlan
 from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.train.process_groups import Ranks
-from omnitrain.train.run_state.state import TrainingState
+from omnitrain.train.run_state.save import TrainingState
 
 
 class EncoderCosts:

@@ -21,7 +21,7 @@ from omnitrain.errors import DamagedCheckpointError, TrainingError, UserError
 from omnitrain.peers import Peers, all_or_raise
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.metrics.console import console
-from omnitrain.train.metrics.early_stopping import StopWatcher, read_lines
+from omnitrain.train.metrics.meter import StopWatcher, read_lines
 
 LOCK_FILE = ".lock"  # the file is never removed; only a process's lock on it counts
 

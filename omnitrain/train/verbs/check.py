@@ -52,7 +52,6 @@ from omnitrain.train.build_from_recipe import (
     use_own_functions,
 )
 from omnitrain.train.callbacks import Callbacks, load_callbacks
-from omnitrain.train.data import show_unread, spared
 from omnitrain.train.device import compute_dtype, machines_for, mixed_precision, require_devices, use_device
 from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import load_scorer
@@ -68,6 +67,7 @@ from omnitrain.train.metrics.display import (
 )
 from omnitrain.train.metrics.trackers import require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
+from omnitrain.train.prepare import show_unread, spared
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.useless_keys import require_effect
 
