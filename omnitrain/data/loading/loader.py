@@ -15,7 +15,7 @@ from typing import Any, overload
 import numpy as np
 
 from omnitrain.data.loading.data_process import run_ahead
-from omnitrain.data.loading.dataset_loader import Collate, DatasetLoader, MapDataset
+from omnitrain.data.loading.dataset_loader import DatasetLoader, MapDataset
 from omnitrain.data.loading.order import SampleOrder, SourceShare
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.row_processes import PreparedRows, SlotRows, prepare_some
@@ -341,27 +341,10 @@ def build_dataloader(data: Data, processor: OmniProcessor, **options: Any) -> St
 
 @overload
 def build_dataloader(
-    data: MapDataset | Iterable[Any],
-    processor: OmniProcessor | None = None,
-    *,
-    micro_batch_size: int | None = None,
-    pack_tokens: int | None = None,
-    global_batch_size: int | None = None,
-    collate_fn: Collate | Sequence[Collate] | None = None,
-    shuffle: bool | None = None,
-    num_workers: int = 0,
-    seed: int = 0,
-    max_tokens: int | None = None,
-    without_tails: bool = False,
-    rank: int | None = None,
-    ranks: int | None = None,
+    data: MapDataset | Iterable[Any], processor: OmniProcessor | None = None, **options: Any
 ) -> DatasetLoader: ...
-
-
 @overload
 def build_dataloader(*, dataset: MapDataset | Iterable[Any], **options: Any) -> DatasetLoader: ...
-
-
 def build_dataloader(
     data: Any = None, processor: OmniProcessor | None = None, *, dataset: Any = None, **options: Any
 ) -> StepLoader | DatasetLoader:

@@ -98,9 +98,10 @@ class Histogram:
 
 
 @dataclass(frozen=True, repr=False)
-class DataNumbers:
-    """All numbers."""
+class DataStats(Shown):
+    """The numbers of a recipe's data. A notebook shows them as HTML, a terminal as text."""
 
+    title: ClassVar[str] = "statistics of the data"
     name: str  # name of the recipe
     steps: int  # steps of its run
     packs_per_step: int  # packs of a step over all ranks
@@ -162,86 +163,6 @@ class DataNumbers:
             fills=_histogram({"packs": [pack.num_tokens for pack in packs]}, room),
             unread=unread,
         )
-
-
-def _data_set(source: RowSource, rows: Sequence[Measured], share: float, epochs: float | None) -> DataSetStats:
-    rejected = sum(isinstance(row, Rejected) for row in rows)
-    if len(source) >= ENDLESS:
-        return DataSetStats(source.name, None, len(rows), rejected, share, None)
-    return DataSetStats(source.name, len(source), len(rows), rejected, share, epochs)
-
-
-def _samples(rows: Sequence[Measured]) -> list[Measure]:
-    """The samples of all rows; a long document has several."""
-    return [sample for row in rows if isinstance(row, Measure) for sample in row.pieces]
-
-
-def _source(name: str, rows: Sequence[Measured]) -> SourceStats:
-    samples = _samples(rows)
-    lengths = np.array([len(sample) for sample in samples] or [0])
-    total = max(1, int(lengths.sum()))
-    tokens: Counter[str] = Counter()
-    items: Counter[str] = Counter()
-    for sample in samples:
-        tokens.update(sample.tokens)
-        items.update(sample.items)
-    return SourceStats(
-        name=name,
-        samples=len(samples),
-        rejected=sum(isinstance(row, Rejected) for row in rows),
-        length={
-            "min": int(lengths.min()),
-            "mean": float(lengths.mean()),
-            "median": float(np.median(lengths)),
-            "p95": float(np.percentile(lengths, 95)),
-            "max": int(lengths.max()),
-        },
-        predicted=sum(sample.num_predicted for sample in samples) / total,
-        tokens={kind: count / total for kind, count in sorted(tokens.items())},
-        items={modality: count / len(samples) for modality, count in sorted(items.items())},
-        lowered=sum(sample.lowered for sample in samples),
-    )
-
-
-def _rejected(rows: Sequence[Rejected]) -> list[RejectedStats]:
-    groups: dict[tuple[str, str], list[Rejected]] = {}
-    for row in rows:
-        groups.setdefault((row.source, row.kind_of_reason), []).append(row)
-    found = (RejectedStats(*kind, len(of_kind), of_kind[0].id, of_kind[0].reason) for kind, of_kind in groups.items())
-    return sorted(found, key=lambda one: (-one.rows, one.source, one.reason))
-
-
-def _packing(packing: Packing, room: int, packs_per_step: int) -> PackingStats:
-    packs, count = packing.packs, len(packing.packs)
-    tokens = sum(pack.num_tokens for pack in packs)
-    samples = sum(pack.num_samples for pack in packs) / count
-    return PackingStats(
-        packs=count,
-        fill=tokens / (count * room),
-        samples=samples,
-        predicted=sum(pack.num_predicted for pack in packs) / count,
-        samples_per_step=samples * packs_per_step,
-        tokens_per_step=tokens / count * packs_per_step,
-    )
-
-
-def _histogram(values: Mapping[str, Sequence[int]], end: int | None) -> Histogram:
-    """Count whole numbers in at most 20 bins of one width (but the last), from 0 to ``end`` or to the largest."""
-    top = end or max((value for of_name in values.values() for value in of_name), default=0)
-    edges = [*range(0, top + 1, -(-(top + 1) // _BINS)), top + 1]
-    counts = {name: np.histogram(of_name, edges)[0].tolist() for name, of_name in values.items() if len(of_name)}
-    return Histogram(edges, counts)
-
-
-_LANES = 40  # sources that are drawn
-_BAR = 50  # characters of the longest bar of a histogram in a terminal
-
-
-@dataclass(frozen=True, repr=False)
-class DataStats(DataNumbers, Shown):
-    """The numbers of a recipe's data. A notebook shows them as HTML, a terminal as text."""
-
-    title: ClassVar[str] = "statistics of the data"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers as JSON has them."""
@@ -323,6 +244,79 @@ class DataStats(DataNumbers, Shown):
                 bars.append(Bar(lane, start, share, index))
                 start += share
         return draw_bars(bars, [source.name for source in lanes], title, "% of its tokens", 100)
+
+
+def _data_set(source: RowSource, rows: Sequence[Measured], share: float, epochs: float | None) -> DataSetStats:
+    rejected = sum(isinstance(row, Rejected) for row in rows)
+    if len(source) >= ENDLESS:
+        return DataSetStats(source.name, None, len(rows), rejected, share, None)
+    return DataSetStats(source.name, len(source), len(rows), rejected, share, epochs)
+
+
+def _samples(rows: Sequence[Measured]) -> list[Measure]:
+    """The samples of all rows; a long document has several."""
+    return [sample for row in rows if isinstance(row, Measure) for sample in row.pieces]
+
+
+def _source(name: str, rows: Sequence[Measured]) -> SourceStats:
+    samples = _samples(rows)
+    lengths = np.array([len(sample) for sample in samples] or [0])
+    total = max(1, int(lengths.sum()))
+    tokens: Counter[str] = Counter()
+    items: Counter[str] = Counter()
+    for sample in samples:
+        tokens.update(sample.tokens)
+        items.update(sample.items)
+    return SourceStats(
+        name=name,
+        samples=len(samples),
+        rejected=sum(isinstance(row, Rejected) for row in rows),
+        length={
+            "min": int(lengths.min()),
+            "mean": float(lengths.mean()),
+            "median": float(np.median(lengths)),
+            "p95": float(np.percentile(lengths, 95)),
+            "max": int(lengths.max()),
+        },
+        predicted=sum(sample.num_predicted for sample in samples) / total,
+        tokens={kind: count / total for kind, count in sorted(tokens.items())},
+        items={modality: count / len(samples) for modality, count in sorted(items.items())},
+        lowered=sum(sample.lowered for sample in samples),
+    )
+
+
+def _rejected(rows: Sequence[Rejected]) -> list[RejectedStats]:
+    groups: dict[tuple[str, str], list[Rejected]] = {}
+    for row in rows:
+        groups.setdefault((row.source, row.kind_of_reason), []).append(row)
+    found = (RejectedStats(*kind, len(of_kind), of_kind[0].id, of_kind[0].reason) for kind, of_kind in groups.items())
+    return sorted(found, key=lambda one: (-one.rows, one.source, one.reason))
+
+
+def _packing(packing: Packing, room: int, packs_per_step: int) -> PackingStats:
+    packs, count = packing.packs, len(packing.packs)
+    tokens = sum(pack.num_tokens for pack in packs)
+    samples = sum(pack.num_samples for pack in packs) / count
+    return PackingStats(
+        packs=count,
+        fill=tokens / (count * room),
+        samples=samples,
+        predicted=sum(pack.num_predicted for pack in packs) / count,
+        samples_per_step=samples * packs_per_step,
+        tokens_per_step=tokens / count * packs_per_step,
+    )
+
+
+def _histogram(values: Mapping[str, Sequence[int]], end: int | None) -> Histogram:
+    """Count whole numbers in at most 20 bins of one width (but the last), from 0 to ``end`` or to the largest."""
+    top = end or max((value for of_name in values.values() for value in of_name), default=0)
+    edges = [*range(0, top + 1, -(-(top + 1) // _BINS)), top + 1]
+    counts = {name: np.histogram(of_name, edges)[0].tolist() for name, of_name in values.items() if len(of_name)}
+    return Histogram(edges, counts)
+
+
+_LANES = 40  # sources that are drawn
+_BAR = 50  # characters of the longest bar of a histogram in a terminal
 
 
 def _sums(histogram: Histogram) -> list[tuple[Markup, int]]:
