@@ -57,15 +57,12 @@ class OptimizerState:
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Save the state of ``optimizer``; parameters without any gradient so far have none. All its ranks call this.
 
-    Args:
-        model: the model, sharded or not, whose parameter names are used.
-        optimizer: an optimizer of some of its parameters. Its state may hold numbers, text and tensors; tensors of a
-            sharded parameter must be sharded like it, except scalars. Options of its groups are not saved.
-        folder: the same on all ranks; created if missing. An earlier state in it is removed first and replaced.
-
-    Raises:
-        UserError: the state holds something else, or the optimizer has parameters that are not the model's.
-        OSError: writing failed. This and any other error of writing is raised on all ranks.
+    ``model``: the model, sharded or not, whose parameter names are used. ``optimizer``: an optimizer of some of its
+    parameters. Its state may hold numbers, text and tensors; tensors of a sharded parameter must be sharded like it,
+    except scalars. Options of its groups are not saved. ``folder``: the same on all ranks; created if missing. An
+    earlier state in it is removed first and replaced. Raises UserError: the state holds something else, or the
+    optimizer has parameters that are not the model's; OSError: writing failed. This and any other error of writing is
+    raised on all ranks.
     """
     parameters = parameters_at_rest(model)
     with _ranks_of(model) as peers:
@@ -175,15 +172,10 @@ def _together(peers: Peers, work: Callable[[], T]) -> T:
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Load what :func:`save_optimizer` saved, under any layout and precision. All ranks of the model call this.
 
-    Args:
-        model: a model with the same parameter names and shapes as the saved one. Parameters that had an fp32 copy and
-            are now fp32 get the values of that copy, because their saved weights were rounded.
-        optimizer: an optimizer of the same class, with or without offload.
-        folder: the same on all ranks.
-
-    Raises:
-        UserError: raised on all ranks if the folder has no state, or has state of parameters that are not the
-            optimizer's or have another shape.
+    ``model``: a model with the same parameter names and shapes as the saved one. Parameters that had an fp32 copy and
+    are now fp32 get the values of that copy, because their saved weights were rounded. ``optimizer``: an optimizer of
+    the same class, with or without offload. ``folder``: the same on all ranks. Raises UserError: raised on all ranks if
+    the folder has no state, or has state of parameters that are not the optimizer's or have another shape.
     """
     reader = dcp.FileSystemReader(folder)
     parameters = parameters_at_rest(model)
@@ -215,8 +207,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 def load_averages(model: nn.Module, folder: str | Path) -> None:
     """Write the averages that an ``EMA`` saved in ``folder`` over the weights of ``model``, which is not sharded.
 
-    Raises:
-        UserError: the folder has no averages, or those of other parameters.
+    Raises UserError: the folder has no averages, or those of other parameters.
     """
     reader, parameters = dcp.FileSystemReader(folder), dict(model.named_parameters())
     with _ranks_of(model):

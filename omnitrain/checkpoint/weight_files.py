@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnitrain.checkpoint.pieces import Piece, Place
+from omnitrain.checkpoint.pieces import Piece, TensorChunk
 from omnitrain.checkpoint.safetensors_file import Entry, SafetensorsFile, as_bytes
 from omnitrain.errors import TrainingError
 from omnitrain.peers import Peers, lost_connections_as, raise_on_all, wait_for
@@ -23,12 +23,9 @@ class PieceExchange:
     """Brings the pieces of each tensor to the one rank that writes it, when that rank asks for them.
 
     Every rank first learns what it will receive. Then its own pieces wait in their place until their receivers take
-    them, so that no rank waits for the order of another one.
-
-    Args:
-        pieces: what this rank holds; on the CPU.
-        writers: name of a tensor -> the rank that writes it; the same on all ranks. Others are not sent.
-        peers: the ranks, which all call this.
+    them, so that no rank waits for the order of another one. ``pieces``: what this rank holds; on the CPU. ``writers``:
+    name of a tensor -> the rank that writes it; the same on all ranks. Others are not sent. ``peers``: the ranks, which
+    all call this.
     """
 
     def __init__(self, pieces: Iterable[Piece], writers: Mapping[str, int], peers: Peers) -> None:
@@ -39,7 +36,7 @@ class PieceExchange:
             if (writer := writers.get(piece.place.name)) is not None:
                 offers[writer].append(piece)
         self._own = {piece.place: piece.tensor for piece in offers[rank]}
-        self._parts: defaultdict[str, list[tuple[int, int, Place]]] = defaultdict(list)  # rank, tag, place
+        self._parts: defaultdict[str, list[tuple[int, int, TensorChunk]]] = defaultdict(list)  # rank, tag, place
         with lost_connections_as(_ENDED):
             found = peers.swap([[piece.place for piece in offer] for offer in offers])
         for sender, places in enumerate(found):
@@ -103,14 +100,11 @@ def _finish(work: Any) -> None:
 class Group:
     """Tensors of the model that become tensors of a file together, whole.
 
-    Attributes:
-        sources: the tensors, as the model has them.
-        stored: the tensors, as the file has them.
-        convert: makes these of those. None: there is one of each, with equal values.
+    ``convert``: makes these of those. None: there is one of each, with equal values.
     """
 
-    sources: tuple[Entry, ...]
-    stored: tuple[Entry, ...]
+    sources: tuple[Entry, ...]  # the tensors, as the model has them
+    stored: tuple[Entry, ...]  # the tensors, as the file has them
     convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]] | None = None
 
 

@@ -98,8 +98,7 @@ def report_at_end(folder: Path, say: Callable[[str], Any]) -> Callable[..., None
 def write_report(folders: Sequence[Path], output: Path) -> Path:
     """Write one page about the runs in ``folders`` to ``output``, and return it. An older report there is replaced.
 
-    Raises:
-        UserError: a folder has no run or a run without metrics, or the file cannot be written.
+    Raises UserError: a folder has no run or a run without metrics, or the file cannot be written.
     """
     runs = read_runs(folders)
     labels = [run.label for run in runs]

@@ -252,9 +252,8 @@ def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype
 def use_own_functions(model: OmniModel, train: Train) -> None:
     """Install the losses and metrics of the user's own, in training and evaluation.
 
-    Raises:
-        UserError: one cannot be loaded, has a parameter that is no teacher, or a decoder of the user's own computes its
-            loss by itself; or no function has a teacher among its parameters.
+    Raises UserError: one cannot be loaded, has a parameter that is no teacher, or a decoder of the user's own computes
+    its loss by itself; or no function has a teacher among its parameters.
     """
     heads = {"text": model.runner, **model.decoders}
     losses = {name: load_function(function, f"train.losses.{name}") for name, function in train.losses.items()}

@@ -13,7 +13,7 @@ from omnitrain.data.packing.sample import Rejected
 from omnitrain.optim.ema import EMA
 from omnitrain.parallel.serving import serving
 from omnitrain.recipe import Recipe
-from omnitrain.train.evaluate.evaluate import Evaluation, Evaluator
+from omnitrain.train.evaluate.evaluate import EvaluationResult, Evaluator
 from omnitrain.train.evaluate.media_files import save_samples
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.measures import RunMeasures
@@ -29,27 +29,22 @@ T = TypeVar("T")
 
 @dataclass
 class Evaluations:
-    """Evaluates a run where that is due, and stops at Ctrl-C. Every rank calls all methods.
+    """Evaluates a run where that is due, and stops at Ctrl-C. Every rank calls all methods."""
 
-    Attributes:
-        evaluator: None: the recipe has no evaluation.
-        ema: the averages that are evaluated with ``evaluation.ema``; None: there are none.
-        metrics: where scores go; None on all ranks but the first.
-        tell: called with ``"on_evaluate"`` and each result.
-        paused: makes the context in which no progress is expected.
-        scores: steps done -> the last scores, which a later ``fit`` of the trainer knows, too.
-    """
-
-    evaluator: Evaluator | None
+    evaluator: Evaluator | None  # None: the recipe has no evaluation
     recipe: Recipe
     folder: RunFolder
-    ema: EMA | None
+    ema: EMA | None  # the averages that are evaluated with ``evaluation.ema``; None: there are none
     measures: RunMeasures
     interrupt: Interrupt
-    metrics: MetricsFile | None
-    tell: Callable[..., None]
-    paused: Callable[[str], contextlib.AbstractContextManager[Any]]
-    scores: dict[int, dict[str, float]]
+    metrics: MetricsFile | None  # where scores go; None on all ranks but the first
+    tell: Callable[..., None]  # called with ``"on_evaluate"`` and each result
+    paused: Callable[
+        [str], contextlib.AbstractContextManager[Any]
+    ]  # makes the context in which no progress is expected
+    scores: dict[
+        int, dict[str, float]
+    ]  # steps done -> the last scores, which a later ``fit`` of the trainer knows, too
     _losses: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # steps done -> the last held-out losses
 
     def on_the_way(self, line: dict[str, Any]) -> None:
@@ -65,7 +60,7 @@ class Evaluations:
             return
         line["heldout"] = found
         if not self.recipe.evaluates(step) or step >= self.recipe.train.steps:
-            self.tell("on_evaluate", Evaluation(found, [], {}, []))
+            self.tell("on_evaluate", EvaluationResult(found, [], {}, []))
             return
         with contextlib.suppress(StoppedError), self.paused("evaluate"):
             line["scores"] = self._evaluate(self.evaluator)
@@ -102,10 +97,10 @@ class Evaluations:
         losses = self.measures.ranks.of_first(None if result is None else result.losses)
         skipped = merge_states(self.measures.ranks.peers.gather_on_first(self.measures.data)).rejected
         self.measures.ranks.first(partial(self._write, result, scores, skipped))
-        self.tell("on_evaluate", result or Evaluation(losses or {}, [], scores, []))
+        self.tell("on_evaluate", result or EvaluationResult(losses or {}, [], scores, []))
         return scores
 
-    def _write(self, result: Evaluation | None, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
+    def _write(self, result: EvaluationResult | None, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
         assert result is not None and self.recipe.evaluation is not None
         step, rejected = self.measures.step, [*skipped, *result.rejected]
         written = self.folder.write_scores({"step": step} | scores | {"losses": result.losses})

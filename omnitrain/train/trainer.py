@@ -31,7 +31,7 @@ from omnitrain.report.run_facts import write_facts
 from omnitrain.report.write import report_at_end
 from omnitrain.train.callbacks import Callback, CallbackError, Callbacks, load_callbacks
 from omnitrain.train.data import open_data
-from omnitrain.train.device import use_device
+from omnitrain.train.device import mixed_precision, use_device
 from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import Evaluator, load_scorer
 from omnitrain.train.evaluations import Evaluations
@@ -50,12 +50,9 @@ from omnitrain.train.metrics.throughput import Stopwatch
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
 from omnitrain.train.nonfinite import NonFiniteError, Origin, OriginFinder, not_finite_error
-from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import Ranks, join_ranks
-from omnitrain.train.run_state.resume import require_same_rows
-from omnitrain.train.run_state.run_folder import Resume, RunFolder
-from omnitrain.train.run_state.run_lock import require_free
+from omnitrain.train.run_state.run_folder import Resume, RunFolder, require_free, require_same_rows
 from omnitrain.train.run_state.save import Saver, checkpoint_bytes
 from omnitrain.train.run_state.snapshot import EMA_FOLDER, OPTIMIZER
 from omnitrain.train.run_state.state import TrainingState, read_state
@@ -81,20 +78,14 @@ class _Fit:
 class RunSummary:
     """How a run ended.
 
-    Attributes:
-        step: optimizer steps done.
-        interrupted: Ctrl-C or SIGTERM ended it early.
-        checkpoint: the last checkpoint.
-        scores: scores of the evaluation; empty without an evaluation.
-        is_terminated: it was SIGTERM: a scheduler should start the run again.
-        stopped: why the run ended before its last step, by early stopping or a callback. None: it did not.
+    ``stopped``: why the run ended before its last step, by early stopping or a callback. None: it did not.
     """
 
-    step: int
-    interrupted: bool
-    checkpoint: Path
-    scores: dict[str, float]
-    is_terminated: bool = False
+    step: int  # optimizer steps done
+    interrupted: bool  # Ctrl-C or SIGTERM ended it early
+    checkpoint: Path  # the last checkpoint
+    scores: dict[str, float]  # scores of the evaluation; empty without an evaluation
+    is_terminated: bool = False  # it was SIGTERM: a scheduler should start the run again
     stopped: str | None = None
 
 
@@ -122,14 +113,10 @@ class Trainer:
     def __init__(self, recipe: Recipe, *, resume: Resume = False, callbacks: Sequence[Callback] = ()) -> None:
         """Build everything; nothing is written before :meth:`fit`.
 
-        Args:
-            recipe: the recipe of the run.
-            resume: continue the run in ``recipe.output_dir`` from its newest checkpoint. "auto": from the newest one
-                that is not damaged; if it has none, start it.
-            callbacks: called before those of ``train.callbacks``; all ranks must pass the same.
-
-        Raises:
-            UserError: recipe, data and weights do not fit together.
+        ``recipe``: the recipe of the run. ``resume``: continue the run in ``recipe.output_dir`` from its newest
+        checkpoint. "auto": from the newest one that is not damaged; if it has none, start it. ``callbacks``: called
+        before those of ``train.callbacks``; all ranks must pass the same. Raises UserError: recipe, data and weights do
+        not fit together.
         """
         if not isinstance(recipe, Recipe):
             raise UserError(f"recipe: found a {type(recipe).__name__}; expected a Recipe, as Recipe.load(NAME) returns")
@@ -200,13 +187,10 @@ class Trainer:
     def fit(self) -> RunSummary:
         """Train to the last step (or Ctrl-C), save, evaluate. All ranks must call it.
 
-        A second call continues a run that Ctrl-C ended. A resumed run that is finished does not change.
-
-        Raises:
-            NonFiniteError: a loss or gradient is not finite; the finished steps are saved.
-            UserError: the data cannot be used; the finished steps are saved.
-            TrainingError: a data process was killed; the finished steps are saved.
-            CallbackError: a callback raised on some rank; the finished steps are saved.
+        A second call continues a run that Ctrl-C ended. A resumed run that is finished does not change. Raises
+        NonFiniteError: a loss or gradient is not finite; the finished steps are saved; UserError: the data cannot be
+        used; the finished steps are saved; TrainingError: a data process was killed; the finished steps are saved;
+        CallbackError: a callback raised on some rank; the finished steps are saved.
         """
         if (finished := self._finished()) is not None:
             return finished
@@ -422,11 +406,8 @@ class Trainer:
     def train_step(self, batch: StepBatch) -> tuple[float, float]:
         """One optimizer step over ``batch`` and the batches of all other ranks.
 
-        Returns:
-            The total loss and the gradient norm before clipping, the same on all ranks.
-
-        Raises:
-            NonFiniteError: on all ranks, before the update: no weight changes. The message names the samples.
+        Returns the total loss and the gradient norm before clipping, the same on all ranks. Raises NonFiniteError: on
+        all ranks, before the update: no weight changes. The message names the samples.
         """
         settings, measures = self.recipe.train.optimizer, self.measures
         packs: list[PackLosses] = []

@@ -22,8 +22,7 @@ _MIN_SHARE = 0.5
 def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
     """Load the text tokenizer of a folder or Hub id, which ``key`` of the recipe names.
 
-    Raises:
-        UserError: there is no tokenizer, or it is incomplete (:func:`require_whole`).
+    Raises UserError: there is no tokenizer, or it is incomplete (:func:`require_whole`).
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path))
@@ -38,10 +37,8 @@ def require_whole(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str
     """Raise for a tokenizer without a vocabulary, which transformers builds if the tokenizer's files are missing.
 
     A text in many scripts must give at least one token that is neither the unknown token nor an added one. If the
-    vocabulary has none of these scripts, the text of its first tokens must. Errors name ``key`` of the recipe.
-
-    Raises:
-        UserError: the tokenizer gives no token, or only unknown tokens, for any text.
+    vocabulary has none of these scripts, the text of its first tokens must. Errors name ``key`` of the recipe. Raises
+    UserError: the tokenizer gives no token, or only unknown tokens, for any text.
     """
     useless = {tokenizer.unk_token_id, *tokenizer.added_tokens_decoder}
     vocabulary = tokenizer.decode([one for one in range(min(len(tokenizer), 1000)) if one not in useless])
@@ -60,10 +57,8 @@ def require_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str)
     """Raise for a tokenizer with less than half as many tokens as the foundation at ``path`` has rows.
 
     Such a tokenizer belongs to another model or is incomplete. Padded embeddings have only some per cent more rows than
-    tokens (Phi-2: 51200 for 50295), and vocabularies with codes of other media still consist mostly of text.
-
-    Raises:
-        UserError: the tokenizer has too few tokens; the message gives both numbers.
+    tokens (Phi-2: 51200 for 50295), and vocabularies with codes of other media still consist mostly of text. Raises
+    UserError: the tokenizer has too few tokens; the message gives both numbers.
     """
     if len(tokenizer) < _MIN_SHARE * rows:
         raise UserError(
@@ -103,8 +98,7 @@ class TextEncoder:
 def load_hf_processor(path: str | Path) -> ProcessorMixin | PreTrainedTokenizerBase:
     """Load the processor of a folder or Hub id, or its tokenizer if it has no processor.
 
-    Raises:
-        UserError: there is no processor, a package that it needs is missing, or its tokenizer is incomplete.
+    Raises UserError: there is no processor, a package that it needs is missing, or its tokenizer is incomplete.
     """
     try:
         processor = AutoProcessor.from_pretrained(str(path))
@@ -131,8 +125,7 @@ _GROUPS: dict[str, tuple[str, Any]] = {
 def require_known_arguments(processor: object, arguments: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise for arguments (by group) that the HF processor does not have; transformers would silently ignore them.
 
-    Raises:
-        UserError: an argument does not exist; the message suggests the nearest one.
+    Raises UserError: an argument does not exist; the message suggests the nearest one.
     """
     for group, values in arguments.items():
         attribute, common = _GROUPS[group]

@@ -251,9 +251,8 @@ class DatasetLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step of :meth:`state_dict`. Of an iterable dataset, ``rows`` rows are read and dropped.
 
-        Raises:
-            UserError: the dataset had another length, or ``global_batch_size``, ``shuffle`` or ``seed`` were others, so
-                the steps had other rows.
+        Raises UserError: the dataset had another length, or ``global_batch_size``, ``shuffle`` or ``seed`` were others,
+        so the steps had other rows.
         """
         own = self.state_dict()
         if own["seed"] != state["seed"]:

@@ -18,8 +18,7 @@ from omnitrain.data.loading.data_process import run_ahead
 from omnitrain.data.loading.dataset_loader import Collate, DatasetLoader, MapDataset
 from omnitrain.data.loading.order import SampleOrder, SourceShare
 from omnitrain.data.loading.packer import SlotPacker
-from omnitrain.data.loading.prepared_rows import PreparedRows
-from omnitrain.data.loading.row_processes import SlotRows, prepare_some
+from omnitrain.data.loading.row_processes import PreparedRows, SlotRows, prepare_some
 from omnitrain.data.loading.slots import LoaderState, MadeStep, RankShare, SameSamples, SlotState, Swap, share_of_rank
 from omnitrain.data.packing.budget import PackBudget, balanced_shares
 from omnitrain.data.packing.pack import Pack
@@ -105,9 +104,8 @@ class _Steps:
     def make(self) -> Generator[MadeStep, None, None]:
         """Yield steps without end. One of ``data.workers`` processes runs this; the others prepare rows for it.
 
-        Raises:
-            UserError: the model cannot use the data.
-            TrainingError: a process that prepares rows was killed, or another rank failed.
+        Raises UserError: the model cannot use the data; TrainingError: a process that prepares rows was killed, or
+        another rank failed.
         """
         context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
         with context, contextlib.closing(self._packed()) as own:
@@ -174,8 +172,7 @@ class StepLoader:
     ) -> None:
         """Prepare the steps of a rank from the open data sets of ``data``.
 
-        Raises:
-            UserError: ``data.pack_elements`` has a component that the model does not have.
+        Raises UserError: ``data.pack_elements`` has a component that the model does not have.
         """
         rank, ranks, slots, peers = options.rank, options.ranks, options.slots, options.peers
         share, start = share_of_rank(rank, ranks, slots), options.state or LoaderState()
@@ -338,8 +335,7 @@ def first_samples(
 def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
     """Prepare the first row of each kind, to find media that no component reads or writes before training.
 
-    Raises:
-        UserError: the model cannot use the data; the message has one line per problem.
+    Raises UserError: the model cannot use the data; the message has one line per problem.
     """
     rows = PreparedRows(sources, processor, budget=None)
     firsts = [(s, position) for s, table in enumerate(sources) for position in table.first_of_each_kind()]

@@ -80,8 +80,7 @@ class SlotPacker(Generic[Held]):
     def choose(self) -> list[Held]:
         """Return the samples of the next pack.
 
-        Raises:
-            UserError: the model cannot use a row, or all rows have been drawn in all their epochs.
+        Raises UserError: the model cannot use a row, or all rows have been drawn in all their epochs.
         """
         for _ in range(self._num_unread):
             self._draw()

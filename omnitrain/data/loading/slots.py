@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from omnitrain.data.loading.data_process import as_bytes
 from omnitrain.data.loading.order import ORDER_VERSION
-from omnitrain.data.loading.socket_message import as_bytes
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import UserError
 
@@ -53,19 +53,16 @@ def share_of_rank(rank: int | None, ranks: int, slots: int) -> RankShare:
 class SlotState:
     """The state of a slot, from which it resumes.
 
-    Attributes:
-        held: indices of samples that were drawn but not packed yet, oldest first.
-        held_pieces: index in ``held`` -> pieces of its row that were not packed yet. Only rows with several pieces.
-        begun: index at which the slot began the second and each later stage.
-        fatal: rows that missed their deadline or crashed a decoder, which the slot rejects whenever it draws them.
+    ``held_pieces``: index in ``held`` -> pieces of its row that were not packed yet. Only rows with several pieces.
+    ``fatal``: rows that missed their deadline or crashed a decoder, which the slot rejects whenever it draws them.
     """
 
     next_index: int  # global index of its first sample that was not drawn yet
-    held: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()  # indices of samples that were drawn but not packed yet, oldest first
     rejected: Mapping[str, int] = field(default_factory=dict)  # source -> rows; not counted again in later epochs
     held_pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     num_packs: int = 0  # made so far, which is the number of steps
-    begun: tuple[int, ...] = ()
+    begun: tuple[int, ...] = ()  # index at which the slot began the second and each later stage
     fatal: tuple[Rejected, ...] = ()
 
     @classmethod
@@ -99,8 +96,7 @@ class LoaderState:
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
         """Return the state that ``asdict`` turned into ``saved``.
 
-        Raises:
-            UserError: the run began with another order, of an earlier version of omnitrain.
+        Raises UserError: the run began with another order, of an earlier version of omnitrain.
         """
         if (version := saved.get("order_version", 1)) != ORDER_VERSION:
             raise UserError(

@@ -117,9 +117,7 @@ def pack_all(samples: Iterable[Sample], capacity: int | PackBudget, *, alone: bo
     """Yield packs of a finite stream, for evaluation. Every sample is used once.
 
     ``capacity``: the most that a pack may hold, or the most tokens. A sample whose media exceed it has its own pack.
-
-    Raises:
-        ValueError: a sample has more tokens than a pack may hold.
+    Raises ValueError: a sample has more tokens than a pack may hold.
     """
     budget = PackBudget(capacity) if isinstance(capacity, int) else capacity
     held: list[Sample] = []

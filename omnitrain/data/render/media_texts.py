@@ -149,11 +149,9 @@ class ForwardEncoder:
     ) -> Sample:
         """Encode the template's ``text`` with the processor's outputs that the forward takes.
 
-        ``answers`` are its characters that are trained, and ``inserts`` every medium, in the order of the text.
-
-        Raises:
-            ValueError: this conversation cannot be used.
-            UserError: no conversation can be used, because the processor does not fit.
+        ``answers`` are its characters that are trained, and ``inserts`` every medium, in the order of the text. Raises
+        ValueError: this conversation cannot be used; UserError: no conversation can be used, because the processor does
+        not fit.
         """
         pieces = list(_pieces(text, inserts))
         media = [insert.medium for insert in inserts if isinstance(insert, ForwardInsert)]

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts
+from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts, tools_of
 from omnitrain.data.chat.text_tokenizer import TextEncoder
-from omnitrain.data.chat.tool_calls import tools_of
 from omnitrain.data.packing.sample import MediaSpan, Sample
 from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.hf_visuals import FrameChoice
@@ -46,8 +45,7 @@ class Renderer(ABC):
     def start_token(self, modality: str) -> int:
         """Return the id of the token before a medium that an attached component reads or writes.
 
-        Raises:
-            UserError: it is not one token of the tokenizer.
+        Raises UserError: it is not one token of the tokenizer.
         """
         return single_token(self.tokenizer, modality, getattr(self.chat, modality))
 
@@ -55,9 +53,7 @@ class Renderer(ABC):
     def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
         """Encode ``messages`` with the media of ``row``; for generation, append the opening of an assistant message.
 
-        Raises:
-            ValueError: this row cannot be used.
-            UserError: no such row can be used.
+        Raises ValueError: this row cannot be used; UserError: no such row can be used.
         """
 
     @abstractmethod
@@ -175,9 +171,8 @@ def _sample(row: Row, ids: list[int], trained: list[bool], spans: Sequence[Media
 def _render(messages: list[Message], chat: ChatFormat) -> list[_Text | MediaPart]:
     """Return messages as a sequence of texts and media. Assistant content and its ``end`` are trained.
 
-    Raises:
-        UserError: a message has a role or field that the format cannot write.
-        ValueError: a message has an invalid weight.
+    Raises UserError: a message has a role or field that the format cannot write; ValueError: a message has an invalid
+    weight.
     """
     pieces: list[_Text | MediaPart] = []
     media = iter(media_parts(messages))

@@ -28,8 +28,7 @@ _TO_THE_END = (0, 0xFFFFFFFF)  # what a writer that cannot go back leaves in a R
 def require_uncut(stream: BinaryIO) -> None:
     """Check that a video file has all bytes that its container promises. Other containers pass.
 
-    Raises:
-        ValueError: it was cut.
+    Raises ValueError: it was cut.
     """
     size = stream.seek(0, io.SEEK_END)
     stream.seek(0)
@@ -148,8 +147,7 @@ class Waveform:
 def decode_image(file: MediaFile) -> Image.Image:
     """Decode an upright RGB image of any format that Pillow reads; see :func:`as_rgb`.
 
-    Raises:
-        ValueError: ``file`` is not an image, or is damaged.
+    Raises ValueError: ``file`` is not an image, or is damaged.
     """
     with _readable("image", file):
         image: Image.Image = Image.open(file.begun())
@@ -160,10 +158,8 @@ def decode_image(file: MediaFile) -> Image.Image:
 def decode_audio(file: MediaFile) -> Waveform:
     """Decode a sound of any format that libsndfile reads (wav, flac, ogg, mp3), and average its channels.
 
-    Of a part of a file, only the part is read and decoded. It ends with the file if ``stop`` is later.
-
-    Raises:
-        ValueError: ``file`` is not a sound file, is damaged, has no samples, or ends before the part.
+    Of a part of a file, only the part is read and decoded. It ends with the file if ``stop`` is later. Raises
+    ValueError: ``file`` is not a sound file, is damaged, has no samples, or ends before the part.
     """
     with _readable("audio", file), soundfile.SoundFile(file.begun()) as sound:
         rate = sound.samplerate
@@ -184,11 +180,9 @@ def decode_audio(file: MediaFile) -> Waveform:
 def decode_clip(file: MediaFile, max_frames: int | Choose) -> Clip:
     """Decode at most ``max_frames`` RGB frames, evenly spaced in time from the first to the last, or chosen ones.
 
-    Of a part of a file, these are its frames from ``start`` to ``stop``. Pillow reads animated WebP, AVIF, PNG and
-    GIF; other formats need PyAV (``pip install omnitrain[video]``).
-
-    Raises:
-        ValueError: ``file`` is not a video, is damaged or cut, or needs PyAV, which is missing.
+    Of a part of a file, these are its frames from ``start`` to ``stop``. Pillow reads animated WebP, AVIF, PNG and GIF;
+    other formats need PyAV (``pip install omnitrain[video]``). Raises ValueError: ``file`` is not a video, is damaged
+    or cut, or needs PyAV, which is missing.
     """
     choose = evenly(max_frames) if isinstance(max_frames, int) else max_frames
     animation = _animation(file)
@@ -210,8 +204,7 @@ def _animation(file: MediaFile) -> ImageFile.ImageFile | None:
 def decode_medium(modality: str, file: MediaFile, choose: Choose) -> Image.Image | Waveform | Clip:
     """Decode an image, a sound, or the frames of a video that ``choose`` chooses.
 
-    Raises:
-        ValueError: ``file`` is damaged, or not of ``modality``.
+    Raises ValueError: ``file`` is damaged, or not of ``modality``.
     """
     if modality == "video":
         return decode_clip(file, choose)
@@ -221,8 +214,7 @@ def decode_medium(modality: str, file: MediaFile, choose: Choose) -> Image.Image
 def decode_soundtrack(file: MediaFile) -> Waveform | None:
     """Decode the sound of a video, from when its first frame (or that of the part) is shown; None if it has no sound.
 
-    Raises:
-        ValueError: as of :func:`decode_clip`.
+    Raises ValueError: as of :func:`decode_clip`.
     """
     if _animation(file) is not None:
         return None  # Pillow's formats have no sound; all others need PyAV

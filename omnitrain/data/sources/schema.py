@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from omnitrain.data.sources.part_files import is_file, modality_of_type, take_files
@@ -33,9 +34,8 @@ class Schema:
     ) -> tuple[list[Any], dict[str, list[Any]]]:
         """Take the messages out of a record, and return them without files, and the row's files by modality.
 
-        Raises:
-            ValueError: the messages or their files cannot be read.
-            UserError: see :func:`~omnitrain.data.sources.turns.as_messages`.
+        Raises ValueError: the messages or their files cannot be read; UserError: see
+        :func:`~omnitrain.data.sources.turns.as_messages`.
         """
         columns = self.columns
         if columns.response is None:
@@ -120,9 +120,9 @@ def _with_video_markers(turn: Any) -> Any:
 
 def _with_shown(messages: list[Any], media: Mapping[str, Sequence[Any]]) -> list[Any]:
     """Return messages with the media of each modality that none of them shows, before the user's first text."""
-    lists = (message.get("content") for message in messages if isinstance(message, dict))
-    parts = [part for content in lists if isinstance(content, list) for part in content if isinstance(part, dict)]
-    shown = {modality_of_type(part.get("type")) for part in parts}
+    dicts = [message for message in messages if isinstance(message, dict)]
+    lists = [content for message in dicts if isinstance(content := message.get("content"), list)]
+    shown = {modality_of_type(part.get("type")) for part in chain(*lists) if isinstance(part, dict)}
     new = [{"type": m} for m in MARKERS if m not in shown for _ in filter(is_file, media[m])]
     if not new:
         return messages
@@ -186,8 +186,7 @@ _RECOGNISED = (
 def schema_of(source: DataSource, found: Sequence[str]) -> Schema:
     """Return how the rows of a data set with the columns ``found`` are read; no columns: nothing is known.
 
-    Raises:
-        DataError: the rows are not of the format that the recipe names, or `columns` has one that it does not use.
+    Raises DataError: the rows are not of the format that the recipe names, or `columns` has one that it does not use.
     """
     own = {name: value for name, value in source.columns if value != Columns.model_fields[name].default}
     name: str | None = source.format

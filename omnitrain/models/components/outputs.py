@@ -27,16 +27,13 @@ class FoundationOutput(NamedTuple):
 class OmniOutput:
     """Output of :meth:`OmniModel.forward`.
 
-    Attributes:
-        losses: ``text`` or name of a decoder -> :class:`LossTerm`.
-        read: loss -> ``[n]`` int64, the token of the pack from which each entry of its ``rows`` was predicted; on the
-            host.
-        hidden: ``[1, T, hidden]``, the foundation's last hidden states, without gradient; None if the model does not
-            expose them. In training, tokens that no loss reads are not computed (``model.ops.unread_rows``). If ranks
-            share a sequence, each rank has only its tokens.
+    ``read``: loss -> ``[n]`` int64, the token of the pack from which each entry of its ``rows`` was predicted; on the
+    host. ``hidden``: ``[1, T, hidden]``, the foundation's last hidden states, without gradient; None if the model does
+    not expose them. In training, tokens that no loss reads are not computed (``model.ops.unread_rows``). If ranks share
+    a sequence, each rank has only its tokens.
     """
 
-    losses: dict[str, LossTerm]
+    losses: dict[str, LossTerm]  # ``text`` or name of a decoder -> :class:`LossTerm`
     read: dict[str, torch.Tensor]
     hidden: torch.Tensor | None
 

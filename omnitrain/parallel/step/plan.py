@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch.distributed as dist
 
-from omnitrain.data.loading.socket_message import as_bytes
+from omnitrain.data.loading.data_process import as_bytes
 from omnitrain.data.packing.pack import MediaBatch, Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,15 +12,41 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from omnitrain.data.chat.parts import MediaPart
-from omnitrain.data.sources.media import Waveform
+from omnitrain.data.sources.clips import Choose, Clip
+from omnitrain.data.sources.media import MediaFile, Waveform, decode_medium
 from omnitrain.data.sources.rows import Row
 from omnitrain.report.curves import Curve
-from omnitrain.report.data.medium import FramesOf, medium_of
 from omnitrain.report.data.pack_view import GapView, ItemView, PackView, RejectedView, SampleView, TokenView
 from omnitrain.report.data.shown import Shown
 from omnitrain.report.html import rendered, tag
 from omnitrain.report.media import MediaBudget
 from omnitrain.report.svg import Bar, draw_bars, draw_curves
+
+FramesOf = Callable[[MediaPart, MediaFile], Choose]
+
+
+@dataclass(frozen=True)
+class ShownMedium:
+    """An image, a sound, or the frames of a video; ``words`` say what it is and how large."""
+
+    content: Image.Image | Waveform | Clip
+    words: str
+
+
+def medium_of(row: Row, part: MediaPart, frames: FramesOf) -> ShownMedium:
+    """Decode the medium of a part of a row; ``frames`` chooses those of a video. ValueError: missing or damaged."""
+    with row.open_media(part.modality, part.position) as file:
+        content = decode_medium(part.modality, file, frames(part, file))
+    if isinstance(content, Image.Image):
+        words = f"image of {content.width} x {content.height} pixels"
+    elif isinstance(content, Waveform):
+        words = f"sound of {len(content.samples) / content.rate:.2f} s, {content.rate:,} Hz"
+    else:
+        shown, times = content.frames, content.times
+        span = f", {times[0]:.1f} to {times[-1]:.1f} s" if times else ""
+        words = f"video of {len(shown)} frames of {shown[0].width} x {shown[0].height} pixels{span}"
+    return ShownMedium(content, words)
+
 
 _COLORS = ("blue", "dark_orange", "green", "magenta", "yellow", "cyan", "red")
 _BAR = 60  # characters of the bar of a full pack
@@ -169,21 +195,13 @@ def _words(position: Sequence[int]) -> str:
 
 @dataclass(frozen=True, repr=False)
 class DataPreview(Shown):
-    """The first packs of a recipe. A notebook shows it as HTML, a terminal as text.
+    """The first packs of a recipe. A notebook shows it as HTML, a terminal as text."""
 
-    Attributes:
-        name: name of the recipe.
-        packs: the packs, as the model gets them.
-        rejected: rows that were read for these packs, and that training skips.
-        frames: chooses the frames of a video, as the model reads them.
-        unread: keys of the data sets that nothing reads, in words.
-    """
-
-    name: str
-    packs: tuple[PackView, ...]
-    rejected: tuple[RejectedView, ...]
-    frames: FramesOf
-    unread: tuple[str, ...] = ()
+    name: str  # name of the recipe
+    packs: tuple[PackView, ...]  # the packs, as the model gets them
+    rejected: tuple[RejectedView, ...]  # rows that were read for these packs, and that training skips
+    frames: FramesOf  # chooses the frames of a video, as the model reads them
+    unread: tuple[str, ...] = ()  # keys of the data sets that nothing reads, in words
     title: ClassVar[str] = "preview of the data"
 
     def lines(self) -> Iterator[RenderableType]:

@@ -15,8 +15,7 @@ from transformers.utils import logging as hf_logging
 
 from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.components.contract import Contract
-from omnitrain.models.hf.load import unused_line
-from omnitrain.models.hf.tied import OWN_HEAD
+from omnitrain.models.hf.load import OWN_HEAD, unused_line
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import ComponentRow
 from omnitrain.recipe.component_configs import OmniConfig

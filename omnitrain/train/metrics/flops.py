@@ -107,8 +107,7 @@ _IDLE = -1  # index of a sample without trained tokens
 class StepFlops:
     """Counts the FLOPs of this rank's part of each step: of samples that it lists, and media that it encodes.
 
-    Attributes:
-        left_out: media or `foundation` -> why its FLOPs cannot be counted.
+    ``left_out``: media or `foundation` -> why its FLOPs cannot be counted.
     """
 
     def __init__(self, counter: ModelFlops, layout: ModelLayout | None) -> None:

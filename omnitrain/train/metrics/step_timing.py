@@ -43,16 +43,13 @@ class Exposed:
 class EncoderTimes:
     """What a step waited for an encoder, and how long the ranks of its section worked: means over ranks.
 
-    Attributes:
-        waited: seconds for which a rank waited for features, of the ranks that need any.
-        busy: seconds of a rank in the actions of its schedule that encode or run the backward, waits for other ranks of
-            its section among them. 0 if no schedule has such actions.
-        busy_share: the same as a share of the step.
+    ``busy``: seconds of a rank in the actions of its schedule that encode or run the backward, waits for other ranks of
+    its section among them. 0 if no schedule has such actions.
     """
 
-    waited: float
+    waited: float  # seconds for which a rank waited for features, of the ranks that need any
     busy: float
-    busy_share: float
+    busy_share: float  # the same as a share of the step
 
     @classmethod
     def of(cls, rows: Sequence[tuple[float | None, float | None, float]]) -> EncoderTimes:
@@ -66,16 +63,9 @@ class EncoderTimes:
 class StepSpans:
     """Records steps that are traced and, if ranks exchange anything, steps for which a line of metrics is written.
 
-    Args:
-        model: the model, sharded or in one process.
-        device: device of this rank.
-        recipe: recipe with the steps to record.
-        folder: folder for traces.
-
-    Attributes:
-        recorder: is on during these steps.
-        last: the last recorded step.
-        data_waited: seconds for which this rank waited for the packs of the next step to record.
+    ``recorder``: is on during these steps. ``last``: the last recorded step. ``data_waited``: seconds for which this
+    rank waited for the packs of the next step to record. ``model``: the model, sharded or in one process. ``device``:
+    device of this rank. ``recipe``: recipe with the steps to record. ``folder``: folder for traces.
     """
 
     def __init__(self, model: OmniModel, device: torch.device, recipe: Recipe, folder: Path) -> None:

@@ -82,13 +82,9 @@ class Saver:
     def save(self, state: TrainingState, line: Mapping[str, Any] | None, *, waits: bool) -> None:
         """Write the checkpoint of ``state.step``, atomically, after the one that was begun.
 
-        Args:
-            state: state of the run. Only the first rank, which writes it, needs its data.
-            line: the line of ``metrics.jsonl`` of that step. None: there is none.
-            waits: return when it is written. Otherwise, if that is possible, as soon as what it needs is copied.
-
-        Raises:
-            TrainingError: it, or the one before, cannot be written.
+        ``state``: state of the run. Only the first rank, which writes it, needs its data. ``line``: the line of
+        ``metrics.jsonl`` of that step. None: there is none. ``waits``: return when it is written. Otherwise, if that is
+        possible, as soon as what it needs is copied. Raises TrainingError: it, or the one before, cannot be written.
         """
         self.finish()
         snapshot = self._snapshot(state, line)

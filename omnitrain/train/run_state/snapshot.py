@@ -18,19 +18,13 @@ EMA_FOLDER = "ema"  # of the averages of the weights
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank writes of a checkpoint: files of the model, pieces of its tensors, parts of the optimizer's state.
+    """What a rank writes of a checkpoint: files of the model, pieces of its tensors, parts of the optimizer's state."""
 
-    Attributes:
-        step: optimizer steps done.
-        states: folder -> part of the state of the optimizer, or of the averages.
-        small: path in the folder -> content, of all other files. Empty on all ranks but the first.
-    """
-
-    step: int
+    step: int  # optimizer steps done
     files: ModelFiles
     weights: Sequence[Piece]
-    states: Mapping[str, OptimizerState]
-    small: Mapping[str, bytes]
+    states: Mapping[str, OptimizerState]  # folder -> part of the state of the optimizer, or of the averages
+    small: Mapping[str, bytes]  # path in the folder -> content, of all other files. Empty on all ranks but the first
 
     def on_host(self) -> Snapshot:
         """Return it with all tensors contiguous in the memory of the CPU; what is there is not copied."""

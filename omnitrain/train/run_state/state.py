@@ -22,30 +22,24 @@ class TrainingState:
     """The state of a run, from which it resumes.
 
     Attributes:
-        seconds: training time so far, over all starts.
-        data: state of the data, over all ranks.
-        rows: rows of each training data set.
         expert_shares: layer with experts -> the experts' shares of the last step's tokens.
-        expert_chunks: component -> the fastest number of chunks. None: it was not measured.
         quadratic_costs: component -> the quadratic part of its items' cost. None: it was not measured.
         section_seconds: component -> seconds of its work (:class:`Measured`). None: it was not measured.
-        measured_costs_unused_until: the last step that is planned without these two.
         losses: head -> source -> sum of its losses and tokens, since the last line of metrics.
-        mean_loss: mean total loss of the same steps, over ``loss_tokens`` predicted tokens of all heads.
     """
 
     step: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # training time so far, over all starts
     steps_without_targets: int = 0
-    data: LoaderState = field(default_factory=LoaderState)
-    rows: tuple[int, ...] = ()
+    data: LoaderState = field(default_factory=LoaderState)  # state of the data, over all ranks
+    rows: tuple[int, ...] = ()  # rows of each training data set
     expert_shares: dict[str, list[float]] = field(default_factory=dict)
-    expert_chunks: dict[str, int] | None = None
+    expert_chunks: dict[str, int] | None = None  # component -> the fastest number of chunks. None: it was not measured
     quadratic_costs: dict[str, float] | None = None
     section_seconds: dict[str, float] | None = None
-    measured_costs_unused_until: int = UNUSED_STEPS
+    measured_costs_unused_until: int = UNUSED_STEPS  # the last step that is planned without these two
     losses: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    mean_loss: float = 0.0
+    mean_loss: float = 0.0  # mean total loss of the same steps, over ``loss_tokens`` predicted tokens of all heads
     loss_tokens: int = 0
     samples: int = 0
 
@@ -58,8 +52,7 @@ def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) ->
 def read_state(folder: Path, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
     """Read what :func:`write_state` wrote, and load the state of each optimizer from its folder. All ranks call it.
 
-    Raises:
-        UserError: the trained parameters are not those of the checkpoint.
+    Raises UserError: the trained parameters are not those of the checkpoint.
     """
     saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
     if changed := sorted(set(saved["trainable"]) ^ set(trainable(model))):

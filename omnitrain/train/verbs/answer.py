@@ -37,6 +37,8 @@ class Answerer:
     ) -> None:
         """Load the model.
 
+        Raises UserError: the checkpoint does not exist, or has no decoder that these ask for.
+
         Args:
             checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
             output_dir: folder for generated media; created if missing.
@@ -45,9 +47,6 @@ class Answerer:
             guidance: of media that decoders write; 1 is none.
             size: of images that decoders write, ``WIDTHxHEIGHT``; None: the model chooses.
             seed: of sampling.
-
-        Raises:
-            UserError: the checkpoint does not exist, or has no decoder that these ask for.
         """
         quiet_libraries()
         self._model, self._processor = load_checkpoint(checkpoint, init_device=str(use_device(Train())))
@@ -67,9 +66,8 @@ class Answerer:
     def answers(self, rows: Sequence[Row], first: int = 0) -> list[Answer | Rejected]:
         """Return the answer to each prompt, or why it has none.
 
-        Args:
-            rows: conversations that end with the user; all are answered in one batch.
-            first: number of the first one. With sampling, an answer follows from the seed and its number alone.
+        ``rows``: conversations that end with the user; all are answered in one batch. ``first``: number of the first
+        one. With sampling, an answer follows from the seed and its number alone.
         """
         guided, prompt = is_guided(self._sampling), self._processor.prompt
         prepared = [prompt(row, index, is_guided=guided) for index, row in enumerate(rows, first)]
@@ -92,8 +90,7 @@ class Answerer:
     def answer(self, prompt: str, media: Mapping[str, Sequence[str]]) -> tuple[Answer, list[str | Path]]:
         """Answer one prompt with files of ``media``, and return the answer and what :meth:`write` does.
 
-        Raises:
-            UserError: a file does not exist, or the model cannot read a modality.
+        Raises UserError: a file does not exist, or the model cannot read a modality.
         """
         require_files(media)
         of_row = {modality: list(media.get(modality, ())) for modality in MODALITIES}
@@ -139,17 +136,10 @@ def answer_file(
     """Answer every prompt of a file, and write a line for each, batch by batch.
 
     A line has the ``id`` of its prompt, the ``answer`` (its texts, joined), its ``parts`` (texts, and paths of written
-    media), and whether it ``is_finished``; or an ``error``.
-
-    Args:
-        answerer: the model.
-        prompts: see :func:`prompts_of`.
-        answers: JSON Lines file to write, with its folder; replaced if it exists.
-        batch_size: number of prompts to answer at once.
-        notify: called after each batch with the number of prompts that are done, and of all.
-
-    Returns:
-        The number of prompts without an answer.
+    media), and whether it ``is_finished``; or an ``error``. ``answerer``: the model. ``prompts``: see
+    :func:`prompts_of`. ``answers``: JSON Lines file to write, with its folder; replaced if it exists. ``batch_size``:
+    number of prompts to answer at once. ``notify``: called after each batch with the number of prompts that are done,
+    and of all. Returns the number of prompts without an answer.
     """
     rows = prompts_of(prompts)
     answers.parent.mkdir(parents=True, exist_ok=True)
@@ -174,12 +164,9 @@ def answer_file(
 def prompts_of(file: Path) -> list[Row]:
     """Read the prompts of a file: rows as of a data set, or lines with ``prompt``, and with files of media.
 
-    Args:
-        file: JSON Lines or parquet, as data sets are (:class:`DataSource`), with ``messages``; or JSON Lines whose
-            objects have a text ``prompt``, and perhaps an ``id``, and ``images``, ``audios`` and ``videos`` (paths).
-
-    Raises:
-        DataError: a line is neither.
+    ``file``: JSON Lines or parquet, as data sets are (:class:`DataSource`), with ``messages``; or JSON Lines whose
+    objects have a text ``prompt``, and perhaps an ``id``, and ``images``, ``audios`` and ``videos`` (paths). Raises
+    DataError: a line is neither.
     """
     has_lines = file.suffix == ".jsonl" and file.is_file()
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()] if has_lines else []

@@ -15,12 +15,18 @@ from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.render.unread_media import require_shown
+from omnitrain.data.render.unread import require_shown
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.hf.compute_dtype import stays_fp32
-from omnitrain.models.hf.load import config_at, foundation_class, foundation_config, load_strictly, model_class
-from omnitrain.models.hf.tied import untie_as_in_files
+from omnitrain.models.hf.load import (
+    config_at,
+    foundation_class,
+    foundation_config,
+    load_strictly,
+    model_class,
+    untie_as_in_files,
+)
 from omnitrain.models.omni.build import build_omni_model, omni_config_at
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
@@ -47,7 +53,7 @@ from omnitrain.train.build_from_recipe import (
 )
 from omnitrain.train.callbacks import Callbacks, load_callbacks
 from omnitrain.train.data import show_unread, spared
-from omnitrain.train.device import machines_for, require_devices, use_device
+from omnitrain.train.device import compute_dtype, machines_for, mixed_precision, require_devices, use_device
 from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.launch.environment import world_size
@@ -62,7 +68,6 @@ from omnitrain.train.metrics.display import (
 )
 from omnitrain.train.metrics.trackers import require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
-from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.useless_keys import require_effect
 
@@ -71,14 +76,9 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
     """Build the model without weights, open the data, prepare one row of every source, and print the results.
 
     Weight files are compared with the model by name and shape. Every component runs once, on tensors without content.
-
-    Args:
-        recipe: the recipe.
-        num_ranks: number of ranks of the run. None: a number that the plan fits.
-        one_machine: more ranks than this machine has devices are a problem, not ranks of several machines.
-
-    Returns:
-        One message per problem.
+    ``recipe``: the recipe. ``num_ranks``: number of ranks of the run. None: a number that the plan fits.
+    ``one_machine``: more ranks than this machine has devices are a problem, not ranks of several machines. Returns one
+    message per problem.
     """
     quiet_libraries()
     problems = _Problems()
@@ -217,11 +217,8 @@ def _model_checks(
 def check_model(path: str) -> None:
     """Check a HF model or a saved omni model as a foundation, without its weights; print components and findings.
 
-    Args:
-        path: Hub id, folder of a model, or folder of a run (its newest checkpoint is used).
-
-    Raises:
-        UserError: there is no model, or it cannot be trained here; the message gives the measurements.
+    ``path``: Hub id, folder of a model, or folder of a run (its newest checkpoint is used). Raises UserError: there is
+    no model, or it cannot be trained here; the message gives the measurements.
     """
     quiet_libraries()
     if Path(path, "checkpoints").is_dir():

@@ -15,8 +15,7 @@ import pytest
 
 from omnitrain.data.loading.loader import LoaderOptions, Packs, StepLoader
 from omnitrain.data.loading.order import SampleOrder, SourceShare
-from omnitrain.data.loading.prepared_rows import PreparedRows
-from omnitrain.data.loading.row_processes import SlotRows
+from omnitrain.data.loading.row_processes import PreparedRows, SlotRows
 from omnitrain.data.loading.slots import (
     LoaderState,
     RankShare,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import omnitrain as ot
-from omnitrain.data.loading.prepared_rows import PreparedRows
+from omnitrain.data.loading.row_processes import PreparedRows
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.condition import CONDITION, dropped_kinds
 from omnitrain.data.render.native import NativeInputs
