@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from omnitrain.data.packing.sample import Features
+from omnitrain.errors import UserError
 from omnitrain.ops.loss.cross_entropy import LossTerm
 
 TensorFeatures = dict[str, torch.Tensor]
@@ -90,6 +91,15 @@ class DecoderMixin(ComponentMixin):
     def is_complete(self, tokens: list[int]) -> bool:
         """Whether ``tokens`` are a complete item."""
         raise NotImplementedError
+
+    def next_classes(self, tokens: list[int], size: str | None) -> range | None:
+        """Return the classes that may follow the first ``tokens`` of an item of ``size``; None: all of them.
+
+        ``size`` is the one that was asked for (``320x192``); None: the model chooses. A UserError: it cannot write it.
+        """
+        if size is not None:
+            raise UserError(f"size {size!r}: {type(self).__name__} writes one size alone; leave it out")
+        return None
 
     def lm_generate(self, tokens: list[int]) -> Any:
         """Decode ``tokens`` to a ``PIL.Image`` or a ``Waveform``."""

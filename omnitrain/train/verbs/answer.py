@@ -32,11 +32,12 @@ class Answerer:
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         guidance: float = 1.0,
+        size: str | None = None,
         seed: int = 0,
     ) -> None:
         """Load the model.
 
-        Raises UserError: the checkpoint does not exist, or has no decoder to guide.
+        Raises UserError: the checkpoint does not exist, or has no decoder that these ask for.
 
         Args:
             checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
@@ -44,6 +45,7 @@ class Answerer:
             max_new_tokens: the limit.
             temperature: of sampling; 0 is greedy.
             guidance: of media that decoders write; 1 is none.
+            size: of images that decoders write, ``WIDTHxHEIGHT``; None: the model chooses.
             seed: of sampling.
         """
         quiet_libraries()
@@ -51,8 +53,14 @@ class Answerer:
         self.limit, self._seed = max_new_tokens, seed
         if guidance != 1 and not self._model.decoders:
             raise UserError(f"guidance {guidance:g}: the model writes no media; leave it out")
+        of_images = {modality: name for modality, (name, _) in self._processor.writers.items()}.get("image")
+        if size is not None and of_images is None:
+            raise UserError(f"size {size!r}: the model writes no images; leave it out")
         self._sampling = {"text": Sampling(temperature=temperature)}
-        self._sampling |= {name: Sampling(temperature=temperature, guidance=guidance) for name in self._model.decoders}
+        for name, decoder in self._model.decoders.items():
+            own = size if name == of_images else None
+            decoder.next_classes([], own)  # raises for a size that it cannot write
+            self._sampling[name] = Sampling(temperature=temperature, guidance=guidance, size=own)
         self._folder = Path(output_dir)
 
     def answers(self, rows: Sequence[Row], first: int = 0) -> list[Answer | Rejected]:
