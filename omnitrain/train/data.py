@@ -11,7 +11,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.unread_keys import unread_notes
 from omnitrain.data.render.unread_media import require_shown
 from omnitrain.data.sources.rows import RowSource, open_sources
-from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.item_costs import MeasuredCosts
 from omnitrain.parallel.step.plan import step_planner

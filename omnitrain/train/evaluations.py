@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from omnitrain.data.loading.slots import merge_states
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.parallel.serving import serving
 from omnitrain.recipe import Recipe
 from omnitrain.train.evaluate.evaluate import Evaluation, Evaluator
 from omnitrain.train.evaluate.media_files import save_samples
@@ -22,8 +21,6 @@ from omnitrain.train.metrics.meter import MetricsFile
 from omnitrain.train.metrics.progress import Activity
 from omnitrain.train.metrics.throughput import Stopwatch
 from omnitrain.train.run_state.run_folder import RunFolder
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -55,10 +52,12 @@ class Evaluations:
         if self.evaluator is None or not self.recipe.measures_heldout_loss(step):
             return
         with self.paused("evaluate"), self._eager():
-            losses = self._unless_stopped(partial(self.evaluator.losses, lambda _: self._stop_if_interrupted()))
-            self._losses = {step: self.measures.ranks.of_first(losses)}
+            found = None
+            with contextlib.suppress(StoppedError):
+                found = self.evaluator.losses(lambda _: self._stop_if_interrupted())
+            self._losses = {step: found}
         self.measures.stopwatch = Stopwatch()
-        if (found := self._losses[step]) is None:
+        if found is None:
             return
         line["heldout"] = found
         if not self.recipe.evaluates(step) or step >= self.recipe.train.steps:
@@ -90,20 +89,15 @@ class Evaluations:
                 self._stop_if_interrupted()
                 activity.update(doing)
 
-            known = self._losses.get(self.measures.step)
-            result = self._unless_stopped(partial(evaluator.evaluate, notify, known))
-        scores = self.measures.ranks.of_first(None if result is None else result.scores)
-        if scores is None:
-            raise StoppedError
-        scores |= {"seconds": self.measures.seconds}
-        losses = self.measures.ranks.of_first(None if result is None else result.losses)
+            result = evaluator.evaluate(notify, self._losses.get(self.measures.step))
+        scores = result.scores | {"seconds": self.measures.seconds}
         skipped = merge_states(self.measures.ranks.peers.gather_on_first(self.measures.data)).rejected
         self.measures.ranks.first(partial(self._write, result, scores, skipped))
-        self.tell("on_evaluate", result or Evaluation(losses or {}, [], scores, []))
+        self.tell("on_evaluate", result)
         return scores
 
-    def _write(self, result: Evaluation | None, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
-        assert result is not None and self.recipe.evaluation is not None
+    def _write(self, result: Evaluation, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
+        assert self.recipe.evaluation is not None
         step, rejected = self.measures.step, [*skipped, *result.rejected]
         written = self.folder.write_scores({"step": step} | scores | {"losses": result.losses})
         per_source = self.recipe.evaluation.saved_samples
@@ -119,16 +113,6 @@ class Evaluations:
     def _eager(self) -> contextlib.AbstractContextManager[None]:
         return self.measures.compiled.paused() if self.measures.compiled else contextlib.nullcontext()
 
-    def _unless_stopped(self, work: Callable[[], T]) -> T | None:
-        """Evaluate on the ranks that have the foundation; return None on those of sections, and after Ctrl-C."""
-
-        def stoppable() -> T | None:
-            with contextlib.suppress(StoppedError):
-                return work()
-            return None
-
-        return serving(self.measures.model, stoppable)
-
     def _stop_if_interrupted(self) -> None:
-        if self.measures.ranks.section_peers.any(self.interrupt.requested):
+        if self.measures.ranks.peers.any(self.interrupt.requested):
             raise StoppedError

@@ -32,7 +32,6 @@ class Ranks:
         loss_peers: group of the ranks over which losses add up. Tensor parallel peers have the same losses and run the
             same evaluation, each in its own group; so do pipeline stages.
         meter_peers: group of the ranks whose losses are those of all samples: ``loss_peers`` and their pipeline stages.
-        section_peers: group of all ranks of this rank's section; without sections, ``peers``.
         rendezvous: rendezvous of the data processes.
     """
 
@@ -40,7 +39,6 @@ class Ranks:
     peers: Peers
     loss_peers: Peers
     meter_peers: Peers
-    section_peers: Peers
     rendezvous: Rendezvous
 
     @property
@@ -114,7 +112,7 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
     is_initialized = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_initialized else int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1 and plan == ParallelPlan() and not lays_out:
-        return Ranks(None, SINGLE_PROCESS, SINGLE_PROCESS, SINGLE_PROCESS, SINGLE_PROCESS, open_rendezvous())
+        return Ranks(None, SINGLE_PROCESS, SINGLE_PROCESS, SINGLE_PROCESS, open_rendezvous())
     if device.type == "cpu" and not is_initialized:  # a state takes the GPU of the machine, if there is one
         join_process_group("gloo") if num_ranks > 1 else open_process_group("gloo")
     state = init_state_of(plan)
@@ -124,5 +122,4 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
         loss_peers = GlooGroup(state.all_groups("loss"))
         if main.size("tp") > 1 or len(state.sections) > 1:
             meter_peers = GlooGroup(state.all_groups("pp", "loss")) if main.size("pp") > 1 else loss_peers
-    section_peers = GlooGroup([section.ranks for section in state.sections.values()]) if state.sections else peers
-    return Ranks(state, peers, loss_peers, meter_peers, section_peers, open_rendezvous())
+    return Ranks(state, peers, loss_peers, meter_peers, open_rendezvous())

@@ -33,10 +33,12 @@ from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import work_of
 from omnitrain.parallel.watch.report import Phase, RunningAction
 from omnitrain.plan.schedule.actions import WEIGHTS, Action, Kind, Schedule
+from omnitrain.plan.schedule.forwards import without_backwards
 from omnitrain.recipe.parallel import FOUNDATION
 
 OnOutput = Callable[[Pack, OmniOutput], Any]
 ForwardContext = Callable[[Pack, MicroBatchWork], AbstractContextManager[Any]]
+OnEncoded = Callable[[int, Pack, MicroBatchWork], Any]
 
 _Key = tuple[int, int]  # stage, micro-batch
 
@@ -86,6 +88,8 @@ class Executor:
         routers: the model's routers.
         recorder: records the actions while it is on.
         upcoming: the next step, some of whose items a section encodes in this one.
+        trains: whether backwards follow, if the step has tokens to predict.
+        on_encoded: called in place of the foundation's forwards, with a micro-batch, its pack, and its features.
     """
 
     def __init__(
@@ -100,10 +104,12 @@ class Executor:
         routers: RouterMonitor | None = None,
         recorder: SpanRecorder | None = None,
         upcoming: StepBatch | None = None,
+        trains: bool = True,
+        on_encoded: OnEncoded | None = None,
     ) -> None:
         self._recorder = recorder if recorder is not None and recorder.is_on else None
         self._model, self._batch, self._weights = model, batch, weights
-        self._on_output, self._on_phase = on_output, on_phase
+        self._on_output, self._on_phase, self._on_encoded = on_output, on_phase, on_encoded
         self._contexts = [c for c in (forward_context, routers.watched if routers is not None else None) if c]
         self._routers = routers
         self._layout = layout = layout_of(model)
@@ -111,8 +117,8 @@ class Executor:
         self._last = 0 if self._pipeline is None else self._pipeline.stages.num_stages - 1
         # Tensor parallel ranks compute the same loss, which counts once.
         self._share = 1.0 if layout is None or layout.state.tp_rank == 0 else 0.0
-        self._trains = any(batch.plan.loss_counts.values())  # the same on all ranks, since counts are global
-        self._draws = StepDraws(model.device) if model.draws else None
+        self._trains = trains and any(batch.plan.loss_counts.values())  # the same on all ranks: counts are global
+        self._draws = StepDraws(model.device) if model.draws and model.training else None
         self._total = torch.zeros((), device=model.device)
         self._live: dict[_Key, _InFlight] = {}
         self._delayed: dict[_Key, WeightGradients | None] = {}
@@ -132,6 +138,8 @@ class Executor:
         Returns:
             This rank's part of the total loss, a scalar without gradient.
         """
+        if not self._trains:
+            schedule = without_backwards(schedule, encodes_only=self._on_encoded is not None)
         row = row_of(self._layout, schedule)
         actions = schedule.actions[row]
         self._expect_features(schedule)
@@ -203,7 +211,7 @@ class Executor:
         stage, micro_batch = _key(action)
         pack = self._batch.packs[micro_batch].to(self._model.device)
         work = work_of(self._model, self._batch, micro_batch)
-        arrived = self._arrived(self._forward_in, (stage, micro_batch), requires_grad=True)
+        arrived = self._arrived(self._forward_in, (stage, micro_batch), requires_grad=self._trains)
         delayed = WeightGradients() if self._splits_backward else None
         with ExitStack() as stack:
             stack.enter_context(delaying(delayed))
@@ -216,10 +224,16 @@ class Executor:
             if stage in (0, self._last):
                 features = self._graph.labels_of if stage else self._graph.features_of
                 work = replace(work, features=features(micro_batch, pack))
-            if self._messages is None:
-                output: Any = self._model(pack, work)
+            if self._on_encoded is not None:
+                output: Any = self._on_encoded(micro_batch, pack, work)
+            elif self._messages is None:
+                output = self._model(pack, work)
             else:
                 output = self._model(pack, work, self._messages.input_of(stage, arrived))
+        if not self._trains and stage == 0:
+            self._graph.take_gradients(micro_batch)  # there are none: the features are not needed any more
+        if self._on_encoded is not None:
+            return
         sent: tuple[Tensor, ...] = ()
         losses = []
         if stage == self._last:
@@ -236,7 +250,8 @@ class Executor:
             losses = [loss]
         if stage == self._last and self._on_output is not None:
             self._on_output(pack, output)
-        self._live[stage, micro_batch] = _InFlight(arrived, sent, tuple(losses), delayed)
+        if self._trains:
+            self._live[stage, micro_batch] = _InFlight(arrived, sent, tuple(losses), delayed)
 
     def _losses(self, output: OmniOutput) -> list[Tensor]:
         # Sums over zero tokens enter, too: the backward of calls for other ranks hangs on the text's sum.
@@ -246,10 +261,6 @@ class Executor:
     def _backward(self, action: Action) -> None:
         key = _key(action)
         live = self._live.pop(key)
-        if not self._trains:
-            if key[0] == 0:
-                self._graph.take_gradients(key[1])  # there are none: the features are not needed any more
-            return
         gradients: list[Tensor | None] = [None] * len(live.losses)
         gradients += self._arrived(self._backward_in, key) if live.sent else ()
         roots = (*live.losses, *live.sent)
@@ -294,7 +305,7 @@ class Executor:
     def _backward_of_weights(self, action: Action) -> None:
         assert self._held is not None and action.stage is not None
         delayed = self._delayed.pop(_key(action))
-        if self._trains and delayed is not None:
+        if delayed is not None:
             delayed.accumulate()
             self._held.add_up()
 
@@ -314,13 +325,10 @@ class Executor:
         self._graph.exchange(action)
 
     def _backward_of_encoder(self, action: Action) -> None:
-        if self._trains:
-            assert action.micro_batch is not None
-            self._backward_of(action.component, action.micro_batch)
+        assert action.micro_batch is not None
+        self._backward_of(action.component, action.micro_batch)
 
     def _send(self, action: Action) -> None:
-        if action.kind is Kind.SEND_B and not self._trains:
-            return
         if action.stage is None:
             self._graph.send(action)
             return
@@ -329,8 +337,6 @@ class Executor:
         self._messages.send(action, out)
 
     def _receive(self, action: Action) -> None:
-        if action.kind is Kind.RECV_B and not self._trains:
-            return
         if action.stage is None:
             self._graph.receive(action)
             return
