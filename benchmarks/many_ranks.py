@@ -40,9 +40,9 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from omnitrain.checkpoint.optimizer import save_optimizer
 from omnitrain.checkpoint.store import CheckpointStore
+from omnitrain.data.loading.data_process import encode
 from omnitrain.data.loading.loader import LoaderOptions, StepLoader
 from omnitrain.data.loading.slots import LoaderState, merge_states
-from omnitrain.data.loading.socket_message import encode
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import MediaItem, MediaSpan, Rejected, Sample
 from omnitrain.ops.timing import FEATURES, What

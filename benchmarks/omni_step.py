@@ -17,8 +17,8 @@ from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Ops, Optimizer, ParallelPlan
 from omnitrain.train.build_from_recipe import use_ops
+from omnitrain.train.device import compute_dtype
 from omnitrain.train.metrics.meter import LossMeter
-from omnitrain.train.precision import compute_dtype
 from omnitrain.train.process_groups import join_ranks
 
 STALL_SECONDS = 600.0

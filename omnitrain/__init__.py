@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from omnitrain.checkpoint.optimizer import load_optimizer as load_optimizer
     from omnitrain.checkpoint.optimizer import save_optimizer as save_optimizer
     from omnitrain.data.loading.loader import build_dataloader as build_dataloader
-    from omnitrain.data.packing.fill_pack import pack_all as pack_all
+    from omnitrain.data.packing.budget import pack_all as pack_all
     from omnitrain.data.packing.pack import Pack as Pack
     from omnitrain.data.packing.sample import MediaSpan as MediaSpan
     from omnitrain.data.packing.sample import Rejected as Rejected
     from omnitrain.data.packing.sample import Sample as Sample
-    from omnitrain.data.render.chat_renderer import ChatRenderer as ChatRenderer
     from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking as OmniDataCollatorWithPacking
     from omnitrain.data.render.processor import OmniProcessor as OmniProcessor
+    from omnitrain.data.render.renderer import ChatRenderer as ChatRenderer
     from omnitrain.data.render.template_renderer import TemplateRenderer as TemplateRenderer
     from omnitrain.data.sources.media import Waveform as Waveform
     from omnitrain.data.sources.rows import Row as Row
@@ -74,10 +74,10 @@ __version__ = "0.1.0"
 _NAMES = {  # module -> the names that it has
     "checkpoint.optimizer": "load_optimizer save_optimizer",
     "data.loading.loader": "build_dataloader",
-    "data.packing.fill_pack": "pack_all",
+    "data.packing.budget": "pack_all",
     "data.packing.pack": "Pack",
     "data.packing.sample": "MediaSpan Rejected Sample",
-    "data.render.chat_renderer": "ChatRenderer",
+    "data.render.renderer": "ChatRenderer",
     "data.render.packing_collator": "OmniDataCollatorWithPacking",
     "data.render.processor": "OmniProcessor",
     "data.render.template_renderer": "TemplateRenderer",

@@ -30,10 +30,8 @@ def on_first_use(
 ) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a package.
 
-    Args:
-        package: name of the package.
-        homes: name -> the module that has it.
-        elsewhere: name that another library's package of this kind has -> what an ImportError says to write instead.
+    ``package``: name of the package. ``homes``: name -> the module that has it. ``elsewhere``: name that another
+    library's package of this kind has -> what an ImportError says to write instead.
     """
 
     def get(name: str) -> Any:

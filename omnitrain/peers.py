@@ -22,12 +22,8 @@ Key = TypeVar("Key", bound=Hashable)
 class Peers:
     """Ranks that each work on different data. All of them must call every method, in the same order.
 
-    This class is a single process; :class:`GlooGroup` is several ones.
-
-    Attributes:
-        rank: index of this rank.
-        size: number of ranks.
-        group: their process group; None with a single process.
+    This class is a single process; :class:`GlooGroup` is several ones. ``rank``: index of this rank. ``size``: number
+    of ranks. ``group``: their process group; None with a single process.
     """
 
     rank: int = 0
@@ -107,10 +103,8 @@ class GlooGroup(Peers):
     """:class:`Peers` over a gloo group: calls do not wait for the device, and do not time out.
 
     Every rank must create it, in the same order relative to other process groups. The same ranks share one process
-    group, since a rank needs a socket for each other rank of each of them: use it in the main thread alone.
-
-    Args:
-        groups: global ranks of each group; a rank communicates within its group. None: one group of all ranks.
+    group, since a rank needs a socket for each other rank of each of them: use it in the main thread alone. ``groups``:
+    global ranks of each group; a rank communicates within its group. None: one group of all ranks.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
@@ -162,11 +156,9 @@ def lost_connections_as(message: str) -> Iterator[None]:
 def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
     """Return the result of ``make`` on this rank; if it raises on any rank, raise on all ranks, which all call this.
 
-    ``make`` has no collectives. Without this call, an error in it would leave the other ranks waiting.
-
-    Raises:
-        UserError: ``make`` raised a ``UserError`` on another rank.
-        TrainingError: ``make`` raised a ``TrainingError`` or another exception on another rank.
+    ``make`` has no collectives. Without this call, an error in it would leave the other ranks waiting. Raises
+    UserError: ``make`` raised a ``UserError`` on another rank; TrainingError: ``make`` raised a ``TrainingError`` or
+    another exception on another rank.
     """
     results: list[T] = []
     failure: Exception | None = None

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, WhisperFeatureExtractor
+from transformers import AutoConfig, WhisperFeatureExtractor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.hf.load import foundation_class, model_class
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.shipped import list_recipes
@@ -22,7 +22,7 @@ from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.data_stats import data_stats
 from omnitrain.train.verbs.preview import preview
 from tests.families import FAMILIES
-from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_row, tiny_tokenizer, write_parquet
+from tests.tiny import EXTRACTOR, FOUNDATION, JANUS_VQ, SIGLIP, WHISPER, tiny_row, tiny_tokenizer, write_parquet
 from tests.tiny_processors import llava
 
 SMALL = ["train.steps=2", "train.cpu_threads=1", "data.workers=0", "data.pack_tokens=200", "data.packing_buffer=4"]
@@ -38,8 +38,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     def saved(name: str, config: dict, *beside: object) -> str:
         built = AutoConfig.for_model(**config)
-        is_tower = config["model_type"] in ("siglip_vision_model", "whisper")
-        model = AutoModel.from_config(built) if is_tower else foundation_class(built)(built)
+        is_part = config["model_type"] in ("siglip_vision_model", "whisper", "janus_vqgan")
+        model = (model_class if is_part else foundation_class)(built)(built)
         for part in (model, *beside):
             part.save_pretrained(folder / name)
         return str(folder / name)
@@ -64,6 +64,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "texts": rows("texts", "text"),
         "images": rows("images", "image_to_text"),
         "speech": rows("speech", "speech_to_text"),
+        "drawings": rows("drawings", "text_to_image"),
+        "janus_vq": saved("janus_vq", JANUS_VQ),
     }
 
 
@@ -107,6 +109,16 @@ def test_whisper_and_llama(tiny: dict[str, str], tmp_path: Path) -> None:
     parts = (f"model.foundation={tiny['llama']}", f"model.encoders.audio_encoder.tower={tiny['whisper']}")
     moved = run("speech_language", tmp_path, *parts, f"data.train=[{{path: {tiny['speech']}}}]")
     assert moved == {"foundation", "audio_encoder.projector"}
+
+
+def test_a_language_model_learns_to_write_images_and_is_evaluated_with_guidance(
+    tiny: dict[str, str], tmp_path: Path
+) -> None:
+    decoder = f"model.decoders.image_decoder={{tokenizer: {tiny['janus_vq']}, image_size: 8}}"
+    data = [f"data.{part}=[{{path: {tiny['drawings']}}}]" for part in ("train", "heldout")]
+    parts = (f"model.foundation={tiny['qwen3']}", decoder, *data, "evaluation.max_new_tokens=18")
+    assert run("text_to_image", tmp_path, *parts) == {"foundation", "image_decoder"}
+    assert json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]["image_decoder"]["tokens"] == 8 * 16
 
 
 def test_the_tower_of_a_whole_model_serves_another_language_model(tiny: dict[str, str], tmp_path: Path) -> None:
@@ -299,7 +311,16 @@ def test_the_quickstart_shows_its_data() -> None:
 
 
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
-    run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
+    run_here = {
+        *STAGES,
+        "speech_language",
+        "text_to_image",
+        "qwen_tower",
+        "finetune_vlm",
+        "long_experts",
+        "long_documents",
+        "pipeline",
+    }
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
     assert set(list_recipes()) == run_here | {"quickstart"}

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.renderer import ChatRenderer
 from omnitrain.data.sources.rows import Row
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel

@@ -11,8 +11,7 @@ from transformers import DataCollatorWithFlattening
 
 from gpu.measured import WARM_UP, Load
 from gpu.sizes import Sizes
-from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import fill_pack
+from omnitrain.data.packing.budget import PackBudget, fill_pack
 
 HELD = 64  # samples from which packs are filled
 

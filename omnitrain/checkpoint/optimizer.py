@@ -49,25 +49,25 @@ class OptimizerState:
     pieces: Sequence[Piece]
     values: Mapping[str, Any]
 
+    def on_host(self) -> OptimizerState:
+        """Return it with all pieces contiguous in the memory of the CPU; what is there is not copied."""
+        return OptimizerState([piece.on_host() for piece in self.pieces], self.values)
+
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Save the state of ``optimizer``; parameters without any gradient so far have none. All its ranks call this.
 
-    Args:
-        model: the model, sharded or not, whose parameter names are used.
-        optimizer: an optimizer of some of its parameters. Its state may hold numbers, text and tensors; tensors of a
-            sharded parameter must be sharded like it, except scalars. Options of its groups are not saved.
-        folder: the same on all ranks; created if missing. An earlier state in it is removed first and replaced.
-
-    Raises:
-        UserError: the state holds something else, or the optimizer has parameters that are not the model's.
-        OSError: writing failed. This and any other error of writing is raised on all ranks.
+    ``model``: the model, sharded or not, whose parameter names are used. ``optimizer``: an optimizer of some of its
+    parameters. Its state may hold numbers, text and tensors; tensors of a sharded parameter must be sharded like it,
+    except scalars. Options of its groups are not saved. ``folder``: the same on all ranks; created if missing. An
+    earlier state in it is removed first and replaced. Raises UserError: the state holds something else, or the
+    optimizer has parameters that are not the model's; OSError: writing failed. This and any other error of writing is
+    raised on all ranks.
     """
     parameters = parameters_at_rest(model)
     with _ranks_of(model) as peers:
         stored = optimizer_state(parameters, optimizer, PieceOwners(parameters, peers))
-        pieces = [piece.on_host() for piece in stored.pieces]
-        write_optimizer(OptimizerState(pieces, stored.values), folder, peers)
+        write_optimizer(stored.on_host(), folder, peers)
 
 
 def optimizer_state(
@@ -172,15 +172,10 @@ def _together(peers: Peers, work: Callable[[], T]) -> T:
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Load what :func:`save_optimizer` saved, under any layout and precision. All ranks of the model call this.
 
-    Args:
-        model: a model with the same parameter names and shapes as the saved one. Parameters that had an fp32 copy and
-            are now fp32 get the values of that copy, because their saved weights were rounded.
-        optimizer: an optimizer of the same class, with or without offload.
-        folder: the same on all ranks.
-
-    Raises:
-        UserError: raised on all ranks if the folder has no state, or has state of parameters that are not the
-            optimizer's or have another shape.
+    ``model``: a model with the same parameter names and shapes as the saved one. Parameters that had an fp32 copy and
+    are now fp32 get the values of that copy, because their saved weights were rounded. ``optimizer``: an optimizer of
+    the same class, with or without offload. ``folder``: the same on all ranks. Raises UserError: raised on all ranks if
+    the folder has no state, or has state of parameters that are not the optimizer's or have another shape.
     """
     reader = dcp.FileSystemReader(folder)
     parameters = parameters_at_rest(model)
@@ -206,6 +201,20 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
             masters[indices[name]] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": states, "param_groups": groups, "masters": masters})
+
+
+@torch.no_grad()
+def load_averages(model: nn.Module, folder: str | Path) -> None:
+    """Write the averages that an ``EMA`` saved in ``folder`` over the weights of ``model``, which is not sharded.
+
+    Raises UserError: the folder has no averages, or those of other parameters.
+    """
+    reader, parameters = dcp.FileSystemReader(folder), dict(model.named_parameters())
+    with _ranks_of(model):
+        for key, metadata in _stored(reader, folder, parameters).items():
+            average = {key: _empty(parameters[_owner(key)], metadata)}
+            dcp.load(average, storage_reader=reader, no_dist=True)
+            parameters[_owner(key)].copy_(average[key])
 
 
 def _owner(key: str) -> str:

@@ -17,7 +17,7 @@ from omnitrain.torch_private import part_of_rank
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorChunk:
     """Where a piece lies in the tensor of that name and shape: from ``offsets`` on, with ``sizes``."""
 
     name: str
@@ -45,7 +45,7 @@ class Place:
 class Piece:
     """What a rank holds of a tensor: where it lies, and its values ``[*place.sizes]``."""
 
-    place: Place
+    place: TensorChunk
     tensor: Tensor
 
     def on_host(self) -> Piece:
@@ -82,11 +82,11 @@ class PieceOwners:
         if not isinstance(value, DTensor):
             if not self.writes(owner or name, value if like is None else like):
                 return None
-            return Piece(Place(name, value.dtype, whole, (0,) * value.dim(), whole), value.detach())
+            return Piece(TensorChunk(name, value.dtype, whole, (0,) * value.dim(), whole), value.detach())
         sizes, offsets = self._part(value, holder, number)
         if 0 in sizes:
             return None
-        return Piece(Place(name, value.dtype, whole, offsets, sizes), value.to_local().detach())
+        return Piece(TensorChunk(name, value.dtype, whole, offsets, sizes), value.to_local().detach())
 
     def writes(self, name: str, value: Tensor) -> bool:
         """Whether this rank writes what is equal on all ranks that hold the parameter ``value``, such as a number."""

@@ -39,7 +39,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class Message:
+class SharedMessage:
     """Where a value lies in the shared memory: from ``begin`` to ``end`` without its tensors, which lie before it."""
 
     begin: int
@@ -57,11 +57,11 @@ class SharedMemory:
         self.descriptor = os.memfd_create("omnitrain checkpoint")
         self._memory, self._is_pinned = _mapped(self.descriptor, 0), False
 
-    def message(self, value: Any) -> Message:
+    def message(self, value: Any) -> SharedMessage:
         """Copy the tensors of ``value``. The other process must have read the message before this one."""
         pickler, stream = _pickled(value)
         content = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
-        message = Message(pickler.end, pickler.end + len(content))
+        message = SharedMessage(pickler.end, pickler.end + len(content))
         if message.end > len(self._memory):
             self._resize(-(-message.end // _STEP) * _STEP)
         self._memory[message.begin : message.end] = content
@@ -86,7 +86,7 @@ class SharedMemory:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
 
 
-def received(message: Message, descriptor: int) -> Any:
+def received(message: SharedMessage, descriptor: int) -> Any:
     """Return the value of a message in the other process; its tensors lie in the shared memory."""
     memory = mmap.mmap(descriptor, message.end)
 
@@ -107,9 +107,9 @@ def require_sendable(value: Any) -> None:
     _pickled(value)
 
 
-def _pickled(value: Any) -> tuple[_Pickler, io.BytesIO]:
+def _pickled(value: Any) -> tuple[_MemoryPickler, io.BytesIO]:
     stream = io.BytesIO()
-    pickler = _Pickler(stream)
+    pickler = _MemoryPickler(stream)
     try:
         pickler.dump(value)
     except (AttributeError, TypeError) as error:  # what pickle raises of functions in functions, locks and files
@@ -117,7 +117,7 @@ def _pickled(value: Any) -> tuple[_Pickler, io.BytesIO]:
     return pickler, stream
 
 
-class _Pickler(pickle.Pickler):
+class _MemoryPickler(pickle.Pickler):
     """Pickles the place of a tensor's copy instead of the tensor."""
 
     def __init__(self, file: io.BytesIO) -> None:

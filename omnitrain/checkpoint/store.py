@@ -34,17 +34,11 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule after which checkpoints are removed.
+    """The rule after which checkpoints are removed."""
 
-    Attributes:
-        last: number of newest checkpoints that stay.
-        every: checkpoints after a multiple of so many steps stay forever.
-        best: the checkpoint with the lowest value of this metric of ``metrics.jsonl`` stays.
-    """
-
-    last: int = 2
-    every: int | None = None
-    best: str | None = None
+    last: int = 2  # number of newest checkpoints that stay
+    every: int | None = None  # checkpoints after a multiple of so many steps stay forever
+    best: str | None = None  # the checkpoint with the lowest value of this metric of ``metrics.jsonl`` stays
 
     def leaving(self, values: Mapping[int, float | None]) -> list[int]:
         """Return the steps of the checkpoints to remove, of all steps -> their metric. None: it was not measured there.
@@ -65,12 +59,9 @@ class CheckpointStore:
     """The checkpoints of one run, ``FOLDER/step-00000100`` and so on.
 
     A folder of that name is always complete: a rename creates it after all files and their checksums are written. Each
-    save removes the checkpoints that do not stay by ``retention``.
-
-    Attributes:
-        last: the last checkpoint that this process saved or verified. None: there is none.
-        saved: the last checkpoint that this process saved. None: there is none.
-        damaged: newer checkpoint that :meth:`latest_intact` passed over -> its damaged files; newest first.
+    save removes the checkpoints that do not stay by ``retention``. ``last``: the last checkpoint that this process
+    saved or verified. None: there is none. ``saved``: the last checkpoint that this process saved. None: there is none.
+    ``damaged``: newer checkpoint that :meth:`latest_intact` passed over -> its damaged files; newest first.
     """
 
     def __init__(self, folder: str | Path, retention: Retention | None = None) -> None:
@@ -83,10 +74,8 @@ class CheckpointStore:
         """Call ``write(temporary_folder)`` and commit the files as the checkpoint of ``step``. All ``peers`` call this.
 
         ``write`` writes this rank's files; it may use collectives. An error that it raises on one rank is raised there
-        at once, without asking the other ranks, which may be waiting for that rank inside ``write``.
-
-        Raises:
-            TrainingError: the disk is full or not writable. Earlier checkpoints stay intact.
+        at once, without asking the other ranks, which may be waiting for that rank inside ``write``. Raises
+        TrainingError: the disk is full or not writable. Earlier checkpoints stay intact.
         """
         final = self.folder_of(step)
         temporary = self.folder / f".{final.name}.partial"
@@ -165,11 +154,8 @@ class CheckpointStore:
     def latest_intact(self, peers: Peers = SINGLE_PROCESS) -> Path | None:
         """Return the newest checkpoint that rank 0 sees and that is not damaged, or None. All ``peers`` call this.
 
-        Newer ones are in :attr:`damaged` then, and stay where they are until :meth:`set_damaged_aside`.
-
-        Raises:
-            DamagedCheckpointError: all checkpoints are damaged.
-            UserError: the ranks do not share the folder.
+        Newer ones are in :attr:`damaged` then, and stay where they are until :meth:`set_damaged_aside`. Raises
+        DamagedCheckpointError: all checkpoints are damaged; UserError: the ranks do not share the folder.
         """
         names = peers.of_first([checkpoint.name for checkpoint in self._steps()] if peers.rank == 0 else [])
         for name in reversed(names):
@@ -240,11 +226,8 @@ def _require_seen(path: Path, folder: Path) -> None:
 def verify(checkpoint: Path, peers: Peers = SINGLE_PROCESS, unread: str | None = None) -> None:
     """Compare a checkpoint's files with its manifest; ``peers``, which all call this, divide the files.
 
-    Files in the folder ``unread`` of the checkpoint are skipped.
-
-    Raises:
-        DamagedCheckpointError: files are missing or differ; the message lists them.
-        UserError: the run that saved it has removed it meanwhile.
+    Files in the folder ``unread`` of the checkpoint are skipped. Raises DamagedCheckpointError: files are missing or
+    differ; the message lists them; UserError: the run that saved it has removed it meanwhile.
     """
     damaged = peers.gather(all_or_raise(peers, lambda: _damaged(checkpoint, peers, unread)))
     if names := sorted({name for of_rank in damaged for name in of_rank}):

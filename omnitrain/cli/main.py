@@ -302,8 +302,7 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
 
 def _launch(recipe: Recipe, arguments: list[str], nproc: int, max_restarts: int, *, continues: bool) -> int:
     """Start the ranks of a run with these arguments of python, which may continue it; again if ranks are killed."""
-    from omnitrain.train.launch.crowding import crowding
-    from omnitrain.train.launch.restarts import launch_with_restarts
+    from omnitrain.train.launch.launch import crowding, launch_with_restarts
     from omnitrain.train.run_state.run_folder import begun_at
 
     before = begun_at(recipe)
@@ -501,6 +500,9 @@ CheckpointArgument = Annotated[
 OutputOption = Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Folder for generated media.")]
 TokensOption = Annotated[int, typer.Option(min=1, help="Maximum length of the answer, text and media tokens together.")]
 TemperatureOption = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")]
+GuidanceOption = Annotated[
+    float, typer.Option(min=0.0, help="Guidance of media that the model writes; 1: none, and half the work.")
+]
 SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of sampling.")]
 PluginOption = Annotated[
     list[str] | None,
@@ -528,6 +530,7 @@ def generate(
     output: OutputOption = Path("generated"),
     max_new_tokens: TokensOption = 256,
     temperature: TemperatureOption = 0.0,
+    guidance: GuidanceOption = 1.0,
     seed: SeedOption = 0,
     plugin: PluginOption = None,
 ) -> None:
@@ -538,7 +541,7 @@ def generate(
         raise UserError("generate needs either --prompt TEXT (with --image, --audio, --video), or --prompts FILE")
     media = {"image": image or [], "audio": audio or [], "video": video or []}
     require_files(media)
-    answerer = _answerer(checkpoint, output, max_new_tokens, temperature, seed, plugin)
+    answerer = _answerer(checkpoint, output, max_new_tokens, temperature, guidance, seed, plugin)
     if prompt is not None:
         answered, parts = answerer.answer(prompt, media)
         for part in parts:
@@ -546,7 +549,7 @@ def generate(
         if (cut := what_was_cut(answered, max_new_tokens)) is not None:
             typer.echo(f"omnitrain: {cut}", err=True)
     elif prompts is not None:
-        from omnitrain.train.verbs.answer_file import answer_file
+        from omnitrain.train.verbs.answer import answer_file
 
         answers = output / "answers.jsonl"
         num_failed = answer_file(
@@ -562,14 +565,21 @@ def generate(
 
 
 def _answerer(
-    checkpoint: Path, output: Path, max_new_tokens: int, temperature: float, seed: int, plugins: list[str] | None
+    checkpoint: Path,
+    output: Path,
+    max_new_tokens: int,
+    temperature: float,
+    guidance: float,
+    seed: int,
+    plugins: list[str] | None,
 ) -> Answerer:
     from omnitrain.recipe.plugins import import_plugin
     from omnitrain.train.verbs.answer import Answerer
 
     for name in plugins or []:
         import_plugin(name)
-    return Answerer(checkpoint, output_dir=output, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    return Answerer(checkpoint, output_dir=output, guidance=guidance, **sampling)
 
 
 @app.command()
@@ -578,6 +588,7 @@ def chat(
     output: OutputOption = Path("generated"),
     max_new_tokens: TokensOption = 256,
     temperature: TemperatureOption = 0.0,
+    guidance: GuidanceOption = 1.0,
     seed: SeedOption = 0,
     plugin: PluginOption = None,
 ) -> None:
@@ -586,7 +597,7 @@ def chat(
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - arrow keys and a history for input()
-    talk(_answerer(checkpoint, output, max_new_tokens, temperature, seed, plugin), input, typer.echo)
+    talk(_answerer(checkpoint, output, max_new_tokens, temperature, guidance, seed, plugin), input, typer.echo)
 
 
 @app.command()
@@ -604,11 +615,14 @@ def export(
     source: Annotated[
         str | None, typer.Option(help="The checkpoint from which the foundation was loaded, if it was moved.")
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Write the averages of `train.ema` in place of the trained weights.")
+    ] = False,
 ) -> None:
     """Export in the HuggingFace format, for transformers and other tools, if it has a class for the model."""
     from omnitrain.train.verbs.export import export as write
 
-    typer.echo(write(checkpoint, folder, dtype, foundation_only=foundation_only, source=source))
+    typer.echo(write(checkpoint, folder, dtype, foundation_only=foundation_only, source=source, ema=ema))
 
 
 @app.command()

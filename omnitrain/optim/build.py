@@ -4,18 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from omnitrain.errors import UserError
+from omnitrain.ops.experts.weights import experts_in, matrix_names
 from omnitrain.optim.adamw import ShardedAdamW, require_fp32, trained_parameters
 from omnitrain.optim.low_bit import AdamW8bit
 from omnitrain.optim.muon import MuonWithAdamW
 from omnitrain.optim.offload import OffloadedOptimizer
-from omnitrain.optim.roles import decayed_parameters
 from omnitrain.recipe import Optimizer
+
+Role: TypeAlias = Literal["matrix", "vector", "table"]
+
+
+def roles_of(model: nn.Module) -> dict[nn.Parameter, Role]:
+    """Return the role of each parameter, by what it is in its module.
+
+    Shapes do not tell: experts have biases ``[experts, features]``, and norms of heads weights ``[heads, features]``.
+
+    - ``matrix``: the weight of a linear layer ``[out, in]``, and those of all experts of a layer ``[experts, ...]``.
+    - ``vector``: a norm, a bias (by its name), and all else with fewer than two dims.
+    - ``table``: all else: embeddings, positions, convolutions, LoRA adapters of experts.
+
+    ``model``: parallelized or not.
+    """
+    roles: dict[nn.Parameter, Role] = {}
+    for module in model.modules():
+        is_norm = "norm" in type(module).__name__.lower() and not isinstance(module, nn.Embedding)
+        for name, parameter in module.named_parameters(recurse=False):
+            is_vector = is_norm or parameter.ndim < 2 or "bias" in name.split("_")
+            roles[parameter] = "vector" if is_vector else "table"
+    matrices: list[Any] = [module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+    matrices += [getattr(module, name) for _, module in experts_in(model) for name in matrix_names(module)]
+    return roles | dict.fromkeys(matrices, "matrix")
+
+
+def decayed_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters to which weight decay applies: all but norms and biases."""
+    return {parameter for parameter, role in roles_of(model).items() if role != "vector"}
 
 
 def build_optimizer(
@@ -28,6 +58,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trainable parameters. Weight decay applies to all but norms and biases.
 
+    Raises UserError: no parameter is trainable, 8-bit states cannot be used, or a trainable parameter without an fp32
+    copy is not fp32. Its updates would be rounded away: at learning rate 1e-5 a bf16 weight near 1 never moves.
+
     Args:
         model: the model; its parameters with ``requires_grad`` are trained.
         settings: learning rate, betas, momentum, weight decay.
@@ -35,10 +68,6 @@ def build_optimizer(
         peaks: parameter -> peak learning rate, if it differs. Each parameter group stores its peak as ``peak``.
         decays: parameter -> weight decay, if it differs.
         matrices: the parameters that Muon updates; AdamW updates the others.
-
-    Raises:
-        UserError: no parameter is trainable, 8-bit states cannot be used, or a trainable parameter without an fp32
-            copy is not fp32. Its updates would be rounded away: at learning rate 1e-5 a bf16 weight near 1 never moves.
     """
     trainable, decayed = trained_parameters(model), decayed_parameters(model)
     with_copy, of_muon = set(offloaded), set(matrices)

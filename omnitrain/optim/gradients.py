@@ -25,19 +25,14 @@ _PIECE = 2**14  # elements whose squares a CPU adds up in fp32: of 2**24, it los
 class Holders:
     """The ranks over which the parameters of a model are spread, where no rank has a shard of all of them.
 
-    Attributes:
-        stages: the pipeline ranks of this rank's column; None: no pipeline.
-        counted_elsewhere: parameters of this rank that another stage has, too, and counts.
-        sections: all ranks of a run whose components are in sections; None: no sections.
-        counts: whether this rank adds the sum of its section, as one of its ranks does.
-        device: type of the device on which all of them add up, since a rank may have no gradient to tell it.
+    ``counted_elsewhere``: parameters of this rank that another stage has, too, and counts.
     """
 
-    stages: dist.ProcessGroup | None = None
+    stages: dist.ProcessGroup | None = None  # the pipeline ranks of this rank's column; None: no pipeline
     counted_elsewhere: Set[torch.nn.Parameter] = frozenset()
-    sections: dist.ProcessGroup | None = None
-    counts: bool = True
-    device: str = "cpu"
+    sections: dist.ProcessGroup | None = None  # all ranks of a run whose components are in sections; None: no sections
+    counts: bool = True  # whether this rank adds the sum of its section, as one of its ranks does
+    device: str = "cpu"  # type of the device on which all of them add up, since a rank may have no gradient to tell it
 
 
 # Models whose ranks hold different parts of them -> their parameters and holders, in the order in which all ranks laid
@@ -53,17 +48,11 @@ def remember_holders(model: nn.Module, holders: Holders) -> None:
 def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> torch.Tensor:
     """Return the Euclidean norm of all gradients together, each element counted once; the same on every rank.
 
-    All ranks must pass the same parameters in the same order; gradients may be missing on some ranks, and so may be
-    the parameters themselves: in a pipeline or with sections, those that other ranks hold are on the meta device here.
-
-    Args:
-        parameters: plain tensors or DTensors, on any number of meshes. Parameters without a gradient count as zero.
-
-    Returns:
-        Scalar fp32 on the gradients' device; zero if no parameter has a gradient.
-
-    Raises:
-        ValueError: a gradient is a partial sum, which must be reduced before its norm is known.
+    All ranks must pass the same parameters in the same order; gradients may be missing on some ranks, and so may be the
+    parameters themselves: in a pipeline or with sections, those that other ranks hold are on the meta device here.
+    ``parameters``: plain tensors or DTensors, on any number of meshes. Parameters without a gradient count as zero.
+    Returns scalar fp32 on the gradients' device; zero if no parameter has a gradient. Raises ValueError: a gradient is
+    a partial sum, which must be reduced before its norm is known.
     """
     others = dict.fromkeys(_listed(parameters))
     squares = []

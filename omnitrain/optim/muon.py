@@ -76,8 +76,7 @@ class MuonWithAdamW(ShardedAdamW):
 def orthogonalized(matrices: Tensor) -> Tensor:
     """Return ``U @ V.T`` of the singular value decomposition of each matrix, roughly: singular values near 1.
 
-    Args:
-        matrices: ``[..., rows, columns]``. On CUDA the iteration runs in bf16, as in torch, elsewhere in fp32.
+    ``matrices``: ``[..., rows, columns]``. On CUDA the iteration runs in bf16, as in torch, elsewhere in fp32.
     """
     a, b, c = _COEFFICIENTS
     x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)

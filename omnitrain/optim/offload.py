@@ -30,11 +30,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         # Of what FSDP offloads, the mesh is on a device, but the values are in host memory.
         copied = {p for p in offloaded if not isinstance(p, DTensor) or p.device_mesh.device_type == p.device.type}
         self._copies = {p: _HostCopy(p) for group in groups for p in group["params"] if p in copied}
-        self.inner = make([group | {"params": [self._stand_in(p) for p in group["params"]]} for group in groups])
+        self.inner = make([group | {"params": [self.stand_in(p) for p in group["params"]]} for group in groups])
         super().__init__(groups, self.inner.defaults)
         self._take_options_from_inner()
 
-    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+    def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the fp32 copy of a parameter, or the parameter itself if it has none."""
         return self._copies[parameter].master if parameter in self._copies else parameter
 
     @torch.no_grad()
@@ -85,7 +86,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _show_state(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                state = self.inner.state.get(self._stand_in(parameter))
+                state = self.inner.state.get(self.stand_in(parameter))
                 if state is not None:
                     self.state[parameter] = state
 

@@ -16,6 +16,7 @@ class OmniConfig(PreTrainedConfig):
             have.
         source_path: folder or Hub id of that checkpoint.
         has_own_head: whether that checkpoint has a head of its own although its config ties it to the embeddings.
+        condition_dropout: whether it was trained with ``data.condition_dropout.whole``, which guidance needs.
     """
 
     model_type = "omnitrain"
@@ -27,6 +28,7 @@ class OmniConfig(PreTrainedConfig):
     unused_tensors: dict | None = None
     source_path: str | None = None
     has_own_head: bool = False
+    condition_dropout: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is saved: all but the teachers."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
@@ -226,6 +226,31 @@ def _end_of(path: Path, paths: Sequence[Path]) -> str:
     return path.name
 
 
+Chance = Annotated[float, Field(ge=0, le=1)]
+
+
+class ConditionDropout(Strict):
+    """Chances that a sample whose answer has media is trained without its condition: all that is not the assistant's.
+
+    Each is drawn from the seed and the sample's position in the data order.
+    """
+
+    whole: Chance = 0.0
+    """Chance that a sample loses its whole condition. `guidance` compares with such prompts."""
+    text: Chance = 0.0
+    """Chance that it loses the texts, and keeps media."""
+    image: Chance = 0.0
+    """Chance that it loses the images."""
+    audio: Chance = 0.0
+    """Chance that it loses the sounds."""
+    video: Chance = 0.0
+    """Chance that it loses the videos."""
+
+
+def _whole_condition(value: Any) -> Any:
+    return {"whole": value} if isinstance(value, int | float) else value
+
+
 class Data(Strict):
     """Data sets, the conversion of rows to samples, and packing."""
 
@@ -240,6 +265,11 @@ class Data(Strict):
     """Evaluation data sets."""
     chat: ChatFormat | None = None
     """The chat format. Unset: the one saved with `model.checkpoint`, or the defaults below."""
+    condition_dropout: Annotated[
+        ConditionDropout, BeforeValidator(_whole_condition, json_schema_input_type=float | ConditionDropout)
+    ] = Field(default_factory=lambda: ConditionDropout())
+    """Train some samples whose answers have media without their condition, for `guidance` of generation. A number is
+    short for {whole: ...}."""
     processor: str | None = None
     """Folder or Hub id of a HF processor (or tokenizer) whose chat template renders the conversations. Unset: the
     foundation's own processor, if the foundation reads media itself or `chat` is unset."""

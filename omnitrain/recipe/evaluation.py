@@ -20,6 +20,10 @@ class Sampling(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     """Sample from the smallest set of tokens with this probability mass."""
 
+    guidance: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """Scale of classifier-free guidance (Ho & Salimans 2022): logits are `u + guidance * (c - u)`, where `c` are those
+    of the prompt and `u` those without its condition. 1: those of the prompt alone."""
+
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that greedy decoding does not use."""
         if self.temperature == 0:
@@ -42,6 +46,8 @@ class Evaluation(Strict):
     """Maximum length of an answer, text and media tokens together."""
     sampling: dict[str, Sampling] = Field(default_factory=dict)
     """`text` or the name of a decoder -> how its tokens are sampled. Unset: greedy."""
+    ema: bool = False
+    """Evaluate the averages of `train.ema` in place of the weights."""
     scorer: FunctionName | None = None
     """`FILE.py:FUNCTION` or `MODULE:FUNCTION`. The function takes the list of answers and returns {name: number}.
     Unset: exact match of the text, per source."""

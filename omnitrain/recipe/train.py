@@ -96,6 +96,13 @@ class Optimizer(Strict):
             yield Idle("final_ratio", "but `schedule: constant` never decays; remove it, or use `cosine` or `linear`")
 
 
+class EMA(Strict):
+    """Exponential moving average of the trained weights, fp32 and sharded like them."""
+
+    decay: float = Field(0.999, gt=0, lt=1)
+    """Weight of the average before the step; the weights after the step have the rest."""
+
+
 class Compile(Strict):
     """``torch.compile`` of the foundation's blocks."""
 
@@ -227,6 +234,8 @@ class Train(Strict):
     """If no rank makes progress for this time, end the run and name the rank that the others wait for; null: never."""
     optimizer: Optimizer = Field(default_factory=Optimizer)
     """Optimizer and schedule."""
+    ema: EMA | None = None
+    """Keep a moving average of the trained weights, for `evaluation.ema` and `export --ema`. Unset: none."""
     experts: ExpertsBalance = Field(default_factory=ExpertsBalance)
     """Routers of mixture-of-experts models."""
     track: Track = Field(default_factory=Track)

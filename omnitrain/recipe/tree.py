@@ -79,6 +79,8 @@ class Recipe(Strict):
             yield from self.unknown_heads(self.model.decoders)
         if self.evaluation is not None and not self.data.heldout:
             yield (), "`evaluation` needs `data.heldout`: add the held-out data, or remove `evaluation`"
+        if self.evaluation is not None and self.evaluation.ema and self.train.ema is None:
+            yield (), "`evaluation.ema` needs `train.ema`, which keeps the averages: add it, or remove `evaluation.ema`"
         for found in (self._unmeasured_best(), self._unmeasured_stop(), self._uncompiled()):
             yield from (((), message) for message in found)
 

@@ -20,26 +20,18 @@ LAYOUT_FILE, ENVIRONMENT_FILE = "layout.json", "environment.json"
 class RunRecord:
     """What the folder of a run has for a report.
 
-    Attributes:
-        label: name of the run, another one for each run of a report.
-        recipe_text: the resolved recipe as YAML, and ``recipe``, read.
-        lines: the lines of ``metrics.jsonl``, at least one; numbers that are not finite are None.
-        evaluations: all evaluations of the run, by steps done.
-        samples: answers of these evaluations: contents of each ``samples.json``, and its folder, by steps done.
-        traces: step -> rank -> file of the trace.
-        layout: contents of ``layout.json``; None: the run wrote none.
-        environment: findings about the machine; None: the run wrote none.
+    ``samples``: answers of these evaluations: contents of each ``samples.json``, and its folder, by steps done.
     """
 
-    label: str
-    recipe_text: str
+    label: str  # name of the run, another one for each run of a report
+    recipe_text: str  # the resolved recipe as YAML, and ``recipe``, read
     recipe: Mapping[str, Any]
-    lines: Sequence[Line]
-    evaluations: Sequence[Line]
+    lines: Sequence[Line]  # the lines of ``metrics.jsonl``, at least one; numbers that are not finite are None
+    evaluations: Sequence[Line]  # all evaluations of the run, by steps done
     samples: Sequence[tuple[Path, Line]]
-    traces: Mapping[int, Mapping[int, Path]]
-    layout: Mapping[str, Any] | None
-    environment: Sequence[Line] | None
+    traces: Mapping[int, Mapping[int, Path]]  # step -> rank -> file of the trace
+    layout: Mapping[str, Any] | None  # contents of ``layout.json``; None: the run wrote none
+    environment: Sequence[Line] | None  # findings about the machine; None: the run wrote none
 
     @property
     def last(self) -> Line:
@@ -50,8 +42,7 @@ class RunRecord:
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     """Read the runs in ``folders``.
 
-    Raises:
-        UserError: a folder is named twice, has no run, or a run without metrics.
+    Raises UserError: a folder is named twice, has no run, or a run without metrics.
     """
     resolved = [folder.resolve() for folder in folders]
     for folder, path in zip(folders, resolved, strict=True):

@@ -43,7 +43,7 @@ _KINDS = {
 Interval = tuple[float, float]
 
 
-class Event(NamedTuple):
+class TracedSpan(NamedTuple):
     """A span of a trace, in seconds: an activity (of :data:`MEANINGS`) in a lane.
 
     The lane ``compute`` has what happens inside of ``actions``, and between them.
@@ -61,12 +61,17 @@ class RankTime:
 
     rank: int
     name: str
-    events: tuple[Event, ...]
+    events: tuple[TracedSpan, ...]
 
     @cached_property
     def spans(self) -> Mapping[str, list[Interval]]:
         """Activity -> when the rank did it, without overlap."""
         return {name: union((e.start, e.end) for e in self.events if e.activity == name) for name in MEANINGS}
+
+    def spans_in(self, lane: str, activity: str, first: float, gap: float) -> list[Interval]:
+        """Return when the rank did an activity of a lane, counted from ``first``; each span is ``gap`` longer."""
+        events = (event for event in self.events if event.lane == lane and event.activity == activity)
+        return union((event.start - first, event.end - first + gap) for event in events)
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -115,16 +120,16 @@ def _shown(title: str, ranks: Sequence[RankTime]) -> dict[str, Any]:
 
 def _picture(title: str, ranks: Sequence[RankTime]) -> Markup:
     """Bars of all lanes in milliseconds, from the first start of any rank; what nobody could tell apart is one bar."""
-    lanes = [(rank, lane) for rank in ranks for lane in _LANES if any(event.lane == lane for event in rank.events)]
     first = min(rank.events[0].start for rank in ranks)
     gap = (max(event.end for rank in ranks for event in rank.events) - first) / _COLUMNS
-    bars = []
-    for index, (rank, lane) in enumerate(lanes):
-        for color, activity in enumerate(MEANINGS):
-            events = [e for e in rank.events if e.lane == lane and e.activity == activity]
-            joined = union((event.start - first, event.end - first + gap) for event in events)
-            bars += [Bar(index, 1e3 * start, 1e3 * (end - gap - start), color) for start, end in joined]
-    names = [rank.name if lane == "actions" else lane for rank, lane in lanes]
+    bars: list[Bar] = []
+    names: list[str] = []
+    for rank in ranks:
+        for lane in (lane for lane in _LANES if lane in {event.lane for event in rank.events}):
+            for color, activity in enumerate(MEANINGS):
+                spans = rank.spans_in(lane, activity, first, gap)
+                bars += [Bar(len(names), 1e3 * start, 1e3 * (end - gap - start), color) for start, end in spans]
+            names.append(rank.name if lane == "actions" else lane)
     return draw_bars(bars, names, title, "ms")
 
 
@@ -154,10 +159,10 @@ def _read(rank: int, file: Path) -> RankTime | None:
     return RankTime(rank, names[0] if names else f"rank {rank}", tuple(events)) if events else None
 
 
-def _event(one: Mapping[str, Any]) -> Event:
+def _event(one: Mapping[str, Any]) -> TracedSpan:
     kind, start = one["cat"].split(",")[0], one["ts"] / 1e6
     lane, activity = _place(kind, one["name"])
-    return Event(lane, activity, start, start + one["dur"] / 1e6)
+    return TracedSpan(lane, activity, start, start + one["dur"] / 1e6)
 
 
 def _place(kind: str, name: str) -> tuple[str, str]:

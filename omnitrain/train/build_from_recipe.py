@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from omnitrain.checkpoint.optimizer import load_averages
 from omnitrain.checkpoint.store import newest_checkpoint, require_as_saved
 from omnitrain.data.chat.text_tokenizer import load_tokenizer, require_vocabulary
-from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.render.renderer import Renderer
+from omnitrain.data.render.renderer import ChatRenderer, Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.errors import ModelError, UserError
 from omnitrain.models.adapters.lora import add_lora
@@ -39,7 +39,7 @@ from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.recipe.strict import Idle, idle_problems
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.train import Train
-from omnitrain.train.run_state.state import OPTIMIZER
+from omnitrain.train.run_state.snapshot import EMA_FOLDER, OPTIMIZER
 
 
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
@@ -106,6 +106,7 @@ def load_checkpoint(
     *,
     teachers: Mapping[str, str] | None = None,
     checked: bool = True,
+    averaged: bool = False,
 ) -> tuple[OmniModel, OmniProcessor]:
     """Load a saved model, with its LoRA adapters if it has any, and its processor.
 
@@ -117,6 +118,7 @@ def load_checkpoint(
         torch_dtype: dtype of the weights; None: as saved.
         teachers: component name -> folder or Hub id of a language model that is added as a teacher.
         checked: verify the checksums of the files before reading weights, except those of the optimizer.
+        averaged: load the averages of ``train.ema`` in place of the trained weights.
 
     Raises:
         UserError, WeightsError: not such a folder; tensors are missing, unexpected or have the wrong shape.
@@ -127,11 +129,19 @@ def load_checkpoint(
     model = build_omni_model(
         weights_path=str(folder), teachers=teachers, init_device=init_device, torch_dtype=torch_dtype
     )
+    if averaged:
+        _load_averages(model, folder)
     freeze(model, frozen or [])
     processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), model.native_inputs)
     if chat is not None and isinstance(processor.renderer, ChatRenderer):
         processor = OmniProcessor(ChatRenderer(processor.tokenizer, chat), *model.media_adapters())
     return model, processor
+
+
+def _load_averages(model: OmniModel, checkpoint: Path) -> None:
+    if not (checkpoint / EMA_FOLDER).is_dir():
+        raise UserError(f"{checkpoint} has no averages of its weights; only a run with `train.ema` keeps them")
+    load_averages(model, checkpoint / EMA_FOLDER)
 
 
 def _add_adapters(model: OmniModel, plan: ParallelPlan) -> None:
@@ -242,9 +252,8 @@ def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype
 def use_own_functions(model: OmniModel, train: Train) -> None:
     """Install the losses and metrics of the user's own, in training and evaluation.
 
-    Raises:
-        UserError: one cannot be loaded, has a parameter that is no teacher, or a decoder of the user's own computes its
-            loss by itself; or no function has a teacher among its parameters.
+    Raises UserError: one cannot be loaded, has a parameter that is no teacher, or a decoder of the user's own computes
+    its loss by itself; or no function has a teacher among its parameters.
     """
     heads = {"text": model.runner, **model.decoders}
     losses = {name: load_function(function, f"train.losses.{name}") for name, function in train.losses.items()}

@@ -12,7 +12,7 @@ from omnitrain.errors import TrainingError, UserError
 from omnitrain.peers import Peers
 from omnitrain.recipe.functions import load_function
 from omnitrain.recipe.suggest import hint
-from omnitrain.train.evaluate.evaluate import Evaluation
+from omnitrain.train.evaluate.evaluate import EvaluationResult
 
 KEY = "train.callbacks"
 
@@ -39,7 +39,7 @@ class Callback:
     def on_log(self, trainer: Any, line: dict[str, Any]) -> None:
         """Called before a line is written to ``metrics.jsonl``. Numbers that the first rank adds are written, too."""
 
-    def on_evaluate(self, trainer: Any, result: Evaluation) -> None:
+    def on_evaluate(self, trainer: Any, result: EvaluationResult) -> None:
         """Called after an evaluation. Without generation, there are only ``result.losses``."""
 
     def on_save(self, trainer: Any, folder: Path) -> None:

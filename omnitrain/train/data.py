@@ -8,8 +8,7 @@ from dataclasses import replace
 from omnitrain.data.loading.loader import StepLoader, build_dataloader, require_usable
 from omnitrain.data.loading.slots import LoaderState
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.render.unread_keys import unread_notes
-from omnitrain.data.render.unread_media import require_shown
+from omnitrain.data.render.unread import require_shown, unread_notes
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel
@@ -31,11 +30,8 @@ def open_data(
     """Open all data sets, and prepare the first row of every kind; return this rank's loader and the held-out data.
 
     The contract of the sharded ``model`` decides how samples are packed and steps planned; ``state`` is that of the
-    run's data, ``measured`` are the costs of items that the run measures.
-
-    Raises:
-        UserError: a data set cannot be read, the model cannot use a first row, no message shows some media, or a
-            component gets no training data.
+    run's data, ``measured`` are the costs of items that the run measures. Raises UserError: a data set cannot be read,
+    the model cannot use a first row, no message shows some media, or a component gets no training data.
     """
     contract, planner = model.runner.contract, step_planner(model, ranks.rendezvous, measured)
     loader = build_dataloader(

@@ -6,7 +6,8 @@ import torch
 
 from omnitrain.errors import UserError
 from omnitrain.parallel.environment import gpu_of_rank, prepare_process
-from omnitrain.recipe import Train
+from omnitrain.recipe import ParallelPlan, Precision, Train
+from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.train.launch.environment import local_world_size
 
 
@@ -52,11 +53,27 @@ def require_devices(requested: torch.device, ranks: int) -> None:
 def machines_for(requested: torch.device, ranks: int) -> int:
     """Return how many machines like this one have a device for each of ``ranks`` ranks.
 
-    Raises:
-        UserError: ``requested`` is one CUDA device, which several ranks would share.
+    Raises UserError: ``requested`` is one CUDA device, which several ranks would share.
     """
     if requested.type == "cpu" or ranks == 1:
         return 1
     if ":" in str(requested):
         raise UserError(f"train.device is '{requested}' for {ranks} ranks; use cuda, which gives each its own device")
     return -(-ranks // torch.cuda.device_count())
+
+
+def mixed_precision(settings: Train, device_type: str) -> bool | None:
+    """Return the ``enable_mixed_precision`` of ``build_parallelize_model`` that `train.precision` means on a device.
+
+    True: bf16 compute with fp32 weights, unless a component's plan differs. False: fp32, and no plan may differ.
+    None: fp32, unless a component's plan differs.
+    """
+    if settings.precision == "auto":
+        return True if device_type == "cuda" else None
+    return settings.precision == "bf16"
+
+
+def compute_dtype(plan: ParallelPlan, mixed: bool | None) -> torch.dtype:
+    """Return the dtype in which the foundation computes; ``mixed``: see :func:`mixed_precision`."""
+    precision = plan.of(FOUNDATION).precision or Precision()
+    return getattr(torch, precision.compute or ("bfloat16" if mixed else precision.param) or "float32")

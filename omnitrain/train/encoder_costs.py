@@ -33,12 +33,9 @@ class EncoderCosts:
     """Fits the quadratic part of the cost of components with ``quadratic_cost: measured``.
 
     With sections, it also measures how long their encoders and the first stage take, from which steps are ordered; and
-    where packs are dealt by cost, how long the foundation and the encoders of a rank's own packs take. If ``state``
-    has what an earlier part of the run measured, nothing is measured again.
-
-    Attributes:
-        settled: what was measured; None: nothing, or not yet.
-        unused_until: the last step that is planned without it.
+    where packs are dealt by cost, how long the foundation and the encoders of a rank's own packs take. If ``state`` has
+    what an earlier part of the run measured, nothing is measured again. ``settled``: what was measured; None: nothing,
+    or not yet. ``unused_until``: the last step that is planned without it.
     """
 
     def __init__(self, model: OmniModel, ranks: Ranks, state: TrainingState) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from omnitrain.data.loading.slots import merge_states
 from omnitrain.data.packing.sample import Rejected
+from omnitrain.optim.ema import EMA
 from omnitrain.recipe import Recipe
-from omnitrain.train.evaluate.evaluate import Evaluation, Evaluator
+from omnitrain.train.evaluate.evaluate import EvaluationResult, Evaluator
 from omnitrain.train.evaluate.media_files import save_samples
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.measures import RunMeasures
@@ -25,25 +26,18 @@ from omnitrain.train.run_state.run_folder import RunFolder
 
 @dataclass
 class Evaluations:
-    """Evaluates a run where that is due, and stops at Ctrl-C. Every rank calls all methods.
+    """Evaluates a run where that is due, and stops at Ctrl-C. Every rank calls all methods."""
 
-    Attributes:
-        evaluator: None: the recipe has no evaluation.
-        metrics: where scores go; None on all ranks but the first.
-        tell: called with ``"on_evaluate"`` and each result.
-        paused: makes the context in which no progress is expected.
-        scores: steps done -> the last scores, which a later ``fit`` of the trainer knows, too.
-    """
-
-    evaluator: Evaluator | None
+    evaluator: Evaluator | None  # None: the recipe has no evaluation
     recipe: Recipe
     folder: RunFolder
+    ema: EMA | None  # the averages that are evaluated with ``evaluation.ema``; None: there are none
     measures: RunMeasures
     interrupt: Interrupt
-    metrics: MetricsFile | None
-    tell: Callable[..., None]
-    paused: Callable[[str], contextlib.AbstractContextManager[Any]]
-    scores: dict[int, dict[str, float]]
+    metrics: MetricsFile | None  # where scores go; None on all ranks but the first
+    tell: Callable[..., None]  # called with ``"on_evaluate"`` and each result
+    paused: Callable[[str], contextlib.AbstractContextManager[Any]]  # a context in which no progress is expected
+    scores: dict[int, dict[str, float]]  # steps done -> the last scores, which a later ``fit`` knows, too
     _losses: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # steps done -> the last held-out losses
 
     def on_the_way(self, line: dict[str, Any]) -> None:
@@ -51,7 +45,7 @@ class Evaluations:
         step = self.measures.step
         if self.evaluator is None or not self.recipe.measures_heldout_loss(step):
             return
-        with self.paused("evaluate"), self._eager():
+        with self.paused("evaluate"), self._as_evaluated():
             found = None
             with contextlib.suppress(StoppedError):
                 found = self.evaluator.losses(lambda _: self._stop_if_interrupted())
@@ -61,7 +55,7 @@ class Evaluations:
             return
         line["heldout"] = found
         if not self.recipe.evaluates(step) or step >= self.recipe.train.steps:
-            self.tell("on_evaluate", Evaluation(found, [], {}, []))
+            self.tell("on_evaluate", EvaluationResult(found, [], {}, []))
             return
         with contextlib.suppress(StoppedError), self.paused("evaluate"):
             line["scores"] = self._evaluate(self.evaluator)
@@ -83,7 +77,7 @@ class Evaluations:
         return None
 
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
-        with Activity(console, "evaluation") as activity, self._eager():
+        with Activity(console, "evaluation") as activity, self._as_evaluated():
 
             def notify(doing: str) -> None:
                 self._stop_if_interrupted()
@@ -96,7 +90,7 @@ class Evaluations:
         self.tell("on_evaluate", result)
         return scores
 
-    def _write(self, result: Evaluation, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
+    def _write(self, result: EvaluationResult, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
         assert self.recipe.evaluation is not None
         step, rejected = self.measures.step, [*skipped, *result.rejected]
         written = self.folder.write_scores({"step": step} | scores | {"losses": result.losses})
@@ -110,8 +104,15 @@ class Evaluations:
         if self.metrics is not None:
             self.metrics.show(step, shown)
 
-    def _eager(self) -> contextlib.AbstractContextManager[None]:
-        return self.measures.compiled.paused() if self.measures.compiled else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _as_evaluated(self) -> Iterator[None]:
+        """The model runs eagerly in this context, and with the averages of its weights where the recipe says so."""
+        with contextlib.ExitStack() as stack:
+            if self.measures.compiled:
+                stack.enter_context(self.measures.compiled.paused())
+            if self.ema is not None and self.recipe.evaluation is not None and self.recipe.evaluation.ema:
+                stack.enter_context(self.ema.in_place_of_weights())
+            yield
 
     def _stop_if_interrupted(self) -> None:
         if self.measures.ranks.peers.any(self.interrupt.requested):

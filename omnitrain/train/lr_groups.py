@@ -11,8 +11,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.named_parameters import hidden_matrices, parameters_named
-from omnitrain.optim.build import build_optimizer
-from omnitrain.optim.roles import decayed_parameters
+from omnitrain.optim.build import build_optimizer, decayed_parameters
 from omnitrain.parallel.layout import ModelLayout
 from omnitrain.recipe import Optimizer
 from omnitrain.recipe.strict import Idle, idle_problems

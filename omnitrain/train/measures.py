@@ -20,13 +20,12 @@ from omnitrain.parallel.expert.routing_record import RoutingOfRun
 from omnitrain.parallel.step.item_costs import Measured
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
+from omnitrain.train.device import compute_dtype, mixed_precision
 from omnitrain.train.encoder_costs import EncoderCosts
-from omnitrain.train.metrics.encoders import encoder_metrics
 from omnitrain.train.metrics.flops import run_flops
 from omnitrain.train.metrics.meter import LossMeter, MeanLoss, PackLosses, memory_metrics
-from omnitrain.train.metrics.step_timing import StepSpans
+from omnitrain.train.metrics.step_timing import StepSpans, encoder_metrics
 from omnitrain.train.metrics.throughput import Stopwatch
-from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.prepare import PreparedModel
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.run_state.state import TrainingState

@@ -19,13 +19,9 @@ def check_micro_batches(recipe: Recipe, state: ParallelState | None) -> list[str
     """Check that the steps of a recipe fill its ranks and its pipeline; ``state`` is None in a single process.
 
     Any number of micro-batches runs on any number of data-parallel ranks. A schedule that the recipe asks for needs so
-    many micro-batches that its idle time is what its formula says. The default schedule runs with fewer.
-
-    Returns:
-        Advice, if ranks wait for others in each step, or the default schedule has fewer micro-batches than it needs.
-
-    Raises:
-        UserError: a schedule that the recipe asks for needs more micro-batches.
+    many micro-batches that its idle time is what its formula says. The default schedule runs with fewer. Returns
+    advice, if ranks wait for others in each step, or the default schedule has fewer micro-batches than it needs. Raises
+    UserError: a schedule that the recipe asks for needs more micro-batches.
     """
     if state is None:
         return []

@@ -28,16 +28,12 @@ _LOSS = "the loss"
 class Origin(NamedTuple):
     """Where the first value of a step was not finite on a rank.
 
-    Attributes:
-        component: the component that computed it, or ``the loss``.
-        phase: ``forward``, ``backward``, or ``weight gradients``: those of the component after a backward.
-        micro_batch: index of the rank's micro-batch; of an encoder with actions of its own, the first one of a window.
-        samples: ids of the samples in the micro-batch; none if several ranks' micro-batches are encoded together.
+    ``samples``: ids of the samples in the micro-batch; none if several ranks' micro-batches are encoded together.
     """
 
-    component: str
-    phase: str
-    micro_batch: int
+    component: str  # the component that computed it, or ``the loss``
+    phase: str  # ``forward``, ``backward``, or ``weight gradients``: those of the component after a backward
+    micro_batch: int  # index of the rank's micro-batch; for an encoder with its own actions, the first of a window
     samples: Sequence[str]
 
     @property

@@ -21,31 +21,24 @@ from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
 from omnitrain.recipe.save import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops, use_own_functions
+from omnitrain.train.device import compute_dtype, mixed_precision
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.flops import counts_flops
-from omnitrain.train.metrics.weights import weights_shown
-from omnitrain.train.precision import compute_dtype, mixed_precision
+from omnitrain.train.metrics.progress import weights_shown
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.useless_keys import require_effect
 
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """The model of a run on its device, ready to train.
-
-    Attributes:
-        ops: component name -> the backends of its operations.
-        layout: how the model is sharded. None: one process without a plan.
-        compiled: the compiled blocks. None: no block is compiled.
-        flops: counts FLOPs of the model. None: the recipe does not ask for it.
-    """
+    """The model of a run on its device, ready to train."""
 
     model: OmniModel
     processor: OmniProcessor
-    ops: Mapping[str, Mapping[str, FusedOp]]
-    layout: ModelLayout | None
-    compiled: CompiledBlocks | None
-    flops: ModelFlops | None = None
+    ops: Mapping[str, Mapping[str, FusedOp]]  # component name -> the backends of its operations
+    layout: ModelLayout | None  # how the model is sharded. None: one process without a plan
+    compiled: CompiledBlocks | None  # the compiled blocks. None: no block is compiled
+    flops: ModelFlops | None = None  # counts FLOPs of the model. None: the recipe does not ask for it
 
 
 def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> PreparedModel:
@@ -78,6 +71,7 @@ def _build(recipe: Recipe, checkpoint: Path | None, ranks: Ranks) -> tuple[OmniM
             model, processor = load_checkpoint(
                 checkpoint, frozen, init_device, None, dtype, teachers=teachers, checked=False
             )
+    model.config.condition_dropout |= recipe.data.condition_dropout.whole > 0
     require_heads(recipe, model.decoders)
     require_effect(recipe, model, processor)  # also checks the contract
     return model.train(), processor

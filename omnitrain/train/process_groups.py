@@ -26,20 +26,16 @@ T = TypeVar("T")
 class Ranks:
     """All ranks of a run, as seen by one of them.
 
-    Attributes:
-        state: the parallel state. None: a single process that does not shard its model.
-        peers: group of all ranks.
-        loss_peers: group of the ranks over which losses add up. Tensor parallel peers have the same losses and run the
-            same evaluation, each in its own group; so do pipeline stages.
-        meter_peers: group of the ranks whose losses are those of all samples: ``loss_peers`` and their pipeline stages.
-        rendezvous: rendezvous of the data processes.
+    ``loss_peers``: group of the ranks over which losses add up. Tensor parallel peers have the same losses and run the
+    same evaluation, each in its own group; so do pipeline stages. ``meter_peers``: group of the ranks whose losses are
+    those of all samples: ``loss_peers`` and their pipeline stages.
     """
 
-    state: ParallelState | None
-    peers: Peers
+    state: ParallelState | None  # the parallel state. None: a single process that does not shard its model
+    peers: Peers  # group of all ranks
     loss_peers: Peers
     meter_peers: Peers
-    rendezvous: Rendezvous
+    rendezvous: Rendezvous  # rendezvous of the data processes
 
     @property
     def state_of_main(self) -> ParallelState | None:

@@ -21,6 +21,7 @@ from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.device import mixed_seed, seed_device
 from omnitrain.optim.adamw import learning_rate
+from omnitrain.optim.ema import EMA
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.executor import OnOutput, OnPhase
@@ -30,7 +31,7 @@ from omnitrain.report.run_facts import write_facts
 from omnitrain.report.write import report_at_end
 from omnitrain.train.callbacks import Callback, CallbackError, Callbacks, load_callbacks
 from omnitrain.train.data import open_data
-from omnitrain.train.device import use_device
+from omnitrain.train.device import mixed_precision, use_device
 from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import Evaluator, load_scorer
 from omnitrain.train.evaluations import Evaluations
@@ -41,21 +42,19 @@ from omnitrain.train.metrics import display
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.costs import WAIT_FOR_DATA
 from omnitrain.train.metrics.early_stopping import StopWatcher
-from omnitrain.train.metrics.encoders import encoder_metrics
 from omnitrain.train.metrics.memory_estimate import kept_by_source
 from omnitrain.train.metrics.meter import MetricsFile, PackLosses
 from omnitrain.train.metrics.progress import StepProgress, values_shown
+from omnitrain.train.metrics.step_timing import encoder_metrics
 from omnitrain.train.metrics.throughput import Stopwatch
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
 from omnitrain.train.nonfinite import NonFiniteError, Origin, OriginFinder, not_finite_error
-from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import Ranks, join_ranks
-from omnitrain.train.run_state.resume import require_same_rows
-from omnitrain.train.run_state.run_folder import Resume, RunFolder
-from omnitrain.train.run_state.run_lock import require_free
+from omnitrain.train.run_state.run_folder import Resume, RunFolder, require_free, require_same_rows
 from omnitrain.train.run_state.save import Saver, checkpoint_bytes
+from omnitrain.train.run_state.snapshot import EMA_FOLDER, OPTIMIZER
 from omnitrain.train.run_state.state import TrainingState, read_state
 from omnitrain.train.saves import Saves
 
@@ -79,20 +78,14 @@ class _Fit:
 class RunSummary:
     """How a run ended.
 
-    Attributes:
-        step: optimizer steps done.
-        interrupted: Ctrl-C or SIGTERM ended it early.
-        checkpoint: the last checkpoint.
-        scores: scores of the evaluation; empty without an evaluation.
-        is_terminated: it was SIGTERM: a scheduler should start the run again.
-        stopped: why the run ended before its last step, by early stopping or a callback. None: it did not.
+    ``stopped``: why the run ended before its last step, by early stopping or a callback. None: it did not.
     """
 
-    step: int
-    interrupted: bool
-    checkpoint: Path
-    scores: dict[str, float]
-    is_terminated: bool = False
+    step: int  # optimizer steps done
+    interrupted: bool  # Ctrl-C or SIGTERM ended it early
+    checkpoint: Path  # the last checkpoint
+    scores: dict[str, float]  # scores of the evaluation; empty without an evaluation
+    is_terminated: bool = False  # it was SIGTERM: a scheduler should start the run again
     stopped: str | None = None
 
 
@@ -107,6 +100,7 @@ class Trainer:
         loader: the training data, step by step.
         evaluator: evaluates the model on held-out data; None: the recipe has no evaluation.
         optimizer: AdamW, or Muon and AdamW.
+        ema: averages of the weights; None: the recipe has no `train.ema`.
         measures: what the run counts and measures.
         saves: its checkpoints.
     """
@@ -119,14 +113,10 @@ class Trainer:
     def __init__(self, recipe: Recipe, *, resume: Resume = False, callbacks: Sequence[Callback] = ()) -> None:
         """Build everything; nothing is written before :meth:`fit`.
 
-        Args:
-            recipe: the recipe of the run.
-            resume: continue the run in ``recipe.output_dir`` from its newest checkpoint. "auto": from the newest one
-                that is not damaged; if it has none, start it.
-            callbacks: called before those of ``train.callbacks``; all ranks must pass the same.
-
-        Raises:
-            UserError: recipe, data and weights do not fit together.
+        ``recipe``: the recipe of the run. ``resume``: continue the run in ``recipe.output_dir`` from its newest
+        checkpoint. "auto": from the newest one that is not damaged; if it has none, start it. ``callbacks``: called
+        before those of ``train.callbacks``; all ranks must pass the same. Raises UserError: recipe, data and weights do
+        not fit together.
         """
         if not isinstance(recipe, Recipe):
             raise UserError(f"recipe: found a {type(recipe).__name__}; expected a Recipe, as Recipe.load(NAME) returns")
@@ -138,12 +128,14 @@ class Trainer:
         self.layout, self.compiled = prepared.layout, prepared.compiled
         self.optimizer = optimizer_of(self.model, recipe.train.optimizer, self.layout)
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
-        saved = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
+        self.ema = EMA(self.optimizer, recipe.train.ema.decay) if recipe.train.ema else None
+        optimizers = {OPTIMIZER: self.optimizer} | ({EMA_FOLDER: self.ema} if self.ema else {})
+        saved = read_state(self.resumed, self.model, optimizers) if self.resumed else TrainingState()
         folder = self.folder.path
         self.measures = RunMeasures(recipe, prepared, self.ranks, self.device, folder, saved, started)
         self.recipe = self.folder.recipe = self.measures.settled_in(recipe)
         self._open_data(recipe, saved)
-        saved_parts = self.model, self.processor, self.optimizer
+        saved_parts = self.model, self.processor, optimizers
         self.saver = Saver(self.folder, self.ranks, *saved_parts, in_background=recipe.train.async_save)
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self.saves = Saves(recipe, self.folder, self.measures, self.saver, self._tell, self._paused)
@@ -195,13 +187,10 @@ class Trainer:
     def fit(self) -> RunSummary:
         """Train to the last step (or Ctrl-C), save, evaluate. All ranks must call it.
 
-        A second call continues a run that Ctrl-C ended. A resumed run that is finished does not change.
-
-        Raises:
-            NonFiniteError: a loss or gradient is not finite; the finished steps are saved.
-            UserError: the data cannot be used; the finished steps are saved.
-            TrainingError: a data process was killed; the finished steps are saved.
-            CallbackError: a callback raised on some rank; the finished steps are saved.
+        A second call continues a run that Ctrl-C ended. A resumed run that is finished does not change. Raises
+        NonFiniteError: a loss or gradient is not finite; the finished steps are saved; UserError: the data cannot be
+        used; the finished steps are saved; TrainingError: a data process was killed; the finished steps are saved;
+        CallbackError: a callback raised on some rank; the finished steps are saved.
         """
         if (finished := self._finished()) is not None:
             return finished
@@ -269,11 +258,13 @@ class Trainer:
                 early = StopWatcher(train.early_stopping, metrics.earlier)
             self._stop_reason = early.reason if early else None
             of_fit = self.measures, interrupt, metrics, self._tell, self._paused, self._scores
-            evaluations = Evaluations(self.evaluator, self.recipe, self.folder, *of_fit)
+            evaluations = Evaluations(self.evaluator, self.recipe, self.folder, self.ema, *of_fit)
             yield _Fit(interrupt, progress, steps, first, metrics, early, evaluations)
 
     def _open_folder(self) -> MetricsFile:
-        self.folder.open(self._continues or self.last_checkpoint is not None, checkpoint_bytes(self.model))
+        self.folder.open(
+            self._continues or self.last_checkpoint is not None, checkpoint_bytes(self.model, self.ema is not None)
+        )
         write_facts(self.folder.path, self.model, self.ops, self.layout)
         trackers = open_trackers(self.recipe, self.folder.path, self.step)
         return MetricsFile(self.folder.path / "metrics.jsonl", self.step, trackers)
@@ -415,11 +406,8 @@ class Trainer:
     def train_step(self, batch: StepBatch) -> tuple[float, float]:
         """One optimizer step over ``batch`` and the batches of all other ranks.
 
-        Returns:
-            The total loss and the gradient norm before clipping, the same on all ranks.
-
-        Raises:
-            NonFiniteError: on all ranks, before the update: no weight changes. The message names the samples.
+        Returns the total loss and the gradient norm before clipping, the same on all ranks. Raises NonFiniteError: on
+        all ranks, before the update: no weight changes. The message names the samples.
         """
         settings, measures = self.recipe.train.optimizer, self.measures
         packs: list[PackLosses] = []
@@ -441,6 +429,8 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings, group["peak"])
             self.optimizer.step()
+            if self.ema:
+                self.ema.step()
             measures.routers.end()
         self.optimizer.zero_grad(set_to_none=True)
         measures.add(batch, loss, packs)

@@ -49,6 +49,11 @@ def _of_data(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> Iter
         yield Idle("data.chat", "but `model.checkpoint` has a chat template; remove it")
     for key in CHAT_TEXTS if isinstance(renderer, TemplateRenderer) and recipe.model.checkpoint is None else ():
         yield Idle(f"data.chat.{key}", "but a HF chat template renders the conversations; remove it")
+    if not processor.writers:
+        why = "but no decoder writes media, and a sample without media in its answer loses nothing; remove it"
+        yield from (Idle(f"data.condition_dropout.{key}", why) for key in ("whole", "text", *MODALITIES))
+    for modality in set(MODALITIES) - {*processor.readers, *renderer.native_modalities}:
+        yield Idle(f"data.condition_dropout.{modality}", f"but the model reads no {modality}; remove it")
     for modality in set(MODALITIES) - processor.start_tokens.keys():
         yield Idle(f"data.chat.{modality}", f"but no attached encoder or decoder handles {modality}; remove it")
     yield from _of_hf_processor(renderer.native_modalities)

@@ -233,8 +233,8 @@ def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
         given.extend([first, arguments()[len(first) :], nproc, options["max_restarts"], options["stop_seconds"], fits])
         return 130
 
-    stand_in(monkeypatch, "omnitrain.train.launch.restarts", launch_with_restarts=launch)
-    monkeypatch.setattr("omnitrain.train.launch.crowding.num_cores", lambda: 2)
+    stand_in(monkeypatch, "omnitrain.train.launch.launch", launch_with_restarts=launch)
+    monkeypatch.setattr("omnitrain.train.launch.launch.num_cores", lambda: 2)
     overrides = ["train.stop_seconds=7", "train.device=cpu", "parallel.default.ulysses=2"]
     ended = call("run", "small", *overrides, "--nproc", "4", "--max-restarts", "4")
     assert ended.exit_code == 130

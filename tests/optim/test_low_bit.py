@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
 from omnitrain.errors import UserError
 from omnitrain.optim.build import build_optimizer
+from omnitrain.optim.ema import EMA
 from omnitrain.optim.low_bit import AdamW8bit
 from omnitrain.optim.shards import local_shard
 from omnitrain.parallel.spawn.pool import RankPool
@@ -69,6 +70,19 @@ def test_a_run_resumes_with_the_same_8_bit_values(tmp_path: Path) -> None:
     train(resumed, other, 3, first=3)
     for weight, wanted in zip(resumed.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(weight, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_averages_follow_weights_whose_moments_have_8_bits() -> None:
+    model = model_of_two_layers()
+    optimizer = build_optimizer(model, SETTINGS)
+    ema, by_hand = EMA(optimizer, 0.9), [weight.detach().double() for weight in model.parameters()]
+    for step in range(3):
+        train(model, optimizer, 1, first=step)
+        ema.step()
+        weights = model.parameters()
+        by_hand = [0.9 * average + 0.1 * weight.detach() for average, weight in zip(by_hand, weights, strict=True)]
+    for weight, average in zip(model.parameters(), by_hand, strict=True):
+        torch.testing.assert_close(ema.state[weight]["average"].double(), average, rtol=0, atol=1e-6)
 
 
 def on_ranks(before: Path, after: Path) -> float:

@@ -39,7 +39,7 @@ def test_a_checkout_with_newer_requirements_than_those_it_was_installed_with_is_
 
 
 def test_missing_backend_is_allowed_and_says_how_to_get_it() -> None:
-    finding = doctor._backend(doctor.Backend("no_such_module", "no-such", "nothing", "video"))
+    finding = doctor._backend(doctor.OptionalPackage("no_such_module", "no-such", "nothing", "video"))
     assert finding.ok is None
     assert finding.found == "missing (No module named 'no_such_module'): nothing; pip install 'omnitrain[video]'"
 
@@ -50,7 +50,7 @@ def test_backend_that_is_installed_but_broken_shows_the_import_error(
     (tmp_path / "broken_kernels.py").write_text("raise OSError('undefined symbol:\\n _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(doctor, "installed_version", lambda name: "2.0")
-    finding = doctor._backend(doctor.Backend("broken_kernels", "broken-kernels", "speed", "gpu"))
+    finding = doctor._backend(doctor.OptionalPackage("broken_kernels", "broken-kernels", "speed", "gpu"))
     assert finding.ok is False
     assert finding.found == "2.0 is installed but does not import: undefined symbol: _ZN3c10"
 
@@ -92,7 +92,7 @@ def test_torchvision_is_blamed_for_what_fails_with_it(
     torchvision_of_another_torch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "installed_version", lambda name: "2.0")
-    readers = [doctor.BACKENDS[0], doctor.Backend("reads_images", "reads-images", "images", None)]
+    readers = [doctor.BACKENDS[0], doctor.OptionalPackage("reads_images", "reads-images", "images", None)]
     findings = [doctor._backend(backend) for backend in readers]
     assert [(finding.name, finding.ok) for finding in findings] == [("torchvision", False), ("reads_images", None)]
     assert "pip uninstall -y torchvision" in findings[0].found
@@ -125,7 +125,7 @@ def test_version_outside_of_the_supported_range_is_a_problem() -> None:
 
 
 def test_a_torch_that_omnitrain_was_not_tested_with_is_said_and_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(version: str) -> doctor.Finding:
+    def found(version: str) -> doctor.DoctorLine:
         monkeypatch.setattr(doctor, "installed_version", lambda name: version)
         return doctor._requirement(Requirement("torch>=2.11"))
 

@@ -10,9 +10,8 @@ from omnitrain.errors import UserError
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.state import leave_process_groups
 from omnitrain.recipe import ComponentPlan, ParallelPlan, Precision, Recipe, Train
-from omnitrain.train.device import use_device
+from omnitrain.train.device import compute_dtype, mixed_precision, use_device
 from omnitrain.train.metrics.console import console
-from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.check import check_recipe
 from tests.parallel.factories import any_to_any

@@ -21,8 +21,8 @@ from omnitrain.parallel.spawn.errors import RankError
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import leave_process_groups
 from omnitrain.recipe import Optimizer, Recipe
+from omnitrain.train import saves
 from omnitrain.train.nonfinite import NonFiniteError
-from omnitrain.train.run_state import save_times
 from omnitrain.train.trainer import RunSummary, Trainer
 from tests.tiny import TASKS, tiny_moe_recipe, tiny_recipe, tiny_row, write_parquet
 
@@ -137,13 +137,13 @@ def nan_on_the_last_rank(recipe: Path, overrides: list[str]) -> str:
     trainer = Trainer(Recipe.load(str(recipe), overrides))
     is_last, norm = trainer.ranks.peers.rank == trainer.ranks.peers.size - 1, trainer.model.foundation.model.norm
     norm.register_forward_hook(lambda _, __, out: out * float("nan") if is_last and trainer.step == 2 else None)
-    save_times.time = SimpleNamespace(monotonic=lambda: 0.0 if is_last else 700.0 * trainer.step)
+    saves.time = SimpleNamespace(monotonic=lambda: 0.0 if is_last else 700.0 * trainer.step)
     try:
         trainer.fit()
     except NonFiniteError as error:
         return str(error)
     finally:
-        save_times.time = time
+        saves.time = time
     return "no error"
 
 

@@ -25,10 +25,11 @@ from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
 from omnitrain.report.curves import numbers_in
+from omnitrain.train import saves
 from omnitrain.train.evaluate import evaluate
 from omnitrain.train.evaluate.evaluate import Answered
 from omnitrain.train.metrics.console import console
-from omnitrain.train.run_state import save_times, snapshot
+from omnitrain.train.run_state import snapshot
 from omnitrain.train.run_state.save import checkpoint_bytes
 from omnitrain.train.trainer import NonFiniteError, Trainer
 from omnitrain.train.verbs.answer import Answerer
@@ -250,7 +251,7 @@ def test_a_run_saves_every_ten_minutes_and_leaves_space_for_its_last_checkpoint(
 ) -> None:
     """A step takes 400 s here."""
     trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True, steps=5, save_every="auto", keep_last=9)))
-    monkeypatch.setattr(save_times, "time", SimpleNamespace(monotonic=lambda: 400.0 * trainer.step))
+    monkeypatch.setattr(saves, "time", SimpleNamespace(monotonic=lambda: 400.0 * trainer.step))
     space, disk = checkpoints_that_fit * checkpoint_bytes(trainer.model), shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=space))
     with console.capture() as printed:

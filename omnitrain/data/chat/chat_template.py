@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from omnitrain.data.chat.parts import Message, content_parts, is_trained
+from omnitrain.data.chat.parts import Message, calls_of, content_parts, is_trained, name_of, with_text_arguments
 from omnitrain.data.chat.template_marks import (
     OTHERS,
     OWN,
@@ -27,7 +27,6 @@ from omnitrain.data.chat.template_marks import (
     marked_messages,
     marking_template,
 )
-from omnitrain.data.chat.tool_calls import calls_of, name_of, with_text_arguments
 from omnitrain.data.sources.turns import FIELDS
 from omnitrain.errors import UserError
 
@@ -44,16 +43,14 @@ _CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": _TOOL, "arg
 class ChatTemplate:
     """The chat template of a HF processor or tokenizer.
 
-    Attributes:
-        end: the special token after an assistant's last content. None: the template writes none.
-        keys: strings and names after a dot in its code; the keys of messages and parts that it reads are among them.
+    ``end``: the special token after an assistant's last content. None: the template writes none. ``keys``: strings and
+    names after a dot in its code; the keys of messages and parts that it reads are among them.
     """
 
     def __init__(self, owner: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """Render short conversations to learn what the template of ``owner``, a processor or tokenizer, writes.
 
-        Raises:
-            UserError: there is no chat template, or it cannot render a plain question and answer.
+        Raises UserError: there is no chat template, or it cannot render a plain question and answer.
         """
         if not getattr(owner, "chat_template", None):
             raise UserError(
@@ -73,11 +70,10 @@ class ChatTemplate:
         self.end = self._end()
 
     def render(self, messages: list[Message], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
-        """Return ``messages``, and the tools of :func:`~omnitrain.data.chat.tool_calls.tools_of`, as text.
+        """Return ``messages``, and the tools of :func:`~omnitrain.data.chat.parts.tools_of`, as text.
 
-        Raises:
-            ValueError: there are no messages, or the template refuses them.
-            UserError: the template does not write tools, or tool calls.
+        Raises ValueError: there are no messages, or the template refuses them; UserError: the template does not write
+        tools, or tool calls.
         """
         if not messages:
             raise ValueError("the row has no messages")
@@ -93,10 +89,8 @@ class ChatTemplate:
         """Return the characters ``[start, stop)`` of ``text`` that the assistant writes, end tokens included, in order.
 
         Messages with a ``weight`` of 0 are skipped. ``text`` is the result of :meth:`render` for the other arguments.
-
-        Raises:
-            ValueError: the characters cannot be found, or the template leaves out text of the assistant.
-            UserError: the template does not write thoughts.
+        Raises ValueError: the characters cannot be found, or the template leaves out text of the assistant; UserError:
+        the template does not write thoughts.
         """
         trained = [index for index, message in enumerate(messages) if is_trained(message)]
         if not trained:

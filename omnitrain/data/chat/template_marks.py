@@ -36,9 +36,8 @@ _WITHOUT_OUTPUT = {"comment_begin", "comment", "comment_end", "raw_begin", "raw_
 class MarkedText:
     """A rendered conversation with the information of its marks.
 
-    Attributes:
-        pieces: index of a message -> characters ``[start, stop)`` that the template wrote for this message; not empty,
-            and merged if adjacent.
+    ``pieces``: index of a message -> characters ``[start, stop)`` that the template wrote for this message; not empty,
+    and merged if adjacent.
     """
 
     text: str = ""  # without the marks
@@ -123,8 +122,7 @@ def _marked_within(value: Any, mark: str) -> Any:
 def marking_template(source: str) -> str:
     """Return a chat template that prints the text of ``source`` and the marks of :func:`marked_messages`.
 
-    Raises:
-        jinja2.TemplateError: ``source`` is not a template.
+    Raises jinja2.TemplateError: ``source`` is not a template.
     """
     blocks = _Blocks()
     return "".join(blocks.around(s) if isinstance(s, list) else s for s in _statements(_LEXER.lex(source)))

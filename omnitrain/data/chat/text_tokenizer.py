@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.processing_utils import AudioKwargs, ImagesKwargs, VideosKwargs
+from transformers.utils import is_torchvision_available
 
 from omnitrain.errors import UserError
+from omnitrain.packages import install_command
+from omnitrain.recipe.suggest import hint
 
 _SCRIPTS = "Hello WORLD 0123456789 +-=.,?! Привет γειά שלום مرحبا नमस्ते สวัสดี 你好 こんにちは 안녕"
 _MIN_SHARE = 0.5
@@ -17,8 +22,7 @@ _MIN_SHARE = 0.5
 def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
     """Load the text tokenizer of a folder or Hub id, which ``key`` of the recipe names.
 
-    Raises:
-        UserError: there is no tokenizer, or it is incomplete (:func:`require_whole`).
+    Raises UserError: there is no tokenizer, or it is incomplete (:func:`require_whole`).
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path))
@@ -33,10 +37,8 @@ def require_whole(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str
     """Raise for a tokenizer without a vocabulary, which transformers builds if the tokenizer's files are missing.
 
     A text in many scripts must give at least one token that is neither the unknown token nor an added one. If the
-    vocabulary has none of these scripts, the text of its first tokens must. Errors name ``key`` of the recipe.
-
-    Raises:
-        UserError: the tokenizer gives no token, or only unknown tokens, for any text.
+    vocabulary has none of these scripts, the text of its first tokens must. Errors name ``key`` of the recipe. Raises
+    UserError: the tokenizer gives no token, or only unknown tokens, for any text.
     """
     useless = {tokenizer.unk_token_id, *tokenizer.added_tokens_decoder}
     vocabulary = tokenizer.decode([one for one in range(min(len(tokenizer), 1000)) if one not in useless])
@@ -55,10 +57,8 @@ def require_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str)
     """Raise for a tokenizer with less than half as many tokens as the foundation at ``path`` has rows.
 
     Such a tokenizer belongs to another model or is incomplete. Padded embeddings have only some per cent more rows than
-    tokens (Phi-2: 51200 for 50295), and vocabularies with codes of other media still consist mostly of text.
-
-    Raises:
-        UserError: the tokenizer has too few tokens; the message gives both numbers.
+    tokens (Phi-2: 51200 for 50295), and vocabularies with codes of other media still consist mostly of text. Raises
+    UserError: the tokenizer has too few tokens; the message gives both numbers.
     """
     if len(tokenizer) < _MIN_SHARE * rows:
         raise UserError(
@@ -93,3 +93,43 @@ class TextEncoder:
             spelled = self._tokenizer.convert_ids_to_tokens(sorted(found))
             raise ValueError(f"the text spells control tokens, which the tokenizer cannot write as text: {spelled}")
         return ids
+
+
+def load_hf_processor(path: str | Path) -> ProcessorMixin | PreTrainedTokenizerBase:
+    """Load the processor of a folder or Hub id, or its tokenizer if it has no processor.
+
+    Raises UserError: there is no processor, a package that it needs is missing, or its tokenizer is incomplete.
+    """
+    try:
+        processor = AutoProcessor.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        needs = "" if is_torchvision_available() else f"; many processors need torchvision: {install_command('vision')}"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"data.processor: cannot load a HF processor from {str(path)!r}: {reason}{needs}") from error
+    if not isinstance(processor, (ProcessorMixin, PreTrainedTokenizerBase)):
+        raise UserError(
+            f"data.processor: {path!r} has a {type(processor).__name__}; expected a processor with a tokenizer"
+        )
+    require_whole(getattr(processor, "tokenizer", processor), path, "data.processor")
+    return processor
+
+
+# Group of arguments -> the processor's attribute that takes them, and the arguments that transformers documents.
+_GROUPS: dict[str, tuple[str, Any]] = {
+    "images_kwargs": ("image_processor", ImagesKwargs),
+    "videos_kwargs": ("video_processor", VideosKwargs),
+    "audio_kwargs": ("feature_extractor", AudioKwargs),
+}
+
+
+def require_known_arguments(processor: object, arguments: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise for arguments (by group) that the HF processor does not have; transformers would silently ignore them.
+
+    Raises UserError: an argument does not exist; the message suggests the nearest one.
+    """
+    for group, values in arguments.items():
+        attribute, common = _GROUPS[group]
+        typed_dict = getattr(getattr(processor, attribute, None), "valid_kwargs", None) or common
+        known = typed_dict.__required_keys__ | typed_dict.__optional_keys__
+        for name in values.keys() - known:
+            raise UserError(f"data.processor_arguments.{group}.{name}: no such argument; {hint(name, known)}")

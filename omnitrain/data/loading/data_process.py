@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -18,8 +21,67 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from omnitrain.data.loading.socket_message import Message, encode, receive, send
 from omnitrain.errors import TrainingError, UserError
+
+Message = list[bytes | memoryview]
+
+_LENGTHS = struct.Struct("QQ")  # bytes of the header and of the arrays
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles CPU tensors as numpy arrays, whose bytes pickle keeps out of the header."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+def as_bytes(item: Any) -> bytes:
+    """Encode ``item`` for ``pickle.loads``. Of a tensor that is a view, only the elements of the view are included."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(item)
+    return stream.getvalue()
+
+
+def encode(item: Any) -> Message:
+    """Encode any object, with tensors on the CPU. Arrays are not copied: do not change them before they are sent."""
+    stream = io.BytesIO()
+    arrays: list[pickle.PickleBuffer] = []
+    _Pickler(stream, protocol=5, buffer_callback=arrays.append).dump(item)
+    views = [array.raw() for array in arrays]
+    header = pickle.dumps((stream.getvalue(), [view.nbytes for view in views]))
+    return [_LENGTHS.pack(len(header), sum(view.nbytes for view in views)) + header, *views]
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Send a message from :func:`encode`; OSError: the receiver is gone."""
+    for buffer in message:
+        connection.sendall(buffer)
+
+
+def receive(connection: socket.socket) -> Any:
+    """Receive the next item, whose arrays are writable and share one block of memory; EOFError: the sender is gone."""
+    header_bytes, array_bytes = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
+    pickled, sizes = pickle.loads(_read(connection, header_bytes))
+    memory = memoryview(_read(connection, array_bytes))
+    arrays = []
+    for size in sizes:
+        arrays.append(memory[:size])
+        memory = memory[size:]
+    return pickle.loads(pickled, buffers=arrays)
+
+
+def _read(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    unread = memoryview(data)
+    while unread:
+        received = connection.recv_into(unread, flags=socket.MSG_WAITALL)
+        if not received:
+            raise EOFError("the sender is gone")
+        unread = unread[received:]
+    return data
+
 
 Item = TypeVar("Item")
 
@@ -40,10 +102,7 @@ def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int)
 
     The consumer's process only copies finished items. Closing the result closes the generator. An error of the
     generator is raised after the items before it. The process never outlives this one. ``make_items`` and the items
-    must be picklable.
-
-    Raises:
-        TrainingError: the process was killed, or stopped by an error that is not a UserError.
+    must be picklable. Raises TrainingError: the process was killed, or stopped by an error that is not a UserError.
     """
     ours, theirs = socket.socketpair()
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)

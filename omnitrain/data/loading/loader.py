@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, overload
@@ -14,19 +15,15 @@ from typing import Any, overload
 import numpy as np
 
 from omnitrain.data.loading.data_process import run_ahead
-from omnitrain.data.loading.dataset_batches import Collate
-from omnitrain.data.loading.dataset_loader import DatasetLoader, MapDataset
+from omnitrain.data.loading.dataset_loader import Collate, DatasetLoader, MapDataset
 from omnitrain.data.loading.order import SampleOrder, SourceShare
 from omnitrain.data.loading.packer import SlotPacker
-from omnitrain.data.loading.prepared_rows import PreparedRows
-from omnitrain.data.loading.row_processes import prepare_some
-from omnitrain.data.loading.same_samples import MadeStep, SameSamples, Swap
-from omnitrain.data.loading.slot_rows import SlotRows
-from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
-from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import balanced_shares
+from omnitrain.data.loading.row_processes import PreparedRows, SlotRows, prepare_some
+from omnitrain.data.loading.slots import LoaderState, MadeStep, RankShare, SameSamples, SlotState, Swap, share_of_rank
+from omnitrain.data.packing.budget import PackBudget, balanced_shares
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.condition import dropped_kinds
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import DataError, UserError
@@ -107,9 +104,8 @@ class _Steps:
     def make(self) -> Generator[MadeStep, None, None]:
         """Yield steps without end. One of ``data.workers`` processes runs this; the others prepare rows for it.
 
-        Raises:
-            UserError: the model cannot use the data.
-            TrainingError: a process that prepares rows was killed, or another rank failed.
+        Raises UserError: the model cannot use the data; TrainingError: a process that prepares rows was killed, or
+        another rank failed.
         """
         context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
         with context, contextlib.closing(self._packed()) as own:
@@ -176,8 +172,7 @@ class StepLoader:
     ) -> None:
         """Prepare the steps of a rank from the open data sets of ``data``.
 
-        Raises:
-            UserError: ``data.pack_elements`` has a component that the model does not have.
+        Raises UserError: ``data.pack_elements`` has a component that the model does not have.
         """
         rank, ranks, slots, peers = options.rank, options.ranks, options.slots, options.peers
         share, start = share_of_rank(rank, ranks, slots), options.state or LoaderState()
@@ -186,7 +181,13 @@ class StepLoader:
         self.sources = sources
         budget = PackBudget(data.pack_tokens, data.pack_elements, options.media_names or {})
         self.rows = PreparedRows(
-            sources, processor, budget, data.cached_samples, options.without_tails, data.overlong_of_sources()
+            sources,
+            processor,
+            budget,
+            data.cached_samples,
+            options.without_tails,
+            data.overlong_of_sources(),
+            dropped=partial(dropped_kinds, data.condition_dropout, options.seed),
         )
         if data.weights_by == "tokens" and not start.tokens_per_draw:
             # One rank measures: a file that only some ranks cannot read must not give them another order.
@@ -334,8 +335,7 @@ def first_samples(
 def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
     """Prepare the first row of each kind, to find media that no component reads or writes before training.
 
-    Raises:
-        UserError: the model cannot use the data; the message has one line per problem.
+    Raises UserError: the model cannot use the data; the message has one line per problem.
     """
     rows = PreparedRows(sources, processor, budget=None)
     firsts = [(s, position) for s, table in enumerate(sources) for position in table.first_of_each_kind()]

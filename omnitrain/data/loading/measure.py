@@ -11,16 +11,13 @@ import numpy as np
 
 from omnitrain.data.chat.parts import MediaPart
 from omnitrain.data.loading.loader import order_of
-from omnitrain.data.loading.order import Draw
+from omnitrain.data.loading.order import Draw, shuffled
 from omnitrain.data.loading.packer import SlotPacker
-from omnitrain.data.loading.shuffle import shuffled
 from omnitrain.data.loading.slots import SlotState
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Measure as Measure
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.item_parts import modality_of, parts_of_items
-from omnitrain.data.render.lengths import sample_within
-from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.processor import OmniProcessor, modality_of, parts_of_items, sample_within
 from omnitrain.data.sources.rows import RowSource
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
@@ -43,11 +40,9 @@ def measure(
     """Prepare rows of a data set as training does, and yield the size of each, or why it is rejected.
 
     A row of several samples gives the size of the first, which has the others. Of a data set with more than ``most``
-    rows, so many are drawn at random, the same ones each time; of a stream, they are the first. For the other
-    arguments see :func:`~omnitrain.data.render.lengths.sample_within`; rows that are an error are rejected.
-
-    Raises:
-        UserError: the model cannot use the data.
+    rows, so many are drawn at random, the same ones each time; of a stream, they are the first. For the other arguments
+    see :func:`~omnitrain.data.render.processor.sample_within`; rows that are an error are rejected. Raises UserError:
+    the model cannot use the data.
     """
     positions = np.arange(min(most, len(source)))
     if not source.is_stream:

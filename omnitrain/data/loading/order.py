@@ -8,6 +8,8 @@ share of any stretch, and the state at an index is computed without replaying th
 
 from __future__ import annotations
 
+import hashlib
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +17,66 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnitrain.data.loading.shuffle import shuffled, shuffled_in_blocks
 from omnitrain.data.sources.stream import ENDLESS
+
+_ROUNDS = 12  # with 8, the permutations of five rows are not equally likely
+_BLOCKS_AT_A_TIME = 4
+
+
+def shuffled(positions: np.ndarray, length: int, key: str) -> np.ndarray:
+    """Return the rows at ``positions`` (both ``[n]`` int64) of a permutation of ``length`` rows that ``key`` names."""
+    height = math.isqrt(length - 1) + 1 if length > 1 else 1
+    width = -(-length // height)
+    digests = b"".join(hashlib.blake2b(f"{half} {key}".encode(), digest_size=48).digest() for half in range(2))
+    a, b, keys = np.uint64(height), np.uint64(width), np.frombuffer(digests, dtype="<u8").astype(np.uint64)[:_ROUNDS]
+    rows = _permuted(positions.astype(np.uint64), a, b, keys)
+    outside = np.flatnonzero(rows >= length)
+    while len(outside):
+        rows[outside] = _permuted(rows[outside], a, b, keys)
+        outside = outside[rows[outside] >= length]
+    return rows.astype(np.int64)
+
+
+def shuffled_in_blocks(positions: np.ndarray, blocks: Sequence[int], key: str) -> np.ndarray:
+    """Return the rows at ``positions`` of a permutation that keeps few blocks of rows in use at a time.
+
+    It shuffles the ``blocks`` (rows of each), and then the rows of every four that follow each other; else as
+    :func:`shuffled`.
+    """
+    if len(blocks) <= _BLOCKS_AT_A_TIME:
+        return shuffled(positions, sum(blocks), key)
+    order = shuffled(np.arange(len(blocks)), len(blocks), key)
+    lengths = np.asarray(blocks, dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    ends = np.cumsum(lengths[order])  # in the new order
+    last = np.minimum(np.arange(_BLOCKS_AT_A_TIME, len(blocks) + _BLOCKS_AT_A_TIME, _BLOCKS_AT_A_TIME), len(blocks)) - 1
+    window_ends = ends[last]
+    rows = np.empty(len(positions), dtype=np.int64)
+    window_of = np.searchsorted(window_ends, positions, side="right")
+    for window in np.unique(window_of):
+        found = np.flatnonzero(window_of == window)
+        begin = int(window_ends[window - 1]) if window else 0
+        within = shuffled(positions[found] - begin, int(window_ends[window]) - begin, f"{key} {window}") + begin
+        block = np.searchsorted(ends, within, side="right")
+        rows[found] = starts[order[block]] + within - (ends[block] - lengths[order[block]])
+    return rows
+
+
+def _permuted(cells: np.ndarray, height: np.uint64, width: np.uint64, keys: np.ndarray) -> np.ndarray:
+    top, side = np.divmod(cells, width)
+    for of_top, of_side in zip(keys[::2], keys[1::2], strict=True):
+        top = (top + _mixed(side, of_top) % height) % height
+        side = (side + _mixed(top, of_side) % width) % width
+    return np.asarray(top * width + side)
+
+
+def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    """Return 64 bits that look random, a function of each value and the key."""
+    bits = (values ^ key) * np.uint64(0x9E3779B97F4A7C15)
+    bits ^= bits >> np.uint64(32)
+    bits *= np.uint64(0xD6E8FEB86659FD93)
+    return bits ^ (bits >> np.uint64(29))
+
 
 Draw = tuple[int, int, int]  # global index, source, row
 
@@ -62,11 +122,8 @@ class SampleOrder:
     """The order of all samples of a run. It ends when all sources have had their epochs.
 
     Index ``i`` is a draw of slot ``i % slots``. ``begun`` are the indices at which a slot began the second and each
-    later stage.
-
-    Attributes:
-        lengths: rows of each source.
-        mixes_epochs: whether a pack may have rows of an epoch before all rows of the one before it have been packed.
+    later stage. ``lengths``: rows of each source. ``mixes_epochs``: whether a pack may have rows of an epoch before all
+    rows of the one before it have been packed.
     """
 
     def __init__(
@@ -161,7 +218,7 @@ class SampleOrder:
         phases = ((np.arange(number) + 0.5) / number + slot / self.slots) % 1.0
         ends = [ENDLESS if one.epochs is None else int(one.epochs * one.length) for one in self.sources]
         left = np.maximum(-(-(np.array(ends) - slot) // self.slots), 0) - before
-        times = _Times(shares, phases, np.where(shares > 0, left, 0))
+        times = _DrawTimes(shares, phases, np.where(shares > 0, left, 0))
         low = times.num_before(times.at(start - number - 1))
         high = times.num_before(times.at(start + size + number + 1))
         sources = np.repeat(np.arange(number), high - low)
@@ -172,7 +229,7 @@ class SampleOrder:
 
 
 @dataclass(frozen=True)
-class _Times:
+class _DrawTimes:
     """The times of the draws of all sources: draw ``k`` of one is at ``(k + phase) / share``; ``[sources]`` each."""
 
     shares: np.ndarray  # they add up to 1

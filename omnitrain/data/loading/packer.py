@@ -8,8 +8,7 @@ from typing import Generic, Protocol, TypeVar, cast
 
 from omnitrain.data.loading.order import Draw, SampleOrder
 from omnitrain.data.loading.slots import SlotState
-from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import Held, fill_pack
+from omnitrain.data.packing.budget import Held, PackBudget, fill_pack
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import DataError
 from omnitrain.recipe import Data
@@ -81,8 +80,7 @@ class SlotPacker(Generic[Held]):
     def choose(self) -> list[Held]:
         """Return the samples of the next pack.
 
-        Raises:
-            UserError: the model cannot use a row, or all rows have been drawn in all their epochs.
+        Raises UserError: the model cannot use a row, or all rows have been drawn in all their epochs.
         """
         for _ in range(self._num_unread):
             self._draw()

@@ -7,6 +7,8 @@ set for the timer that runs while a row is prepared. A decoder that crashes cost
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import multiprocessing
 import signal
@@ -14,19 +16,91 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
-from omnitrain.data.loading.data_process import follow_main_process
+from omnitrain.data.loading.data_process import encode, follow_main_process, receive, send
 from omnitrain.data.loading.order import Draw
-from omnitrain.data.loading.prepared_rows import Prepared, PreparedRows
-from omnitrain.data.loading.socket_message import encode, receive, send
-from omnitrain.data.packing.sample import Rejected
-from omnitrain.data.sources.rows import Row
-from omnitrain.errors import TrainingError
+from omnitrain.data.packing.budget import PackBudget
+from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.processor import OmniProcessor, sample_within
+from omnitrain.data.sources.rows import Row, RowSource
+from omnitrain.errors import DataError, TrainingError, UserError
+from omnitrain.recipe.data import Overlong
+
+Prepared = Sample | Rejected | UserError
+
+
+class PreparedRows:
+    """Prepares data rows, in any process. ``on_read`` is called with each row that has been read, before its media are.
+
+    It returns a UserError instead of raising it, because it may have to travel to another process.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RowSource],
+        processor: OmniProcessor,
+        budget: PackBudget | None = None,
+        cached: int = 0,
+        without_tails: bool = False,
+        overlong: Sequence[Overlong] | None = None,
+        may_ask: bool = False,
+        dropped: Callable[[int], frozenset[str]] | None = None,
+    ) -> None:
+        """Prepare the rows of ``sources``; each process keeps ``cached`` samples.
+
+        ``overlong`` is what to do with samples that exceed the budget, for each data set; None: reject them.
+        ``dropped`` returns what the condition of the sample of an index loses; None: nothing. Further arguments as of
+        :func:`~omnitrain.data.render.processor.sample_within`.
+        """
+        self.sources, self.processor, self.budget, self.cached = sources, processor, budget, cached
+        self.overlong = overlong or ["drop"] * len(sources)
+        self._options = {"without_tail": without_tails, "may_ask": may_ask}
+        self._dropped = dropped
+        self.on_read: Callable[[Row], None] | None = None
+
+    def seconds(self, source: int) -> float | None:
+        """Return the deadline of each row of a source, in seconds; None: it has none."""
+        return getattr(self.sources[source], "sample_seconds", None)  # a plain sequence of rows has none
+
+    @property
+    def may_hang(self) -> bool:
+        """Whether any source has a deadline, and media that may miss it."""
+        return any(
+            self.seconds(number) is not None and getattr(source, "shown", True)
+            for number, source in enumerate(self.sources)
+        )
+
+    def __getitem__(self, draw: Draw) -> Prepared:
+        index, source, row = draw
+        try:
+            prepared = self._prepared(source, row, self._dropped(index) if self._dropped else frozenset())
+        except UserError as error:
+            return error
+        if isinstance(prepared, Sample) and prepared.more:
+            more = tuple(dataclasses.replace(piece, index=index) for piece in prepared.more)
+            prepared = dataclasses.replace(prepared, more=more)
+        return dataclasses.replace(prepared, index=index)
+
+    @functools.cached_property  # built at the first use, because a cache cannot be pickled to another process
+    def _prepared(self) -> Any:
+        return functools.lru_cache(maxsize=self.cached)(self._prepare)
+
+    def _prepare(self, source: int, row: int, dropped: frozenset[str]) -> Sample | Rejected:
+        overlong, data_row = self.overlong[source], self.sources[source][row]
+        if self.on_read is not None:
+            self.on_read(data_row)
+        prepared = sample_within(self.processor, data_row, self.budget, overlong, dropped=dropped, **self._options)
+        if overlong == "error" and isinstance(prepared, Rejected) and prepared.is_overlong:
+            raise DataError(
+                f"row {prepared.id!r}: {prepared.reason}; raise the limit, or set `overlong` to `drop` or `split`"
+            )
+        return prepared
+
 
 _MESSAGE_SECONDS = 0.01  # rows that are prepared within this time travel together
 _NAME_CHARACTERS = 1000  # of the id and the source of a row that missed its deadline
@@ -143,8 +217,7 @@ class RowProcesses:
     def prepare(self, requests: Iterator[Sequence[Draw | Rejected]]) -> Generator[list[Prepared], None, None]:
         """Yield batches of prepared rows in the order of ``requests``; rejected rows stay as they are.
 
-        Raises:
-            TrainingError: a process was killed, or a row raised an error that is no reason to reject it.
+        Raises TrainingError: a process was killed, or a row raised an error that is no reason to reject it.
         """
         ahead: deque[_Batch] = deque()
         while True:
@@ -214,3 +287,100 @@ def _serve(rows: PreparedRows, connection: socket.socket, current: Any) -> None:
                 ready, sent_at = [], time.monotonic()
         if ready:
             send(connection, encode(ready))
+
+
+_ROWS_PER_MESSAGE = 8  # rows that a helper is asked for at a time
+_MESSAGES_AHEAD = 4  # most messages that a helper prepares ahead; few, because rows with video are large
+
+Fatal = Mapping[tuple[int, int], Rejected]  # source and row -> why
+
+
+class SlotRows:
+    """A stream of prepared rows per slot, in the order of its draws and independent of other slots.
+
+    Without helpers a row is prepared when it is taken. With helpers, rows are requested ahead, always for the slot with
+    the fewest rows ahead, so the number of waiting rows stays bounded.
+
+    A row that missed its deadline once, or crashed a decoder, is rejected whenever the slot draws it, even if it would
+    be ready in time now. Use it in a ``with`` block, which ends the helpers.
+    """
+
+    def __init__(
+        self,
+        rows: PreparedRows,
+        draws: Mapping[int, Iterator[Draw]],
+        helpers: int,
+        *,
+        is_ahead: bool = True,
+        fatal: Mapping[int, Fatal] | None = None,
+    ) -> None:
+        """Prepare ``rows`` for the ``draws`` of each slot, with a number of ``helpers``, perhaps ahead of their use.
+
+        ``fatal``: slot -> the rows that missed their deadline, or crashed a decoder, before.
+        """
+        self._rows, self._draws, self._helpers, self._is_ahead = rows, dict(draws), helpers, is_ahead and helpers > 0
+        self._fatal = {slot: dict((fatal or {}).get(slot, {})) for slot in draws}
+        self._ready: dict[int, deque[tuple[Draw, Prepared]]] = {slot: deque() for slot in draws}
+        self._ahead = dict.fromkeys(draws, 0)  # rows requested and not taken yet
+        self._batch_size = _ROWS_PER_MESSAGE if self._is_ahead else 1
+        self._ended: set[int] = set()  # slots whose draws have all been requested
+        self._arrived: set[int] = set()  # slots whose last rows have arrived
+        # Slot, all its draws, and the draws of each batch that is to come.
+        self._requested: deque[tuple[int, Iterator[Draw], list[Draw]]] = deque()
+        self._batches = self._prepare()
+
+    def take(self, slot: int) -> Sample | Rejected | None:
+        """Return the next row of a slot; None if its draws have ended.
+
+        Raises UserError: the model cannot use the row; TrainingError: a helper was killed.
+        """
+        self._ahead[slot] -= 1  # must come first: without rows ahead the batch is requested in `next` below
+        while not self._ready[slot]:
+            if slot in self._arrived:
+                return None
+            batch = next(self._batches)
+            owner, draws, requested = self._requested.popleft()
+            if draws is self._draws[owner]:  # else the slot was redirected since
+                self._ready[owner].extend(zip(requested, batch, strict=True))
+                if len(batch) < self._batch_size:
+                    self._arrived.add(owner)
+        (index, *place), row = self._ready[slot].popleft()
+        if isinstance(row, UserError):
+            raise row
+        fatal, key = self._fatal[slot], (place[0], place[1])
+        if isinstance(row, Rejected) and row.is_fatal:
+            fatal.setdefault(key, row)
+        return dataclasses.replace(fatal[key], index=index) if key in fatal else row
+
+    def redirect(self, slot: int, draws: Iterator[Draw]) -> None:
+        """Go on with other draws of a slot. Its rows that wait are dropped."""
+        self._draws[slot] = draws
+        self._ready[slot].clear()
+        self._ahead[slot] = 0
+        self._ended.discard(slot)
+        self._arrived.discard(slot)
+
+    def __enter__(self) -> SlotRows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._batches.close()
+
+    def _requests(self) -> Iterator[list[Draw | Rejected]]:
+        while True:
+            slot = min(self._ahead, key=lambda one: (one in self._ended, self._ahead[one]))
+            batch = list(islice(self._draws[slot], self._batch_size))
+            if len(batch) < self._batch_size:
+                self._ended.add(slot)
+            self._ahead[slot] += self._batch_size
+            self._requested.append((slot, self._draws[slot], batch))
+            yield [self._fatal[slot].get(draw[1:], draw) for draw in batch]
+
+    def _prepare(self) -> Generator[list[Prepared], None, None]:
+        """Yield batches of prepared rows, in the order of the requests."""
+        if self._helpers:
+            with RowProcesses(self._rows, self._helpers, ahead=_MESSAGES_AHEAD if self._is_ahead else 1) as processes:
+                yield from processes.prepare(self._requests())
+        else:
+            for batch in self._requests():
+                yield [row if isinstance(row, Rejected) else self._rows[row] for row in batch]

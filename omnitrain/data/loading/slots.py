@@ -6,11 +6,13 @@ step follow from the recipe alone, and the ranks only divide the packs among the
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from omnitrain.data.loading.data_process import as_bytes
 from omnitrain.data.loading.order import ORDER_VERSION
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import UserError
@@ -51,19 +53,16 @@ def share_of_rank(rank: int | None, ranks: int, slots: int) -> RankShare:
 class SlotState:
     """The state of a slot, from which it resumes.
 
-    Attributes:
-        held: indices of samples that were drawn but not packed yet, oldest first.
-        held_pieces: index in ``held`` -> pieces of its row that were not packed yet. Only rows with several pieces.
-        begun: index at which the slot began the second and each later stage.
-        fatal: rows that missed their deadline or crashed a decoder, which the slot rejects whenever it draws them.
+    ``held_pieces``: index in ``held`` -> pieces of its row that were not packed yet. Only rows with several pieces.
+    ``fatal``: rows that missed their deadline or crashed a decoder, which the slot rejects whenever it draws them.
     """
 
     next_index: int  # global index of its first sample that was not drawn yet
-    held: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()  # indices of samples that were drawn but not packed yet, oldest first
     rejected: Mapping[str, int] = field(default_factory=dict)  # source -> rows; not counted again in later epochs
     held_pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     num_packs: int = 0  # made so far, which is the number of steps
-    begun: tuple[int, ...] = ()
+    begun: tuple[int, ...] = ()  # index at which the slot began the second and each later stage
     fatal: tuple[Rejected, ...] = ()
 
     @classmethod
@@ -97,8 +96,7 @@ class LoaderState:
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
         """Return the state that ``asdict`` turned into ``saved``.
 
-        Raises:
-            UserError: the run began with another order, of an earlier version of omnitrain.
+        Raises UserError: the run began with another order, of an earlier version of omnitrain.
         """
         if (version := saved.get("order_version", 1)) != ORDER_VERSION:
             raise UserError(
@@ -161,3 +159,57 @@ def rejected_by_source(of_ranks: Iterable[Mapping[int, Mapping[str, int]]]) -> d
     for counts in of_slots.values():
         total.update(counts)
     return dict(sorted(total.items()))
+
+
+Swap = Callable[[Sequence[bytes]], list[bytes]]
+
+
+@dataclass(frozen=True)
+class MadeStep:
+    """A step of some slots."""
+
+    made: Any  # the packs of each share of the slots; at the end, what the training process gets
+    slots: Mapping[int, SlotState]  # after the step
+    rejected: tuple[Rejected, ...]  # while the step was made
+
+
+@dataclass(frozen=True)
+class SameSamples:
+    """Which ranks of a run hold the same samples, as seen by one of them."""
+
+    shares: tuple[RankShare, ...]  # of each rank
+    firsts: tuple[int, ...]  # of each rank: the rank that prepares its samples
+    rank: int
+    swap: Swap
+
+    @classmethod
+    def of(cls, data_ranks: Sequence[int | None], size: int, slots: int, rank: int, swap: Swap) -> SameSamples | None:
+        """Return which ranks hold the same samples; None if every rank holds other ones.
+
+        ``data_ranks`` has each rank's rank among the ``size`` that draw different samples; None: it draws none. All
+        ranks must call ``swap``, which sends a parcel to every rank and returns those of all ranks.
+        """
+        shares = tuple(share_of_rank(data_rank, size, slots) for data_rank in data_ranks)
+        first_of: dict[tuple[int, ...], int] = {}
+        firsts = tuple(first_of.setdefault(share.slots, i) if share.slots else i for i, share in enumerate(shares))
+        return None if firsts == tuple(range(len(shares))) else cls(shares, firsts, rank, swap)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank prepares its samples itself."""
+        return self.firsts[self.rank] == self.rank
+
+    def receive(self) -> Generator[MadeStep, None, None]:
+        """Yield the steps of this rank, which another rank sends."""
+        nothing = [b""] * len(self.shares)
+        while True:
+            yield pickle.loads(self.swap(nothing)[self.firsts[self.rank]])
+
+    def send(self, steps: Iterator[MadeStep]) -> Generator[MadeStep, None, None]:
+        """Yield the steps of this rank, and send those of other ranks that hold the same samples to them."""
+        others = [rank for rank, first in enumerate(self.firsts) if first == self.rank != rank]
+        for step in steps:
+            of_shares = {self.shares[rank].share for rank in others}
+            parcels = {share: as_bytes(MadeStep((step.made[share],), step.slots, ())) for share in of_shares}
+            self.swap([parcels[one.share] if rank in others else b"" for rank, one in enumerate(self.shares)])
+            yield replace(step, made=(step.made[self.shares[self.rank].share],))

@@ -49,9 +49,8 @@ class MediaGroup:
 class MediaBatch:
     """All items of one component in a pack.
 
-    Attributes:
-        positions: ``[rows]`` int64, index of the token that each output row of the component fills, in order of groups
-            and items; always on the host.
+    ``positions``: ``[rows]`` int64, index of the token that each output row of the component fills, in order of groups
+    and items; always on the host.
     """
 
     groups: tuple[MediaGroup, ...]  # the items by shape; usually one group, and no item is ever padded
@@ -76,6 +75,12 @@ class PackInfo:
     sources: tuple[str, ...]
     lengths: tuple[int, ...]
     indices: tuple[int, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> PackInfo:
+        """Take the facts of samples in the order of the pack."""
+        facts = ((sample.id, sample.source, len(sample), sample.index) for sample in samples)
+        return cls(*zip(*facts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -146,9 +151,8 @@ class Pack:
     def from_samples(cls, samples: Sequence[Sample]) -> Pack:
         """Concatenate samples, sorted by length so that attention can batch samples of equal length.
 
-        Raises:
-            ValueError: there are no samples, their position axes or per-token arguments differ, or one of several must
-                be alone.
+        Raises ValueError: there are no samples, their position axes or per-token arguments differ, or one of several
+        must be alone.
         """
         if not samples:
             raise ValueError("a pack needs at least one sample")
@@ -164,21 +168,16 @@ class Pack:
             for span in sample.spans
         ]
         return cls(
-            input_ids=_concatenated([sample.input_ids for sample in ordered], ordered),
-            position_ids=_concatenated([sample.position_ids for sample in ordered], ordered),
+            input_ids=_concatenated(ordered, lambda sample: sample.input_ids),
+            position_ids=_concatenated(ordered, lambda sample: sample.position_ids),
             cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
             text_rows=torch.from_numpy(np.concatenate(text_rows)),
             text_labels=torch.from_numpy(np.concatenate(text_labels)),
-            inputs=_media_batches([entry for entry in media if not entry.span.is_target]),
-            targets=_media_batches([entry for entry in media if entry.span.is_target]),
-            info=PackInfo(
-                ids=tuple(sample.id for sample in ordered),
-                sources=tuple(sample.source for sample in ordered),
-                lengths=tuple(len(sample) for sample in ordered),
-                indices=tuple(sample.index for sample in ordered),
-            ),
+            inputs=_media_batches(media, is_target=False),
+            targets=_media_batches(media, is_target=True),
+            info=PackInfo.of(ordered),
             token_inputs={
-                name: _concatenated([sample.token_inputs[name] for sample in ordered], ordered)
+                name: _concatenated(ordered, lambda sample, name=name: sample.token_inputs[name])  # type: ignore[misc]
                 for name in ordered[0].token_inputs
             },
             forward_inputs={name: torch.from_numpy(array) for name, array in ordered[0].forward_inputs.items()},
@@ -206,14 +205,15 @@ def _check_alike(samples: Sequence[Sample]) -> None:
         raise ValueError(f"samples {sample.id!r} and {first.id!r} cannot share a pack: {reason}")
 
 
-def _concatenated(values: Sequence[np.ndarray], samples: Sequence[Sample]) -> torch.Tensor:
+def _concatenated(samples: Sequence[Sample], values_of: Callable[[Sample], np.ndarray]) -> torch.Tensor:
     """Concatenate the values ``[..., T]`` of each sample's input tokens to ``[..., 1, T]``."""
-    of_inputs = [array[..., : len(sample)] for array, sample in zip(values, samples, strict=True)]
+    of_inputs = [values_of(sample)[..., : len(sample)] for sample in samples]
     return torch.from_numpy(np.concatenate(of_inputs, axis=-1)).unsqueeze(-2)
 
 
-def _media_batches(spans: list[_PackedSpan]) -> dict[str, MediaBatch]:
-    by_component = _grouped(spans, lambda entry: entry.span.component)
+def _media_batches(spans: list[_PackedSpan], *, is_target: bool) -> dict[str, MediaBatch]:
+    chosen = [entry for entry in spans if entry.span.is_target == is_target]
+    by_component = _grouped(chosen, lambda entry: entry.span.component)
     return {name: _media_batch(entries) for name, entries in sorted(by_component.items())}
 
 

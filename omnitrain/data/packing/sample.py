@@ -82,6 +82,7 @@ class Sample:
         piece: number of the sample among those of its row. A text that is longer than a pack gives several.
         num_pieces: number of samples of its row.
         more: the other pieces of the row, if this is the first.
+        unconditional: of a prompt, the same prompt without its condition, for guidance. None: it was not asked for.
     """
 
     id: str
@@ -97,6 +98,7 @@ class Sample:
     piece: int = 0
     num_pieces: int = 1
     more: tuple[Sample, ...] = ()
+    unconditional: Sample | None = None
 
     @property
     def pieces(self) -> tuple[Sample, ...]:
@@ -146,21 +148,16 @@ class Sample:
 class Measure:
     """The size of a sample, which packs are filled by, too; further attributes as those of :class:`Sample`.
 
-    Attributes:
-        length: tokens that the model gets.
-        num_predicted: tokens that the loss has, text and media.
-        tokens: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
-            `` predicted`` after them. They add up to ``length``.
-        items: modality -> images, sounds or videos.
-        lowered: number of videos that a limit of frames reads at a lower rate.
+    ``tokens``: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
+    `` predicted`` after them. They add up to ``length``.
     """
 
     source: str
-    length: int
-    num_predicted: int
+    length: int  # tokens that the model gets
+    num_predicted: int  # tokens that the loss has, text and media
     tokens: Mapping[str, int]
-    items: Mapping[str, int]
-    lowered: int = 0
+    items: Mapping[str, int]  # modality -> images, sounds or videos
+    lowered: int = 0  # number of videos that a limit of frames reads at a lower rate
     elements: Mapping[str, int] = field(default_factory=dict)
     is_alone: bool = False
     index: int = 0

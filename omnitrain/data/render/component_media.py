@@ -47,8 +47,7 @@ class AttachedMedia:
     def prepare(self, row: Row, part: MediaPart) -> tuple[str, MediaItem]:
         """Return the component's name and the item of a part that :meth:`handles` accepts.
 
-        Raises:
-            ValueError: the medium is missing or damaged, or the component cannot use it.
+        Raises ValueError: the medium is missing or damaged, or the component cannot use it.
         """
         name, adapter = (self.writers if part.is_target else self.readers)[part.modality]
         with row.open_media(part.modality, part.position) as file:

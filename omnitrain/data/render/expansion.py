@@ -37,13 +37,11 @@ _GROUP = {"image": "images_kwargs", "video": "videos_kwargs"}
 class Medium:
     """A decoded image, sound or video, as a HF processor takes it.
 
-    Attributes:
-        value: an RGB ``PIL.Image``, a sound ``[samples]`` float32, or a video ``[frames, height, width, 3]`` uint8.
-        sound: ``[samples]`` float32, the sound of a video that is read with its sound; it begins with the first frame.
+    ``sound``: ``[samples]`` float32, the sound of a video that is read with its sound; it begins with the first frame.
     """
 
     modality: str
-    value: Any
+    value: Any  # an RGB ``PIL.Image``, a sound ``[samples]`` float32, or a video ``[frames, height, width, 3]`` uint8
     metadata: Mapping[str, Any] | None = None  # of transformers' VideoMetadata, if the times of a video are known
     sound: np.ndarray | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the image or video processor for this medium
@@ -74,10 +72,8 @@ class MediaExpander:
         """Check that the processor knows the modalities that the foundation reads.
 
         Every call of ``processor`` has the ``arguments``. ``reading`` holds if neither part nor data set says another.
-
-        Raises:
-            UserError: the processor has no token for a modality, cannot read videos with their sound, or does not read
-                what ``reading`` says.
+        Raises UserError: the processor has no token for a modality, cannot read videos with their sound, or does not
+        read what ``reading`` says.
         """
         self._processor, self.name = processor, type(processor).__name__
         self._arguments = {**arguments, "return_tensors": "pt"}
@@ -169,6 +165,14 @@ class MediaExpander:
 
     def _call(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str, set[str]]:
         """Return the output, the text that the tokenizer got, and the names of per-token outputs."""
+        bos = self._processor.tokenizer.bos_token
+        options = {**self._arguments, **self._media_arguments(media)}
+        with _recorded(self._processor, self._kept) as recorder:
+            output = self._processor(text=[text], **options, add_special_tokens=not (bos and text.startswith(bos)))
+        return output, recorder.text, recorder.returned | _PER_TOKEN
+
+    def _media_arguments(self, media: Sequence[Medium]) -> dict[str, Any]:
+        """Return the arguments of a call that media need, with their keys."""
         arguments: dict[str, Any] = {}
         for medium in media:
             arguments.setdefault(_ARGUMENT[medium.modality], []).append(medium.value)
@@ -185,12 +189,7 @@ class MediaExpander:
         arguments |= self._with_sound(media)
         if "audio" in arguments:
             arguments["sampling_rate"] = self._sampling_rate
-        bos = self._processor.tokenizer.bos_token
-        with _recorded(self._processor, self._kept) as recorder:
-            output = self._processor(
-                text=[text], **{**self._arguments, **arguments}, add_special_tokens=not (bos and text.startswith(bos))
-            )
-        return output, recorder.text, recorder.returned | _PER_TOKEN
+        return arguments
 
     def _with_sound(self, media: Sequence[Medium]) -> dict[str, Any]:
         if all(medium.sound is None for medium in media):

@@ -108,11 +108,9 @@ def pixel_arguments(
 ) -> dict[str, Any]:
     """Return arguments of a HF image or video processor that keep ``min_pixels`` and ``max_pixels`` of each picture.
 
-    Without limits in ``reading``, nothing is returned. ``num_frames``: of the video; 0: it is an image.
-
-    Raises:
-        UserError: the processor does not choose the size of a picture by its pixels, or ``min_pixels`` is above
-            ``max_pixels``.
+    Without limits in ``reading``, nothing is returned. ``num_frames``: of the video; 0: it is an image. Raises
+    UserError: the processor does not choose the size of a picture by its pixels, or ``min_pixels`` is above
+    ``max_pixels``.
     """
     least, most = reading.min_pixels, reading.max_pixels
     if least is None and most is None:

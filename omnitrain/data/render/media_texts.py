@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from omnitrain.data.chat.template_marks import Span
-from omnitrain.data.packing.sample import NATIVE_PREFIX, MediaItem, MediaSpan
-from omnitrain.data.render.expansion import Expansion, Medium
-from omnitrain.data.render.native import NativeInputs
+from omnitrain.data.packing.sample import NATIVE_PREFIX, Features, MediaItem, MediaSpan, Sample
+from omnitrain.data.render.expansion import Expansion, MediaExpander, Medium
+from omnitrain.data.render.native import NativeInputs, unpassed
+from omnitrain.data.sources.media import costing_one_row
+from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 
 
@@ -117,3 +121,144 @@ class PlacedTokens:
         return character + sum(
             len(insert.text) - (insert.at[1] - insert.at[0]) for insert in self.inserts if insert.at[1] <= character
         )
+
+
+@dataclass(frozen=True)
+class ForwardInsert(Insert):
+    """A medium that only the foundation's forward reads. ``text`` is the processor's text for it, at first empty."""
+
+    medium: Medium
+
+    def spans(self, tokens: PlacedTokens, native: NativeInputs) -> list[MediaSpan]:
+        """Return no spans, because the forward makes the features."""
+        return []
+
+    def showing(self, text: str) -> ForwardInsert:
+        """Return the insert with the text that the processor wrote."""
+        return ForwardInsert(self.at, text, self.medium)
+
+
+class ForwardEncoder:
+    """Calls the HF processor of a foundation for a whole conversation."""
+
+    def __init__(self, expander: MediaExpander, tokenizer: PreTrainedTokenizerBase, native: NativeInputs) -> None:
+        self._expander, self._tokenizer, self._native = expander, tokenizer, native
+
+    def encode(
+        self, row: Row, text: str, answers: Sequence[Span], inserts: Sequence[Insert], *, adds_special: bool
+    ) -> Sample:
+        """Encode the template's ``text`` with the processor's outputs that the forward takes.
+
+        ``answers`` are its characters that are trained, and ``inserts`` every medium, in the order of the text. Raises
+        ValueError: this conversation cannot be used; UserError: no conversation can be used, because the processor does
+        not fit.
+        """
+        pieces = list(_pieces(text, inserts))
+        media = [insert.medium for insert in inserts if isinstance(insert, ForwardInsert)]
+        shown = [self._expander.tokens[medium.modality] for medium in media]
+        with costing_one_row(f"{self._expander.name} cannot prepare the media of this conversation"):
+            joined = "".join(chain.from_iterable(zip(pieces, [*shown, ""], strict=True)))
+            output, whole = self._expander.run(joined, media)
+        self._expander.require_uncut(media, output)
+        early, late = self._written(pieces, whole)
+        if not any(early):
+            raise ValueError(f"{self._expander.name} makes no tokens for these media: they are too short or too small")
+        placed = [
+            PlacedTokens.of(self._tokenizer, text, _shown(inserts, written), adds_special=adds_special)
+            for written in (early, late)
+        ]
+        tokens, trained = placed[0], placed[0].covered(answers)
+        self._require_same(tokens, output)
+        if not np.array_equal(trained, placed[1].covered(answers)):
+            raise ValueError("the processor's text for the media cannot be told apart from an assistant's answer")
+        spans = [span for insert in tokens.inserts for span in insert.spans(tokens, self._native)]
+        for span in spans:
+            trained[span.positions] = False
+        return Sample(
+            id=row.id,
+            source=row.source,
+            input_ids=tokens.ids,
+            loss_mask=trained,
+            position_ids=np.arange(len(tokens.ids), dtype=np.int64),
+            spans=tuple(sorted(spans, key=lambda span: span.start)),
+            token_inputs=self._token_inputs(tokens.ids, trained),
+            forward_inputs=self._forward_inputs(output),
+        )
+
+    def _written(self, pieces: Sequence[str], whole: str) -> tuple[list[str], list[str]]:
+        """Return the texts between the pieces, with each piece as early as possible, and as late as possible."""
+        try:
+            early = written_between(pieces, whole)
+            late = written_between([piece[::-1] for piece in reversed(pieces)], whole[::-1])[::-1]
+        except ValueError:
+            raise UserError(
+                f"{self._expander.name} changes the text of a conversation outside its media, so the tokens to train "
+                "cannot be found"
+            ) from None
+        return early, [written[::-1] for written in late]
+
+    def _require_same(self, tokens: PlacedTokens, output: Mapping[str, Any]) -> None:
+        ids = np.asarray(output["input_ids"]).reshape(-1)
+        if not np.array_equal(ids, tokens.ids):
+            raise UserError(
+                f"{self._expander.name} returns {len(ids)} tokens for a conversation, and its tokenizer "
+                f"{len(tokens.ids)}, or their ids differ; the tokens to train can only be found if all ids are equal"
+            )
+
+    def _token_inputs(self, ids: np.ndarray, trained: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the types that depend on the trained tokens, which the processor does not know."""
+        values = self._native.token_types(ids, trained) if self._native.token_types is not None else {}
+        return {name: array for name, array in values.items() if name not in self._native.forward_arguments}
+
+    def _forward_inputs(self, output: Mapping[str, Any]) -> Features:
+        known = self._native.forward_arguments
+        found = {name: self._array(name, value) for name, value in output.items() if name in known}
+        unread = unpassed(output, known, known)
+        if unread or not found:
+            raise UserError(
+                f"{self._expander.name} returns {', '.join(unread) or 'nothing'} for media, but the foundation's "
+                f"forward takes {', '.join(sorted(known))}; the processor belongs to another model"
+            )
+        return found
+
+    def _array(self, name: str, value: Any) -> np.ndarray:
+        try:
+            array = np.asarray(value)
+        except ValueError:  # a list of arrays with different shapes
+            array = np.array(None)
+        if array.dtype.kind not in "biuf":
+            raise UserError(
+                f"{self._expander.name} returns {name!r} as a {type(value).__name__}, which is not one array"
+            )
+        return array
+
+
+def written_between(pieces: Sequence[str], whole: str) -> list[str]:
+    """Return the texts between consecutive ``pieces`` in ``whole``, each piece as early as possible, or ValueError."""
+    if not whole.startswith(pieces[0]):
+        raise ValueError
+    written, end = [], len(pieces[0])
+    for count, piece in enumerate(pieces[1:], 2):
+        start = len(whole) - len(piece) if count == len(pieces) else whole.index(piece, end)
+        if start < end or not whole.startswith(piece, start):
+            raise ValueError
+        written.append(whole[end:start])
+        end = start + len(piece)
+    return written
+
+
+def _pieces(text: str, inserts: Sequence[Insert]) -> Iterator[str]:
+    """Yield the texts between media of the forward; texts of attached media are included in them."""
+    piece, end = "", 0
+    for insert in inserts:
+        piece += text[end : insert.at[0]] + insert.text
+        end = insert.at[1]
+        if isinstance(insert, ForwardInsert):
+            yield piece
+            piece = ""
+    yield piece + text[end:]
+
+
+def _shown(inserts: Sequence[Insert], written: Sequence[str]) -> list[Insert]:
+    texts = iter(written)
+    return [insert.showing(next(texts)) if isinstance(insert, ForwardInsert) else insert for insert in inserts]

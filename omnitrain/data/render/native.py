@@ -11,7 +11,7 @@ import numpy as np
 from omnitrain.data.packing.sample import Features
 
 
-class PositionFunction(Protocol):
+class ComputePositions(Protocol):
     """A function that computes the position ids of one sample as the foundation does."""
 
     def __call__(
@@ -24,11 +24,9 @@ class PositionFunction(Protocol):
     ) -> np.ndarray:
         """Return ``[T]`` or ``[axes, T]`` int64; the number of axes is the same for all samples.
 
-        Args:
-            input_ids: ``[T]`` int64.
-            token_inputs: ``[T]`` each; see :attr:`Sample.token_inputs`.
-            features: modality -> features of each item, in order of appearance; absent if there are none.
-            audio_in_video: whether the tokens of a video's sound lie between those of its pictures.
+        ``input_ids``: ``[T]`` int64. ``token_inputs``: ``[T]`` each; see :attr:`Sample.token_inputs`. ``features``:
+        modality -> features of each item, in order of appearance; absent if there are none. ``audio_in_video``: whether
+        the tokens of a video's sound lie between those of its pictures.
         """
         ...
 
@@ -51,7 +49,7 @@ class NativeInputs:
 
     placeholders: Mapping[str, int]
     token_inputs: tuple[str, ...] = ()
-    positions: PositionFunction | None = None
+    positions: ComputePositions | None = None
     token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None
     in_forward: frozenset[str] = frozenset()
     forward_arguments: frozenset[str] = frozenset()

@@ -51,13 +51,9 @@ class OmniDataCollatorWithPacking:
     ) -> None:
         """Say what a dict of features may have. Samples need none of these arguments.
 
-        Args:
-            native: ``model.native_inputs``; None: the dicts have no media.
-            packing_features: names of per-token features. None: those above, and those that the model takes.
-            concat_features: names of media features. None: those that the model takes.
-
-        Raises:
-            UserError: the model does not take a feature, or ``input_ids`` is missing.
+        ``native``: ``model.native_inputs``; None: the dicts have no media. ``packing_features``: names of per-token
+        features. None: those above, and those that the model takes. ``concat_features``: names of media features. None:
+        those that the model takes. Raises UserError: the model does not take a feature, or ``input_ids`` is missing.
         """
         self._native = native or NativeInputs({})
         modalities = {name: m for m, names in self._native.media_arguments.items() for name in names}
@@ -74,13 +70,9 @@ class OmniDataCollatorWithPacking:
     def __call__(self, rows: Sequence[Sample | Mapping[str, Any]], indices: Sequence[int] | None = None) -> Pack:
         """Pack samples or dicts of features.
 
-        Args:
-            rows: at least one.
-            indices: positions of dicts in the global data order. None: their positions in ``rows``.
-
-        Raises:
-            ValueError: dicts lack features, have unknown ones, or features that do not fit each other; the message
-                names the row. Or the rows cannot share a pack (:meth:`Pack.from_samples`).
+        ``rows``: at least one. ``indices``: positions of dicts in the global data order. None: their positions in
+        ``rows``. Raises ValueError: dicts lack features, have unknown ones, or features that do not fit each other; the
+        message names the row. Or the rows cannot share a pack (:meth:`Pack.from_samples`).
         """
         numbers = range(len(rows)) if indices is None else indices
         together = zip(rows, numbers, strict=True)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts
 from omnitrain.data.chat.text_tokenizer import TextEncoder, load_tokenizer
-from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.chat_renderer import ChatRenderer
+from omnitrain.data.packing.budget import PackBudget
+from omnitrain.data.packing.sample import NATIVE_PREFIX, Rejected, Sample
 from omnitrain.data.render.component_media import AttachedMedia, MediaAdapter
+from omnitrain.data.render.condition import CONDITION, without_condition
 from omnitrain.data.render.native import NativeInputs
-from omnitrain.data.render.renderer import Renderer
+from omnitrain.data.render.renderer import ChatRenderer, Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.clips import Choose
 from omnitrain.data.sources.documents import Document
@@ -26,6 +28,7 @@ from omnitrain.data.sources.rows import Row
 from omnitrain.data.sources.turns import canonical, how_to_show
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat
+from omnitrain.recipe.data import Overlong
 
 _SETTINGS_FILE = "omni_processor.json"
 
@@ -47,8 +50,7 @@ class OmniProcessor:
     ) -> None:
         """Check that each modality has at most one of ``readers`` (encoder name -> adapter) and of ``writers``.
 
-        Raises:
-            UserError: two components handle the same modality, or a start token is not one token of the vocabulary.
+        Raises UserError: two components handle the same modality, or a start token is not one token of the vocabulary.
         """
         self.renderer, self.tokenizer, self.end_token = renderer, renderer.tokenizer, renderer.end_token
         self._media = AttachedMedia(readers, writers)
@@ -68,8 +70,11 @@ class OmniProcessor:
         *,
         without_tail: bool = False,
         may_ask: bool = False,
+        dropped: Collection[str] = (),
     ) -> Sample | Rejected:
         """Return the training sample of a row, or :class:`Rejected` for one that is damaged, overlong or not trained.
+
+        Raises UserError: the model cannot use such rows at all (no component handles a modality).
 
         Args:
             row: the data row.
@@ -77,13 +82,11 @@ class OmniProcessor:
             max_tokens: maximum number of tokens of a sample. None: no limit.
             without_tail: see :meth:`Sample.without_tail`.
             may_ask: whether it may have nothing to predict, such as a held-out question.
-
-        Raises:
-            UserError: the model cannot use such rows at all (no component handles a modality).
+            dropped: what the condition of a row loses whose answer has media: ``text``, ``image``, ...
         """
         if row.document is not None and not row.problem:
             return self._document(row, row.document, index, max_tokens, without_tail=without_tail)
-        sample = self._try(row, row.messages, index, for_generation=False)
+        sample = self._try(row, row.messages, index, for_generation=False, dropped=dropped)
         if isinstance(sample, Sample) and (useless := _not_shown(row) or (not may_ask and _not_trained(row, sample))):
             return Rejected(row.id, row.source, useless, index)
         if without_tail and isinstance(sample, Sample):
@@ -99,11 +102,18 @@ class OmniProcessor:
             return self._media.frame_choice(part, file).choose()
         return self.renderer.frame_choice(file).choose()
 
-    def prompt(self, row: Row, index: int = 0) -> Sample | Rejected:
-        """Return the sample that generation starts from: everything before the last assistant message's content."""
+    def prompt(self, row: Row, index: int = 0, *, is_guided: bool = False) -> Sample | Rejected:
+        """Return the sample that generation starts from: everything before the last assistant message's content.
+
+        ``is_guided``: it has :attr:`Sample.unconditional`, which is prepared as samples that lost their condition were.
+        """
         if row.document is not None:
             return Rejected(row.id, row.source, "a document asks nothing", index)
-        return self._try(row, row.question, index, for_generation=True)
+        prompt = self._try(row, row.question, index, for_generation=True)
+        if not is_guided or isinstance(prompt, Rejected):
+            return prompt
+        other = self._try(row, row.question, index, for_generation=True, dropped=CONDITION)
+        return other if isinstance(other, Rejected) else replace(prompt, unconditional=other)
 
     @cached_property
     def _encode_text(self) -> TextEncoder:
@@ -137,7 +147,15 @@ class OmniProcessor:
         pieces = [replace(piece, index=index, piece=i, num_pieces=len(pieces)) for i, piece in enumerate(pieces)]
         return replace(pieces[0], more=tuple(pieces[1:]))
 
-    def _try(self, row: Row, messages: list[Message], index: int, *, for_generation: bool) -> Sample | Rejected:
+    def _try(
+        self,
+        row: Row,
+        messages: list[Message],
+        index: int,
+        *,
+        for_generation: bool,
+        dropped: Collection[str] = (),
+    ) -> Sample | Rejected:
         if row.problem:
             return Rejected(row.id, row.source, row.problem, index)
         try:
@@ -154,6 +172,8 @@ class OmniProcessor:
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
         self._check_modalities(row, parts)
+        if dropped and (for_generation or any(part.is_target for part in parts)):
+            row, messages = without_condition(row, messages, dropped)
         try:
             sample = self.renderer.encode(row, messages, self._media, for_generation=for_generation)
         except UserError as error:
@@ -193,10 +213,8 @@ class OmniProcessor:
     ) -> OmniProcessor:
         """Load a processor that :meth:`save_pretrained` saved. ``model.media_adapters()`` gives the adapters.
 
-        ``native`` are the native media of the foundation; None: it has none.
-
-        Raises:
-            UserError: ``folder`` has no omni processor, or no complete tokenizer.
+        ``native`` are the native media of the foundation; None: it has none. Raises UserError: ``folder`` has no omni
+        processor, or no complete tokenizer.
         """
         settings_file = Path(folder, _SETTINGS_FILE)
         if not settings_file.is_file():
@@ -231,3 +249,110 @@ def _not_trained(row: Row, sample: Sample) -> str:
     parts = [part for message in answers for part in content_parts(message)]
     is_said = has_more or any(part["type"] != "text" or part["text"].strip() for part in parts)
     return "" if is_said else "all answers of the row are empty"
+
+
+def parts_of_items(components: Sequence[str], row: Row, processor: OmniProcessor) -> list[MediaPart | None]:
+    """Return the part that each item of the sample of ``row`` shows. None: it is not known, as for a video's sound.
+
+    ``components`` has the component of each item, in the order of the sample.
+    """
+    by_component: dict[str, list[MediaPart]] = {}
+    for part in media_parts(row.messages):
+        attached = (processor.writers if part.is_target else processor.readers).get(part.modality)
+        name = attached[0] if attached is not None else f"{NATIVE_PREFIX}{part.modality}"
+        by_component.setdefault(name, []).append(part)
+    parts = {
+        name: iter(of_name if len(of_name) == components.count(name) else ()) for name, of_name in by_component.items()
+    }
+    return [next(parts.get(name, iter(())), None) for name in components]
+
+
+def modality_of(component: str, part: MediaPart | None) -> str:
+    """Return the modality of an item: from its part, else from its component's name."""
+    return part.modality if part is not None else component.removeprefix(NATIVE_PREFIX)
+
+
+_HEAD_ROLES = ("system", "developer")
+
+
+def sample_within(
+    processor: OmniProcessor,
+    row: Row,
+    budget: PackBudget | None,
+    overlong: Overlong = "drop",
+    *,
+    without_tail: bool = False,
+    may_ask: bool = False,
+    dropped: Collection[str] = (),
+) -> Sample | Rejected:
+    """Return the sample of a row, the first of several, or why it is rejected; further arguments as of ``processor``.
+
+    A conversation that exceeds the budget (None: no limit) with ``split`` is cut between turns into as few samples as
+    possible, from its begin on. Each has the system message and the media of its own turns. A piece of which nothing is
+    trained is left out. Raises UserError: the model cannot use such rows at all.
+    """
+    prepare = partial(_sample, processor, budget=budget, without_tail=without_tail, dropped=dropped)
+    sample = prepare(row, may_ask=may_ask)
+    if overlong == "split" and isinstance(sample, Rejected) and sample.is_overlong:
+        return _split(row, partial(prepare, may_ask=True))  # another piece has what is trained
+    return sample
+
+
+def _sample(processor: OmniProcessor, row: Row, *, budget: PackBudget | None, **options: Any) -> Sample | Rejected:
+    sample = processor.sample(row, max_tokens=None if budget is None else budget.tokens, **options)
+    if isinstance(sample, Sample) and budget is not None and (reason := budget.excess(sample)):
+        return Rejected(row.id, row.source, reason, is_overlong=True)
+    return sample
+
+
+def _split(row: Row, prepare: Callable[[Row], Sample | Rejected]) -> Sample | Rejected:
+    """Return the first piece of a conversation, which has the others; or the reason why it cannot be split."""
+    head, turns = _head_and_turns(row.messages)
+    media = _media_by_message(row)
+
+    def piece(start: int, stop: int) -> Sample | Rejected:
+        indices = [*head, *(index for turn in turns[start:stop] for index in turn)]
+        shown: dict[str, list[Any]] = {}
+        for modality, value in (file for index in indices for file in media[index]):
+            shown.setdefault(modality, []).append(value)
+        return prepare(replace(row, messages=[row.messages[index] for index in indices], media=shown))
+
+    pieces: list[Sample] = []
+    start = 0
+    while start < len(turns):
+        found, fits, too_many = piece(start, start + 1), start + 1, len(turns) + 1
+        if isinstance(found, Rejected):
+            return replace(found, reason=f"turn {start + 1} of {len(turns)} alone: {found.reason}")
+        while too_many - fits > 1:
+            stop = (fits + too_many) // 2
+            longer = piece(start, stop)
+            if isinstance(longer, Sample):
+                found, fits = longer, stop
+            elif longer.is_overlong:
+                too_many = stop
+            else:
+                return longer
+        pieces += [found] * found.is_trained
+        start = fits
+    numbered = [replace(one, piece=number, num_pieces=len(pieces)) for number, one in enumerate(pieces)]
+    return replace(numbered[0], more=tuple(numbered[1:]))
+
+
+def _head_and_turns(messages: Sequence[Message]) -> tuple[list[int], list[list[int]]]:
+    """Return the indices of the first system messages, and of each turn, which begins with user messages."""
+    roles = [message["role"] for message in messages]
+    num_head = next((index for index, role in enumerate(roles) if role not in _HEAD_ROLES), len(roles))
+    turns: list[list[int]] = []
+    for index in range(num_head, len(roles)):
+        if not turns or (roles[index] == "user" and roles[index - 1] != "user"):
+            turns.append([])
+        turns[-1].append(index)
+    return list(range(num_head)), turns
+
+
+def _media_by_message(row: Row) -> list[list[tuple[str, Any]]]:
+    """Return the modality and file of each medium that a message shows, in order."""
+    files = {modality: iter(values) for modality, values in row.media.items()}
+    return [
+        [(part.modality, next(files[part.modality])) for part in media_parts([message])] for message in row.messages
+    ]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from omnitrain.data.chat.parts import Message
-from omnitrain.data.packing.sample import Sample
+from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts, tools_of
+from omnitrain.data.chat.text_tokenizer import TextEncoder
+from omnitrain.data.packing.sample import MediaSpan, Sample
 from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.sources.media import MediaFile
@@ -41,8 +45,7 @@ class Renderer(ABC):
     def start_token(self, modality: str) -> int:
         """Return the id of the token before a medium that an attached component reads or writes.
 
-        Raises:
-            UserError: it is not one token of the tokenizer.
+        Raises UserError: it is not one token of the tokenizer.
         """
         return single_token(self.tokenizer, modality, getattr(self.chat, modality))
 
@@ -50,9 +53,7 @@ class Renderer(ABC):
     def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
         """Encode ``messages`` with the media of ``row``; for generation, append the opening of an assistant message.
 
-        Raises:
-            ValueError: this row cannot be used.
-            UserError: no such row can be used.
+        Raises ValueError: this row cannot be used; UserError: no such row can be used.
         """
 
     @abstractmethod
@@ -76,3 +77,124 @@ def single_token(tokenizer: PreTrainedTokenizerBase, field_name: str, text: str)
             f"data.chat.{field_name}: {text!r} must be one token, but the tokenizer gives {len(ids)}: {ids}"
         )
     return int(ids[0])
+
+
+_MORE_FIELDS = ("tool_calls", "function_call", "reasoning_content")
+
+
+@dataclass(frozen=True)
+class _Text:
+    text: str
+    is_trained: bool
+    is_format: bool = True  # only texts of the chat format may contain control tokens
+
+
+class ChatRenderer(Renderer):
+    """Renders conversations in a :class:`ChatFormat`. Each text is tokenized separately, so short ones are cached."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, refused: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Check that the end is one token of the tokenizer, or raise UserError.
+
+        ``refused``: modality that the foundation could read with another format -> why not with this one.
+        """
+        self.tokenizer, self.chat = tokenizer, chat
+        self.refused_modalities = dict(refused)  # a copy that can be pickled
+        self.end_token = single_token(tokenizer, "end", chat.end)
+        self._ids: dict[tuple[str, bool], list[int]] = {}
+        texts = (getattr(chat, name) for name in type(chat).model_fields if name != "separator")
+        self._encode_text = TextEncoder(tokenizer, texts)
+
+    def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
+        """See :meth:`Renderer.encode`."""
+        if tools_of(row.tools):
+            raise UserError(
+                "the row has `tools`, which a data.chat format cannot write; set data.processor to a processor whose "
+                "chat template writes them, or set `columns.tools` to null"
+            )
+        pieces = _render(messages, self.chat)
+        if for_generation:
+            pieces.append(_Text(self.chat.assistant, is_trained=False))
+        ids: list[int] = []
+        trained: list[bool] = []
+        spans: list[MediaSpan] = []
+        for piece in pieces:
+            if isinstance(piece, MediaPart):
+                new = self._token_ids(_Text(getattr(self.chat, piece.modality), piece.is_target))
+                name, item = media.prepare(row, piece)
+                spans.append(MediaSpan(name, len(ids) + 1, item, piece.is_target))
+                ids += new + new * item.num_tokens
+                trained += [piece.is_target] + [False] * item.num_tokens
+            else:
+                new = self._token_ids(piece)
+                ids += new
+                trained += [piece.is_trained] * len(new)
+        return _sample(row, ids, trained, spans)
+
+    def frame_choice(self, file: MediaFile) -> FrameChoice:
+        """See :meth:`Renderer.frame_choice`; there is no processor."""
+        return FrameChoice(None, {}, file.reading)
+
+    def encode_text(self, row: Row, ids: list[int]) -> Sample:
+        """See :meth:`Renderer.encode_text`."""
+        return _sample(row, ids, [True] * len(ids))
+
+    def _token_ids(self, piece: _Text) -> list[int]:
+        ids: list[int] | None = self._ids.get((piece.text, piece.is_format))
+        if ids is None:
+            if piece.is_format:
+                ids = list(self.tokenizer(piece.text, add_special_tokens=False)["input_ids"])
+            else:
+                ids = self._encode_text(piece.text)
+            if len(piece.text) <= 64 and len(self._ids) < 10_000:
+                self._ids[piece.text, piece.is_format] = ids
+        return ids
+
+    def save_pretrained(self, folder: Path) -> dict[str, Any]:
+        """See :meth:`Renderer.save_pretrained`."""
+        self.tokenizer.save_pretrained(str(folder))
+        return {"chat": self.chat.model_dump()}
+
+
+def _sample(row: Row, ids: list[int], trained: list[bool], spans: Sequence[MediaSpan] = ()) -> Sample:
+    return Sample(
+        id=row.id,
+        source=row.source,
+        input_ids=np.array(ids, dtype=np.int64),
+        loss_mask=np.array(trained, dtype=bool),
+        position_ids=np.arange(len(ids), dtype=np.int64),
+        spans=tuple(spans),
+    )
+
+
+def _render(messages: list[Message], chat: ChatFormat) -> list[_Text | MediaPart]:
+    """Return messages as a sequence of texts and media. Assistant content and its ``end`` are trained.
+
+    Raises UserError: a message has a role or field that the format cannot write; ValueError: a message has an invalid
+    weight.
+    """
+    pieces: list[_Text | MediaPart] = []
+    media = iter(media_parts(messages))
+    for message in messages:
+        opening = getattr(chat, message["role"], None) if message["role"] in ("system", "user", "assistant") else None
+        if opening is None:
+            raise UserError(
+                f"message role {message['role']!r}: expected system, user or assistant; for other roles set "
+                "data.processor to a processor whose chat template writes them"
+            )
+        if fields := [name for name in _MORE_FIELDS if message.get(name)]:
+            raise UserError(
+                f"a message has {fields}, which a data.chat format cannot write; set data.processor to a processor "
+                "whose chat template writes them, or drop these rows"
+            )
+        trained = is_trained(message)
+        pieces.append(_Text(opening, is_trained=False))
+        pieces += [
+            _Text(part["text"], trained, is_format=False) if part["type"] == "text" else next(media)
+            for part in content_parts(message)
+        ]
+        pieces.append(_Text(chat.end, is_trained=trained))
+        if chat.separator:
+            pieces.append(_Text(chat.separator, is_trained=False))
+    return pieces

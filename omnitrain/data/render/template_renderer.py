@@ -17,16 +17,21 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from omnitrain.data.chat.chat_template import ChatTemplate
-from omnitrain.data.chat.hf_processor import load_hf_processor, require_known_arguments
-from omnitrain.data.chat.parts import MediaPart, Message, content_parts, media_parts
+from omnitrain.data.chat.parts import MediaPart, Message, content_parts, media_parts, tools_of
 from omnitrain.data.chat.template_marks import Span
-from omnitrain.data.chat.tool_calls import tools_of
+from omnitrain.data.chat.text_tokenizer import load_hf_processor, require_known_arguments
 from omnitrain.data.packing.sample import Features, MediaSpan, Sample
 from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.expansion import MediaExpander, has_one_call, shown_by
 from omnitrain.data.render.hf_visuals import FrameChoice
-from omnitrain.data.render.in_forward import ForwardEncoder, ForwardInsert
-from omnitrain.data.render.media_texts import AttachedInsert, Insert, NativeInsert, PlacedTokens
+from omnitrain.data.render.media_texts import (
+    AttachedInsert,
+    ForwardEncoder,
+    ForwardInsert,
+    Insert,
+    NativeInsert,
+    PlacedTokens,
+)
 from omnitrain.data.render.native import NativeInputs, unpassed
 from omnitrain.data.render.renderer import Renderer
 from omnitrain.data.sources.media import MediaFile
@@ -283,8 +288,7 @@ class TemplateRenderer(Renderer):
     def from_recipe(cls, data: Data, foundation: str, native: NativeInputs | None) -> TemplateRenderer:
         """Build the renderer of a recipe; of the ``foundation`` (a folder or Hub id) if ``data`` names no processor.
 
-        Raises:
-            UserError: there is no processor, or it does not fit.
+        Raises UserError: there is no processor, or it does not fit.
         """
         processor = load_hf_processor(data.processor or foundation)
         arguments = {kind: values for kind, values in data.processor_arguments.model_dump().items() if values}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -11,9 +11,36 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, ImageOps
 
-from omnitrain.data.sources.pictures import as_rgb
+_WHITES = (255, 1023, 4095, 16383, 65535)  # of 8, 10, 12, 14 and 16 bits
+
+
+def as_rgb(picture: Image.Image) -> Image.Image:
+    """Return an upright RGB image. ``picture`` is one image of its own, and may be changed.
+
+    What is transparent shows white. Pixels that are no bytes (16 or 32 bits, floats) are scaled: 0 is black, and white
+    is 65535 in PNG; in other formats 1 for floats up to 1, else the largest value of the fewest bits that hold all
+    pixels (8, 10, 12, 14 or 16), or the brightest pixel above that. Raises ValueError: such pixels are negative or not
+    finite.
+    """
+    ImageOps.exif_transpose(picture, in_place=True)
+    if picture.mode.startswith(("I", "F")):
+        picture = _scaled(np.asarray(picture), is_png=picture.format == "PNG")
+    if picture.has_transparency_data:
+        colors = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", colors.size, "white"), colors)
+    return picture if picture.mode == "RGB" else picture.convert("RGB")  # which would copy
+
+
+def _scaled(pixels: np.ndarray, *, is_png: bool) -> Image.Image:
+    least, most = float(pixels.min(initial=0)), float(pixels.max(initial=0))
+    if not (least >= 0 and most < np.inf):
+        raise ValueError(f"its pixels are from {least:g} to {most:g}; expected numbers from 0 (black) on")
+    whites = (65535,) if is_png else (1, *_WHITES) if pixels.dtype.kind == "f" else _WHITES
+    white = next((white for white in whites if most <= white), most)
+    return Image.fromarray(np.rint(pixels.astype(np.float32) * (255 / white)).clip(0, 255).astype(np.uint8))
+
 
 Choose = Callable[[int, float | None], np.ndarray]
 """``(number of frames, frames per second or None) -> positions``, ascending, of frames that are evenly spaced in time.
@@ -104,10 +131,18 @@ def film_clip(container: Any, choose: Choose, start: float, stop: float) -> Clip
     keys = sorted((pts, dts) for pts, dts, is_key, _ in facts if is_key)
     times = [float((time - shown[0]) * stream.time_base) for time in shown]
     indices, clip_of = _choose(times, choose, start, stop)
-    frames: dict[int, Image.Image] = {}
+    wanted = dict.fromkeys(shown[index] for index in indices)
+    frames = dict(zip(wanted, map(_upright, _frames_at(container, stream, keys, wanted)), strict=True))
+    return clip_of([frames[shown[index]] for index in indices])
+
+
+def _frames_at(
+    container: Any, stream: Any, keys: Sequence[tuple[int, int | None]], times: Iterable[int]
+) -> Iterator[Any]:
+    """Yield the frame that is shown at each of ``times``, ascending; ``keys``: see :func:`_frames_from`."""
     decoded: Iterator[Any] = iter(())
     frame = None
-    for time in dict.fromkeys(shown[index] for index in indices):
+    for time in times:
         key = keys[max(0, bisect_right(keys, time, key=itemgetter(0)) - 1)]
         if frame is None or key[0] > frame.pts:  # else the frames up to this one are decoded anyway
             decoded = _frames_from(container, stream, key, time)
@@ -118,8 +153,7 @@ def film_clip(container: Any, choose: Choose, start: float, stop: float) -> Clip
             frame = following
         if frame is None:
             raise ValueError("no frame can be decoded")
-        frames[time] = _upright(frame)
-    return clip_of([frames[shown[index]] for index in indices])
+        yield frame
 
 
 def _clip_without_times(container: Any, stream: Any, total: int, choose: Choose, start: float, stop: float) -> Clip:
@@ -134,8 +168,7 @@ def _clip_without_times(container: Any, stream: Any, total: int, choose: Choose,
 def _choose(times: Sequence[float], choose: Choose, start: float, stop: float) -> _Chosen:
     """Choose frames that begin from ``start`` to ``stop``, both in seconds after the first.
 
-    Raises:
-        ValueError: there are none, or the file does not say when its frames begin.
+    Raises ValueError: there are none, or the file does not say when its frames begin.
     """
     if not times:
         raise ValueError("video without frames")
@@ -196,10 +229,8 @@ def _upright(frame: Any) -> Image.Image:
 def film_sound(container: Any, start: float, stop: float) -> tuple[np.ndarray, int] | None:
     """Decode the mono sound of a video with PyAV; its first sample is heard when the first frame of the part is shown.
 
-    A sound that starts later, or has a gap, has silence there; what comes before the first frame is left out.
-
-    Returns:
-        ``[samples]`` float32, and their rate in Hz; None: the video has no sound.
+    A sound that starts later, or has a gap, has silence there; what comes before the first frame is left out. Returns
+    ``[samples]`` float32, and their rate in Hz; None: the video has no sound.
     """
     if not container.streams.audio:
         return None

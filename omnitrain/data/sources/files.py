@@ -55,9 +55,7 @@ class FileReader:
     def version(self, file: str) -> FileVersion:
         """Return the size and version of a file.
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            ReadError: the URL could not be read in time.
+        Raises FileNotFoundError: there is no such file; ReadError: the URL could not be read in time.
         """
         if not is_url(file):
             found = os.stat(file)
@@ -72,10 +70,8 @@ class FileReader:
     def read(self, file: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the bytes from ``start`` to ``stop`` (None: the end).
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            OSError: a file of this machine cannot be read.
-            ReadError: the URL could not be read in time.
+        Raises FileNotFoundError: there is no such file; OSError: a file of this machine cannot be read; ReadError: the
+        URL could not be read in time.
         """
         if not is_url(file):
             with open(file, "rb") as stream:
@@ -123,10 +119,8 @@ def is_url(path: str) -> bool:
 def find_files(given: str, suffixes: tuple[str, ...]) -> list[str]:
     """Return the files of a path: a file, a folder (all files in it with a suffix), a glob, or a range ``{00..12}``.
 
-    They are sorted paths or URLs. A URL of http is one file, or a range of files.
-
-    Raises:
-        DataError: the package that reads such URLs is missing, or the storage cannot be read.
+    They are sorted paths or URLs. A URL of http is one file, or a range of files. Raises DataError: the package that
+    reads such URLs is missing, or the storage cannot be read.
     """
     if found := _RANGE.search(given):
         first, last = found.groups()

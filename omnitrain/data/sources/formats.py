@@ -16,7 +16,7 @@ from omnitrain.data.sources.documents import TextFiles
 from omnitrain.data.sources.files import FileReader, ReadError, find_files, is_url
 from omnitrain.data.sources.json_lines import JsonLines
 from omnitrain.data.sources.parquet_rows import ParquetRows
-from omnitrain.data.sources.row_formats import schema_of
+from omnitrain.data.sources.schema import schema_of
 from omnitrain.data.sources.stream import Stream
 from omnitrain.data.sources.table import Table
 from omnitrain.data.sources.tar_shards import TarShards
@@ -51,8 +51,7 @@ def suffix_of(file: str) -> str:
 def files_of(source: DataSource) -> tuple[list[str], str | None]:
     """Return the files of a data set (none: it is one of the Hub), and the folder of its media.
 
-    Raises:
-        DataError: the files have several formats, or the path leads to nothing.
+    Raises DataError: the files have several formats, or the path leads to nothing.
     """
     folder = Path(source.path)
     if not is_url(source.path) and folder.is_dir():
@@ -88,8 +87,7 @@ def _require_one_format(path: str, files: Sequence[str]) -> None:
 def open_table(source: DataSource, files: Sequence[str], reader: FileReader) -> Table:
     """Open the files of a data set, which have one format, or the Hub's data set if there are none.
 
-    Raises:
-        DataError: they cannot be read.
+    Raises DataError: they cannot be read.
     """
     kind = FORMATS[suffix_of(files[0])] if files else "Hub"
     try:

@@ -40,8 +40,7 @@ class JsonLines(Table):
     def __init__(self, files: Sequence[str], choose: Choose, *, reader: FileReader) -> None:
         """Find the rows, check them (some of them if there are many), and keep the source and kinds of these.
 
-        Raises:
-            DataError: lines are not rows; the message gives their files and line numbers. Or ``choose`` raises it.
+        Raises DataError: lines are not rows; the message gives their files and line numbers. Or ``choose`` raises it.
         """
         self._reader = reader
         self._files = [file if is_url(file) else str(Path(file).absolute()) for file in files]
@@ -217,9 +216,7 @@ def row_spans(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarray]:
     """Return ``[rows]`` int64 first byte and end of each row of a file (a path or URL), memory-mapped.
 
     Rows are the lines of the file, each with the blank lines before it; of a ``.json`` file, the entries of its list.
-
-    Raises:
-        DataError: a ``.json`` file is not a list of objects.
+    Raises DataError: a ``.json`` file is not a list of objects.
     """
     kind, build = ("json", _spans_of_entries) if file.endswith(".json") else ("lines", _borders_of_lines)
     index = index_of(file, kind, reader.version(file), lambda: pa.table(build(file, reader)))

@@ -17,10 +17,74 @@ import numpy as np
 import soundfile
 from PIL import Image, ImageFile
 
-from omnitrain.data.sources.clips import Choose, Clip, animation_clip, evenly, film_clip, film_sound
-from omnitrain.data.sources.containers import require_uncut
-from omnitrain.data.sources.pictures import as_rgb
+from omnitrain.data.sources.clips import Choose, Clip, animation_clip, as_rgb, evenly, film_clip, film_sound
 from omnitrain.data.sources.reading import UNSAID, Reading
+
+_MKV_SEGMENT = b"\x18\x53\x80\x67"
+_BOXES = (b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"mfra", b"sidx", b"wide", b"free", b"skip", b"uuid")
+_TO_THE_END = (0, 0xFFFFFFFF)  # what a writer that cannot go back leaves in a RIFF header
+
+
+def require_uncut(stream: BinaryIO) -> None:
+    """Check that a video file has all bytes that its container promises. Other containers pass.
+
+    Raises ValueError: it was cut.
+    """
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(0)
+    head = stream.read(12)
+    end_of = next((end_of for is_it, end_of in _CONTAINERS if is_it(head)), None)
+    end = 0 if end_of is None else end_of(stream, size)
+    stream.seek(0)
+    if end > size:
+        raise ValueError(f"the file is cut: it has {size} bytes, but its container at least {end}")
+
+
+def _riff_end(stream: BinaryIO, size: int) -> int:
+    stream.seek(4)
+    length = int.from_bytes(stream.read(4), "little")
+    return 0 if length in _TO_THE_END else 8 + length
+
+
+def _mp4_end(stream: BinaryIO, size: int) -> int:
+    """Return where the last box ends. A box of length 0 ends with the file; one of length 1 has 8 more bytes for it."""
+    end = 0
+    while end < size:
+        stream.seek(end)
+        length, kind = int.from_bytes(stream.read(4), "big"), stream.read(4)
+        if length == 1:
+            length = int.from_bytes(stream.read(8), "big")
+        if length < 8 or kind not in _BOXES:  # what is no box may follow the last one
+            return 0
+        end += length
+    return end
+
+
+def _mkv_end(stream: BinaryIO, size: int) -> int:
+    """Return where the segment ends, which comes after the header."""
+    stream.seek(4)
+    header = _varint(stream) or 0
+    stream.seek(header, io.SEEK_CUR)
+    if stream.read(4) != _MKV_SEGMENT:
+        return 0
+    length = _varint(stream)
+    return 0 if length is None else stream.tell() + length
+
+
+def _varint(stream: BinaryIO) -> int | None:
+    """Read a length of Matroska: as many bytes as zero bits come first, and one. None: all ones, which is unknown."""
+    first = stream.read(1)[0]
+    more = 8 - first.bit_length()
+    value = int.from_bytes(bytes([first & (0x7F >> more)]) + stream.read(more), "big")
+    return None if value == (1 << 7 * (more + 1)) - 1 else value
+
+
+_CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[BinaryIO, int], int]], ...] = (
+    (lambda head: head[:4] == b"RIFF", _riff_end),
+    (lambda head: head[4:8] in _BOXES, _mp4_end),
+    (lambda head: head[:4] == b"\x1a\x45\xdf\xa3", _mkv_end),
+)
+
 
 _BLOCK_FRAMES = 1 << 16
 
@@ -83,8 +147,7 @@ class Waveform:
 def decode_image(file: MediaFile) -> Image.Image:
     """Decode an upright RGB image of any format that Pillow reads; see :func:`as_rgb`.
 
-    Raises:
-        ValueError: ``file`` is not an image, or is damaged.
+    Raises ValueError: ``file`` is not an image, or is damaged.
     """
     with _readable("image", file):
         image: Image.Image = Image.open(file.begun())
@@ -95,10 +158,8 @@ def decode_image(file: MediaFile) -> Image.Image:
 def decode_audio(file: MediaFile) -> Waveform:
     """Decode a sound of any format that libsndfile reads (wav, flac, ogg, mp3), and average its channels.
 
-    Of a part of a file, only the part is read and decoded. It ends with the file if ``stop`` is later.
-
-    Raises:
-        ValueError: ``file`` is not a sound file, is damaged, has no samples, or ends before the part.
+    Of a part of a file, only the part is read and decoded. It ends with the file if ``stop`` is later. Raises
+    ValueError: ``file`` is not a sound file, is damaged, has no samples, or ends before the part.
     """
     with _readable("audio", file), soundfile.SoundFile(file.begun()) as sound:
         rate = sound.samplerate
@@ -119,11 +180,9 @@ def decode_audio(file: MediaFile) -> Waveform:
 def decode_clip(file: MediaFile, max_frames: int | Choose) -> Clip:
     """Decode at most ``max_frames`` RGB frames, evenly spaced in time from the first to the last, or chosen ones.
 
-    Of a part of a file, these are its frames from ``start`` to ``stop``. Pillow reads animated WebP, AVIF, PNG and
-    GIF; other formats need PyAV (``pip install omnitrain[video]``).
-
-    Raises:
-        ValueError: ``file`` is not a video, is damaged or cut, or needs PyAV, which is missing.
+    Of a part of a file, these are its frames from ``start`` to ``stop``. Pillow reads animated WebP, AVIF, PNG and GIF;
+    other formats need PyAV (``pip install omnitrain[video]``). Raises ValueError: ``file`` is not a video, is damaged
+    or cut, or needs PyAV, which is missing.
     """
     choose = evenly(max_frames) if isinstance(max_frames, int) else max_frames
     animation = _animation(file)
@@ -145,8 +204,7 @@ def _animation(file: MediaFile) -> ImageFile.ImageFile | None:
 def decode_medium(modality: str, file: MediaFile, choose: Choose) -> Image.Image | Waveform | Clip:
     """Decode an image, a sound, or the frames of a video that ``choose`` chooses.
 
-    Raises:
-        ValueError: ``file`` is damaged, or not of ``modality``.
+    Raises ValueError: ``file`` is damaged, or not of ``modality``.
     """
     if modality == "video":
         return decode_clip(file, choose)
@@ -156,8 +214,7 @@ def decode_medium(modality: str, file: MediaFile, choose: Choose) -> Image.Image
 def decode_soundtrack(file: MediaFile) -> Waveform | None:
     """Decode the sound of a video, from when its first frame (or that of the part) is shown; None if it has no sound.
 
-    Raises:
-        ValueError: as of :func:`decode_clip`.
+    Raises ValueError: as of :func:`decode_clip`.
     """
     if _animation(file) is not None:
         return None  # Pillow's formats have no sound; all others need PyAV

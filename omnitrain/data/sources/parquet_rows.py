@@ -48,9 +48,8 @@ class ParquetRows(Table):
     def __init__(self, files: Sequence[str], choose: Choose, *, reader: FileReader) -> None:
         """Read the footer of each file.
 
-        Raises:
-            DataError: the files have different columns, or ``choose`` raises it.
-            OSError, pa.ArrowInvalid: a file is not parquet.
+        Raises DataError: the files have different columns, or ``choose`` raises it; OSError, pa.ArrowInvalid: a file is
+        not parquet.
         """
         self._files, self._reader = list(files), reader
         self._footers: list[pq.FileMetaData] = []

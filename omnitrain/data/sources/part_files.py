@@ -55,10 +55,8 @@ def take_files(messages: Sequence[Any], media: Mapping[str, Sequence[Any]]) -> t
     """Return messages whose media parts have no files, and the files of the row in the order of its parts.
 
     A part without a file shows the next file of the row's columns (modality -> files), as if the others were not there.
-    What is not ``[{"role": ..., "content": str | [part, ...]}, ...]`` stays as it is.
-
-    Raises:
-        ValueError: a part has no file that can be read; the text names the part.
+    What is not ``[{"role": ..., "content": str | [part, ...]}, ...]`` stays as it is. Raises ValueError: a part has no
+    file that can be read; the text names the part.
     """
     shown: dict[str, list[_GivenFile]] = {modality: [] for modality in media}
     plain = [_without_files(message, f"message {n}", shown) for n, message in enumerate(messages, 1)]
@@ -84,15 +82,15 @@ def _without_file(part: Any, where: str, shown: dict[str, list[_GivenFile]]) -> 
     what = f"{where} ({kind})"
     if len(given) > 1:
         raise ValueError(f"{what}: found {sorted(given)}; expected one of them")
-    if not given and kind != modality:
-        raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
-    inside = [value for value in given.values() if isinstance(value, dict)]
-    file = next((_file_of(value, key, what) for key, value in given.items()), None)
-    said = {name: value for keys in (part, *inside) for name, value in reading_keys(keys).items()}
-    shown[modality].append(_GivenFile(file, said))
-    read = {*given, *FILE_KEYS} if given else READING_KEYS
-    rest = {name: value for keys in (*inside, part) for name, value in keys.items() if name not in read}
-    return rest | {"type": modality}
+    if not given:
+        if kind != modality:
+            raise ValueError(f"{what} has no file: {_EXPECTED} in {kind!r}")
+        shown[modality].append(_GivenFile(None, reading_keys(part)))
+        return {name: value for name, value in part.items() if name not in READING_KEYS} | {"type": modality}
+    ((key, value),) = given.items()
+    inside = value if isinstance(value, dict) else {}
+    shown[modality].append(_GivenFile(_file_of(value, key, what), reading_keys(part) | reading_keys(inside)))
+    return {n: v for n, v in (inside | part).items() if n not in {key, *FILE_KEYS}} | {"type": modality}
 
 
 def _file_of(value: Any, key: str, what: str) -> Any:

@@ -60,8 +60,7 @@ def reading_keys(value: Mapping[str, Any]) -> dict[str, Any]:
 def part_and_reading(value: Any, modality: str, place: str) -> tuple[float, float | None, Reading]:
     """Return where the part of a file to decode starts and stops, in seconds, and how it is read.
 
-    Raises:
-        ValueError: a key has a wrong value, is of another modality, or two keys say the same.
+    Raises ValueError: a key has a wrong value, is of another modality, or two keys say the same.
     """
     given = reading_keys(value) if isinstance(value, dict) else {}
     keys: dict[str, str] = {}  # what is said -> the key that says it

@@ -94,10 +94,8 @@ class Row:
         """Open the encoded file of the ``position``-th part of ``modality``.
 
         A ``ValueError`` of the block names the file; a ``UserError`` stays as it is. A file of this machine is read as
-        far as it is needed.
-
-        Raises:
-            ValueError: the row has fewer media than parts, the file cannot be read, or the part of it is wrong.
+        far as it is needed. Raises ValueError: the row has fewer media than parts, the file cannot be read, or the part
+        of it is wrong.
         """
         values, place = self.media.get(modality, []), f"{modality} {position + 1}"
         if position >= len(values):
@@ -142,17 +140,14 @@ def _path_of(file: Any) -> str | None:
 class RowSource(Sequence[Row]):
     """A data set with checked columns. Media stay encoded until a row is used.
 
-    Attributes:
-        is_stream: whether its rows should be asked for in their order.
-        schema: how its records become messages.
-        takes_markers: whether the recipe says which modalities texts mark.
+    ``is_stream``: whether its rows should be asked for in their order. ``schema``: how its records become messages.
+    ``takes_markers``: whether the recipe says which modalities texts mark.
     """
 
     def __init__(self, source: DataSource, name: str | None = None) -> None:
         """Open the data set of the recipe's node. ``name``: in metrics, and in the ids of rows that have none.
 
-        Raises:
-            DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
+        Raises DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
         """
         files, self._folder = files_of(source)
         self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
@@ -189,8 +184,7 @@ class RowSource(Sequence[Row]):
     def __getitem__(self, position: int) -> Row:  # type: ignore[override]
         """Return a row; one that cannot be read has a ``problem``.
 
-        Raises:
-            UserError: a message has a role that nobody knows.
+        Raises UserError: a message has a role that nobody knows.
         """
         return self._read(self._table.__getitem__, position)
 
@@ -305,9 +299,8 @@ def _or_data_error(name: str) -> Iterator[None]:
 def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
     """Open every data set.
 
-    Raises:
-        DataError: data sets cannot be used; the message has one line per problem.
-        UserError: ``sources`` are not data sources.
+    Raises DataError: data sets cannot be used; the message has one line per problem; UserError: ``sources`` are not
+    data sources.
     """
     if [one for one in sources if not isinstance(one, DataSource)]:  # a string would iterate over its letters
         raise UserError(

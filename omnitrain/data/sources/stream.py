@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 28  # of them
 _MOST_TRIES = 3  # of a place; each of them reads the stream again up to there
 
 
-class _Read(NamedTuple):
+class _SizedRow(NamedTuple):
     row: dict[str, Any]
     size: int  # in bytes
 
@@ -33,7 +33,7 @@ class _Cursor:
     """Reads on from one position of the stream."""
 
     position: int  # of the next row, counted over all passes
-    rows: Iterator[_Read]
+    rows: Iterator[_SizedRow]
     has_read: bool = False
 
 
@@ -51,7 +51,7 @@ class Stream(Table):
         self._skipped = 0
         self._cursors: list[_Cursor] = []
         self._tries: Counter[int] = Counter()  # position -> how often it could not be read
-        self._waiting: OrderedDict[int, _Read] = OrderedDict()
+        self._waiting: OrderedDict[int, _SizedRow] = OrderedDict()
         self._waiting_bytes = 0
         self._first: list[dict[str, Any]] = []
         for row, _ in self._rows_from(0):
@@ -117,7 +117,7 @@ class Stream(Table):
         self._cursors.append(cursor)
         return cursor
 
-    def _read(self, cursor: _Cursor) -> _Read:
+    def _read(self, cursor: _Cursor) -> _SizedRow:
         read = next(cursor.rows, None)
         if read is None:
             if self._length is None:
@@ -128,8 +128,10 @@ class Stream(Table):
         cursor.position, cursor.has_read = cursor.position + 1, True
         return read
 
-    def _rows_from(self, position: int) -> Iterator[_Read]:
+    def _rows_from(self, position: int) -> Iterator[_SizedRow]:
         skipped = position if self._length is None else position % self._length
         # Not the iterator of `datasets`: it would divide the rows among the processes of a DataLoader.
         for table in self._data.skip(skipped).iter(batch_size=_ROWS_AT_A_TIME):
-            yield from (_Read(record_of(row, self._columns), table.nbytes // len(table)) for row in table.to_pylist())
+            yield from (
+                _SizedRow(record_of(row, self._columns), table.nbytes // len(table)) for row in table.to_pylist()
+            )

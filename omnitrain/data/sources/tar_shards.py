@@ -41,8 +41,7 @@ class TarShards(Table):
     def __init__(self, files: Sequence[str], choose: Choose, *, reader: FileReader) -> None:
         """Read the index of each shard, or build it.
 
-        Raises:
-            DataError: a file is no tar file, or a compressed one; or ``choose`` raises it.
+        Raises DataError: a file is no tar file, or a compressed one; or ``choose`` raises it.
         """
         self._files, self._reader = list(files), reader
         self._indexes = [index_of(file, _INDEX, reader.version(file), partial(_index, file, reader)) for file in files]

@@ -42,11 +42,8 @@ def as_messages(
     """Read turns as messages; see :func:`canonical`.
 
     A turn that is a call of a tool belongs to the message of the assistant before it, if there is one. ``marked`` are
-    modalities whose markers in texts stand for media.
-
-    Raises:
-        ValueError: see :func:`canonical`.
-        UserError: a role that is neither known nor in ``roles``.
+    modalities whose markers in texts stand for media. Raises ValueError: see :func:`canonical`; UserError: a role that
+    is neither known nor in ``roles``.
     """
     messages: list[Any] = []
     for turn in turns:
@@ -63,10 +60,8 @@ def as_messages(
 def canonical(message: Any) -> Any:
     """Return a message in which each of :data:`FIELDS` has one name and is not null. Other keys stay as they are.
 
-    ``weight`` becomes 0 (not trained) or 1. Anything but a dict is returned unchanged.
-
-    Raises:
-        ValueError: names of one field have different values, or a value of a wrong type.
+    ``weight`` becomes 0 (not trained) or 1. Anything but a dict is returned unchanged. Raises ValueError: names of one
+    field have different values, or a value of a wrong type.
     """
     if not isinstance(message, dict):
         return message

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby, islice
+from typing import Literal, NamedTuple
 
 import torch
 
+from omnitrain.data.packing.pack import MediaBatch, MediaGroup
 from omnitrain.ops.loss.cross_entropy import LossTerm
+from omnitrain.plan.ragged import runs_within
 
 
 class FoundationOutput(NamedTuple):
@@ -23,16 +27,13 @@ class FoundationOutput(NamedTuple):
 class OmniOutput:
     """Output of :meth:`OmniModel.forward`.
 
-    Attributes:
-        losses: ``text`` or name of a decoder -> :class:`LossTerm`.
-        read: loss -> ``[n]`` int64, the token of the pack from which each entry of its ``rows`` was predicted; on the
-            host.
-        hidden: ``[1, T, hidden]``, the foundation's last hidden states, without gradient; None if the model does not
-            expose them. In training, tokens that no loss reads are not computed (``model.ops.unread_rows``). If ranks
-            share a sequence, each rank has only its tokens.
+    ``read``: loss -> ``[n]`` int64, the token of the pack from which each entry of its ``rows`` was predicted; on the
+    host. ``hidden``: ``[1, T, hidden]``, the foundation's last hidden states, without gradient; None if the model does
+    not expose them. In training, tokens that no loss reads are not computed (``model.ops.unread_rows``). If ranks share
+    a sequence, each rank has only its tokens.
     """
 
-    losses: dict[str, LossTerm]
+    losses: dict[str, LossTerm]  # ``text`` or name of a decoder -> :class:`LossTerm`
     read: dict[str, torch.Tensor]
     hidden: torch.Tensor | None
 
@@ -40,3 +41,26 @@ class OmniOutput:
     def loss(self) -> torch.Tensor:
         """Scalar: the mean losses of all heads added up, for a step of one pack in one process."""
         return torch.stack([term.sum / max(term.count, 1) for term in self.losses.values()]).sum()
+
+
+Apart = Literal["samples", "items"]
+
+
+def media_calls(
+    batch: MediaBatch, *, apart: Apart | None = None, most_elements: int | None = None
+) -> Iterator[MediaGroup]:
+    """Yield the items of each call for a batch: one call per group, or several.
+
+    ``apart``: a call has items of only one sample, or only one item. ``most_elements``: most input elements of a call;
+    a larger item has a call of its own. None: no limit.
+    """
+    owners = iter(batch.samples)
+    for group in batch.groups:
+        samples = [next(owners) for _ in group.num_tokens]
+        sizes = [len(samples)]
+        if apart is not None:
+            sizes = [len(list(run)) for _, run in groupby(samples)] if apart == "samples" else [1] * len(samples)
+        if most_elements is not None:
+            elements = iter(group.num_elements)
+            sizes = [run for size in sizes for run in runs_within(islice(elements, size), most_elements)]
+        yield from group.split(sizes)

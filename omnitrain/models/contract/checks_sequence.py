@@ -21,7 +21,7 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.cache import cached
 from omnitrain.models.contract.checks_packing import TOLERANCE
 from omnitrain.models.contract.tiny_model import tiny_configs
-from omnitrain.models.contract.trial import Failure, Recorded, Replayed, Trial, attempt, relative, worst
+from omnitrain.models.contract.trial import Failure, ReplayedSlice, Trial, WholeSequence, attempt, relative, worst
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.plan.sequence import split_sequence
@@ -70,11 +70,11 @@ def _measured(model_class: type[PreTrainedModel], config: PreTrainedConfig, cont
     heads: set[int] = set()
     with Trial.of(model_class, config, contract) as trial:
         for pack in trial.packs:
-            media, whole = trial.media(pack), Recorded(pack.num_tokens)
+            media, whole = trial.media(pack), WholeSequence(pack.num_tokens)
             logits = _logits(trial, pack, media, whole)
             heads |= whole.heads
             for positions in (each for by in _SPLITS for each in split_sequence(pack.num_tokens, **by).positions):
-                part = Replayed(whole, torch.from_numpy(positions))
+                part = ReplayedSlice(whole, torch.from_numpy(positions))
                 found = _logits(trial, pack, media, part)
                 error = worst([relative(found, logits[part.positions]), *part.errors])
                 if not error <= TOLERANCE:

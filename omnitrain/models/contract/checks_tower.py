@@ -19,7 +19,7 @@ from omnitrain.models.contract.cache import cached
 from omnitrain.models.contract.checks_packing import TOLERANCE
 from omnitrain.models.contract.checks_sequence import SequenceContract, first_without_problem
 from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config, tower_config
-from omnitrain.models.contract.trial import Recorded, Replayed, Trial, relative, worst
+from omnitrain.models.contract.trial import ReplayedSlice, Trial, WholeSequence, relative, worst
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.hf.load import as_config, as_dict
 from omnitrain.ops.attention.install import use_omnitrain_attention
@@ -86,16 +86,16 @@ def _check_attached_tower(encoder_class: type[PreTrainedModel], config: PreTrain
 @torch.no_grad()
 def _measured(model: nn.Module, parameters: Any, encode: Callable[[], Sequence[Tensor]]) -> SequenceContract:
     """Encode whole, then in slices of the same calls of all stacks of blocks, in order."""
-    recorded: list[Recorded] = []
-    replayed: list[Replayed] = []
+    recorded: list[WholeSequence] = []
+    replayed: list[ReplayedSlice] = []
     part = -1
 
-    def slice_of(num_rows: int, device: torch.device) -> Recorded | Replayed:
+    def slice_of(num_rows: int, device: torch.device) -> WholeSequence | ReplayedSlice:
         if part < 0:
-            recorded.append(Recorded(num_rows))
+            recorded.append(WholeSequence(num_rows))
             return recorded[-1]
         positions = split_sequence(num_rows, sp=_NUM_SLICES).positions[part]
-        replayed.append(Replayed(recorded[len(replayed)], torch.from_numpy(positions)))
+        replayed.append(ReplayedSlice(recorded[len(replayed)], torch.from_numpy(positions)))
         return replayed[-1]
 
     tower = SharedTower(model, parameters, slice_of)

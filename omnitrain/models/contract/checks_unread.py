@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import SkippedModule
-from omnitrain.models.contract.trial import Case, Trial
+from omnitrain.models.contract.trial import PlainRun, Trial
 from omnitrain.models.discovery import ParameterReads, watching
 from omnitrain.ops.cpu.unread_rows import name_from_end
 from omnitrain.ops.fused.rms_norm import rms_norm_form
@@ -121,7 +121,7 @@ def unread_by_short_samples(trial: Trial) -> tuple[SkippedModule, ...]:
     return tuple(SkippedModule(module, "", problem=problem) for module in modules)
 
 
-def _calls_of(trial: Trial, case: Case) -> _Calls:
+def _calls_of(trial: Trial, case: PlainRun) -> _Calls:
     """The calls of one forward, in the order of the first call of each module."""
     seen: _Calls = {}
 

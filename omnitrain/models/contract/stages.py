@@ -24,7 +24,7 @@ from omnitrain.models.contract.tiny_model import tiny_config, tiny_configs
 from omnitrain.models.contract.trial import Failure, Step, Trial, attempt, compare, gradients_of
 from omnitrain.models.discovery import MediaFeatures, ParameterReads, text_blocks, watching
 from omnitrain.models.foundation.runner import EncodedMedia
-from omnitrain.models.foundation.stage import BlockSpan, Stage, hidden_among
+from omnitrain.models.foundation.stage import BlockSpan, StageCall, hidden_among
 from omnitrain.recipe.globs import any_layer
 
 # Relative to the largest gradient of a parameter. The gradients of a parameter that two stages read are summed in
@@ -155,10 +155,10 @@ class _StageTrial:
         sent: list[Tensor] = []
         arrived: list[Tensor] = []
         for span in spans[:-1]:
-            stage = Stage(span, contract, arrived[-1] if arrived else None)
+            stage = StageCall(span, contract, arrived[-1] if arrived else None)
             sent.append(self.runner.stage_output(pack, media, None, stage))
             arrived.append(sent[-1].detach().requires_grad_())
-        last = Stage(spans[-1], contract, arrived[-1]) if arrived else None
+        last = StageCall(spans[-1], contract, arrived[-1]) if arrived else None
         loss = self.runner.text_loss(pack, media, None, last).text.sum
         loss.backward()
         while sent:
@@ -174,7 +174,7 @@ class _StageTrial:
         for pack in self.packs:
             media, hidden = EncodedMedia(self.runner.encode(pack)), None
             for span in spans:
-                stage = Stage(span, contract, hidden)
+                stage = StageCall(span, contract, hidden)
                 with ParameterReads(self.model) as reads:
                     if span.is_last:
                         self.runner.text_loss(pack, media, None, stage)

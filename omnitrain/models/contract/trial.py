@@ -44,7 +44,7 @@ def attempt(measure: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _
 
 
 @dataclass(frozen=True)
-class Case:
+class PlainRun:
     """A probe, and the output of plain transformers for it."""
 
     probe: Probe  # the sample
@@ -58,7 +58,7 @@ class Trial:
     def __init__(self, tiny_model: PreTrainedModel, contract: Contract) -> None:
         self.plain = tiny_model.train()  # transformers runs it
         self.native = discover(self.plain)
-        self.cases: list[Case] = []  # the probes that it accepts
+        self.cases: list[PlainRun] = []  # the probes that it accepts
         self._unused = self._copy_of(self.plain)  # never run: a forward may leave state in a model
         self.contract = contract
         self._attach()
@@ -122,7 +122,7 @@ class Trial:
         return [case.probe.sample for case in self.cases]
 
     @property
-    def telling_cases(self) -> list[Case]:
+    def telling_cases(self) -> list[PlainRun]:
         """A few cases that cover everything: two texts, mixtures of media, and modalities that no mixture has.
 
         Gradients take most of a check's time, so they are computed only for these cases.
@@ -144,9 +144,9 @@ class Trial:
     # Plain transformers -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def run_plain(self, probe: Probe) -> Case:
+    def run_plain(self, probe: Probe) -> PlainRun:
         """Run a probe by plain transformers."""
-        return Case(probe, *self._plain(probe))
+        return PlainRun(probe, *self._plain(probe))
 
     def own_loss(self, probe: Probe, **arguments: Any) -> float:
         """Return the model's own loss of a probe: the mean over tokens, and any term that the model adds."""
@@ -264,7 +264,7 @@ def worst(errors: Iterable[float]) -> float:
 # Slices ---------------------------------------------------------------------------------------------------------------
 
 
-class Recorded:
+class WholeSequence:
     """A whole pack as a :class:`~omnitrain.ops.attention.SequenceSlice`, which records the layers that mix tokens."""
 
     num_ranks = 1
@@ -294,12 +294,12 @@ class Recorded:
         return tensor
 
 
-class Replayed:
+class ReplayedSlice:
     """A :class:`~omnitrain.ops.attention.SequenceSlice` of a recorded pack; its layers return recorded outputs."""
 
     num_ranks = 1
 
-    def __init__(self, whole: Recorded, positions: Tensor) -> None:
+    def __init__(self, whole: WholeSequence, positions: Tensor) -> None:
         self.positions = self.host_positions = positions
         self.num_tokens, self.num_local_tokens, self.attention = whole.num_tokens, len(positions), self
         self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)

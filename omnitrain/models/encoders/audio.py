@@ -14,7 +14,7 @@ from omnitrain.data.packing.sample import Features
 from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
-from omnitrain.models.encoders.towers import Projector, ProjectorSettings, merge_frames, tower_from_config
+from omnitrain.models.encoders.towers import FeatureProjector, ProjectorSettings, merge_frames, tower_from_config
 from omnitrain.models.hf.load import as_config
 from omnitrain.recipe.component_configs import AudioEncoderConfig
 from omnitrain.torch_private import assert_async
@@ -84,7 +84,7 @@ class AudioEncoder(ContainerModel, EncoderMixin):
         self.tower = tower if tower is not None else tower_from_config(as_config(config.tower or {}), "audio")
         settings = ProjectorSettings(**(config.projector or {}))
         tower_size = self.tower.config.hidden_size
-        self.projector = Projector(settings, 1, tower_size, config.hidden_size)
+        self.projector = FeatureProjector(settings, 1, tower_size, config.hidden_size)
         self.post_init()
 
     def adapter(self) -> AudioAdapter:

@@ -48,7 +48,7 @@ class ProjectorSettings(NamedTuple):
         return self.factor if self.kind == "pixel_shuffle" else 1
 
 
-class Projector(nn.Module):
+class FeatureProjector(nn.Module):
     """A ``linear``, ``mlp`` or ``pixel_shuffle`` projector (join neighbours, then MLP; Chen et al. 2024, InternVL 1.5).
 
     The caller joins ``factor`` neighbours along a dim, by :func:`merge_grid` for images and :func:`merge_frames` for

@@ -16,7 +16,7 @@ from transformers.models.auto.image_processing_auto import get_image_processor_c
 from omnitrain.data.packing.sample import Features
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
-from omnitrain.models.encoders.towers import Projector, ProjectorSettings, merge_grid, tower_from_config
+from omnitrain.models.encoders.towers import FeatureProjector, ProjectorSettings, merge_grid, tower_from_config
 from omnitrain.models.hf.load import as_config
 from omnitrain.recipe.component_configs import VisionEncoderConfig
 from omnitrain.transformers_private import ContainerModel
@@ -89,7 +89,7 @@ class VisionEncoder(ContainerModel, EncoderMixin):
             raise UserError(f"{type(self.tower).__name__} merges patches itself; use projector.kind: linear or mlp")
         tower_config = self.tower.config
         tower_size = getattr(tower_config, "out_hidden_size", None) if self.takes_grid else tower_config.hidden_size
-        self.projector = Projector(settings, 2, tower_size or tower_config.hidden_size, config.hidden_size)
+        self.projector = FeatureProjector(settings, 2, tower_size or tower_config.hidden_size, config.hidden_size)
         self.time_projector = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.post_init()
 

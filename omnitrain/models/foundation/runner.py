@@ -19,15 +19,14 @@ from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
-from omnitrain.models.components.media_calls import Apart, media_calls
-from omnitrain.models.components.outputs import FoundationOutput
+from omnitrain.models.components.outputs import Apart, FoundationOutput, media_calls
 from omnitrain.models.discovery import Discovery, MediaFeatures, check_rows, discover, override
 from omnitrain.models.discovery.text_run import StopRunError, first_block, text_blocks
 from omnitrain.models.foundation.in_forward import ForwardReader, require_length
 from omnitrain.models.foundation.recurrent_segments import run_by_segment
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.foundation.skipped_modules import call_skipped_modules
-from omnitrain.models.foundation.stage import Stage
+from omnitrain.models.foundation.stage import StageCall
 from omnitrain.models.foundation.zeros_in_step import GivesZeros
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside
@@ -155,7 +154,7 @@ class FoundationRunner:
         pack: Pack,
         media: EncodedMedia | None = None,
         sequence_slice: SequenceSlice | None = None,
-        stage: Stage | None = None,
+        stage: StageCall | None = None,
     ) -> FoundationOutput:
         """Compute the language-model loss of a pack and the last hidden states.
 
@@ -173,7 +172,7 @@ class FoundationRunner:
         return FoundationOutput(replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden)
 
     def stage_output(
-        self, pack: Pack, media: EncodedMedia | None, sequence_slice: SequenceSlice | None, stage: Stage
+        self, pack: Pack, media: EncodedMedia | None, sequence_slice: SequenceSlice | None, stage: StageCall
     ) -> Tensor:
         """Run a stage that is not the last, as :meth:`text_loss`; return the states ``[1, t, hidden]`` for the next."""
         with self._local(pack, sequence_slice, stage) as (local, packed):
@@ -182,7 +181,7 @@ class FoundationRunner:
 
     @contextmanager
     def _local(
-        self, pack: Pack, sequence_slice: SequenceSlice | None, stage: Stage | None
+        self, pack: Pack, sequence_slice: SequenceSlice | None, stage: StageCall | None
     ) -> Iterator[tuple[Pack, PackedSequence | None]]:
         """Context of a forward over a pack: its tokens on this rank, and the sequence that samples or ranks share."""
         if not self.contract.packs and len(pack.info.lengths) > 1:
@@ -255,7 +254,7 @@ class FoundationRunner:
         media: EncodedMedia,
         head: Head,
         packed: PackedSequence | None = None,
-        stage: Stage | None = None,
+        stage: StageCall | None = None,
     ) -> Any:
         """Run one forward over a pack, or over a slice of it; see :meth:`run`."""
         return self.run(pack.input_ids, head=head, media=media, arguments=_of_pack(pack), packed=packed, stage=stage)
@@ -268,7 +267,7 @@ class FoundationRunner:
         media: EncodedMedia,
         arguments: Mapping[str, Any],
         packed: PackedSequence | None = None,
-        stage: Stage | None = None,
+        stage: StageCall | None = None,
     ) -> Any:
         """Run one forward of the HF model with ``head(hidden, lm_head)`` instead of its language-model head.
 

@@ -68,7 +68,7 @@ def _called(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 @dataclass
-class _Call:
+class _SharedCall:
     """A call of a stack that ranks share."""
 
     slice: SequenceSlice  # this rank's slice
@@ -78,7 +78,7 @@ class _Call:
 
 
 # The stacks whose calls are shared in this thread -> the running call; None: none is running, or it is not shared.
-_shared: ContextVar[dict[_Stack, _Call | None] | None] = ContextVar("shared_towers", default=None)
+_shared: ContextVar[dict[_Stack, _SharedCall | None] | None] = ContextVar("shared_towers", default=None)
 
 
 class _Stack:
@@ -96,7 +96,7 @@ class _Stack:
         for module in siblings:
             module.register_forward_pre_hook(self._gather_inputs, with_kwargs=True)
 
-    def _running(self) -> _Call | None:
+    def _running(self) -> _SharedCall | None:
         return (_shared.get() or {}).get(self)
 
     def _cut(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -108,7 +108,7 @@ class _Stack:
         if block is self._first:
             hidden = arguments[self._names[0]]
             found = self._slice_of(hidden.size(0), hidden.device) if hidden.ndim == 2 else None
-            shared[self] = None if found is None else _Call(found)
+            shared[self] = None if found is None else _SharedCall(found)
         call = shared[self]
         if call is None:
             return None
@@ -116,7 +116,7 @@ class _Stack:
         return tuple(sliced.pop(name) for name in self._names[: len(args)]), sliced
 
     @staticmethod
-    def _sliced(call: _Call, name: str, value: Any) -> Any:
+    def _sliced(call: _SharedCall, name: str, value: Any) -> Any:
         sequence_slice = call.slice
         if name in _OFFSETS and isinstance(value, Tensor):
             if id(value) not in call.offsets:  # computed once for all blocks: it reads the values

@@ -50,7 +50,7 @@ def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> li
 
 
 @dataclass
-class _Running:
+class _Forward:
     """A forward of a parent."""
 
     input: Tensor | None  # a floating-point input of the parent
@@ -62,7 +62,7 @@ class _Running:
 
 
 # The running forwards of parents in this thread: a backward may recompute a parent while another forward of it runs.
-_running: ContextVar[Mapping[SkippedCalls, _Running]] = ContextVar("skipped_modules", default=MappingProxyType({}))
+_running: ContextVar[Mapping[SkippedCalls, _Forward]] = ContextVar("skipped_modules", default=MappingProxyType({}))
 
 
 class SkippedCalls:
@@ -88,7 +88,7 @@ class SkippedCalls:
         return {module: list(module.parameters()) for module in self.modules}
 
     def _begin(self, parent: nn.Module, args: Any, kwargs: Any) -> None:
-        _running.set({**_running.get(), self: _Running(next(_floating((args, kwargs)), None))})
+        _running.set({**_running.get(), self: _Forward(next(_floating((args, kwargs)), None))})
 
     def _arrive(self, child: nn.Module, args: Any) -> None:
         running = _running.get().get(self)
@@ -125,14 +125,14 @@ class SkippedCalls:
     def _close(self, parent: nn.Module, args: Any, output: Any) -> None:
         _running.set({calls: running for calls, running in _running.get().items() if calls is not self})
 
-    def _tied(self, running: _Running, tree: Any) -> Any:
+    def _tied(self, running: _Forward, tree: Any) -> Any:
         """Connect the outputs of all calls to the graph of the first tensor in ``tree``."""
         outputs, running.outputs = running.outputs, []
         first = next(_floating(tree))
         tied = with_zeros_for(first, outputs)
         return tree_map(lambda value: tied if value is first else value, tree)
 
-    def _catch_up(self, running: _Running, index: int) -> None:
+    def _catch_up(self, running: _Forward, index: int) -> None:
         """Call the skipped modules before ``index``."""
         for child, skipped in self._children[running.next : index]:
             running.is_calling = True

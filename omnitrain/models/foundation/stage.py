@@ -50,7 +50,7 @@ class BlockSpan:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageCall:
     """One call of a stage."""
 
     span: BlockSpan  # its blocks

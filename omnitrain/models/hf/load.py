@@ -6,7 +6,8 @@ import copy
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,16 +23,107 @@ from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.discovery.model_errors import refusing
 from omnitrain.models.hf.conversions import experts_apart_are_read
 from omnitrain.models.hf.quantized import QUANTIZATION, dequantizing, partial_blocks_are_dequantized
-from omnitrain.models.hf.stored_tensor import StoredTensor
-from omnitrain.models.hf.tied import require_tied
-from omnitrain.models.hf.unused_weights import counted
+from omnitrain.models.hf.stored_tensor import StoredTensor, stored_tensors
+from omnitrain.models.hf.stored_values import FILES
 from omnitrain.recipe.suggest import nearest
+from omnitrain.torch_private import unsaved_buffers_of
 from omnitrain.transformers_private import (
     auto_mapping,
     names_not_in_model,
     set_attention_of_all,
     set_conversions_of_weights,
+    tied_weights,
 )
+
+OWN_HEAD = (
+    "the foundation's config ties its head to the embeddings, but its checkpoint has different weights for both: both "
+    "are trained, and saved models have `tie_word_embeddings: false`"
+)
+
+_ROWS = 4096
+
+
+def is_tied(config: PreTrainedConfig) -> bool:
+    """Whether a config ties the head to the embeddings; not all have the key."""
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], path: str) -> bool:
+    """Let ``config`` not tie the head if the files have a head of its own, and return whether they have.
+
+    Equal copies stay tied. Only safetensors files at ``path`` (folder or Hub id) that are on this machine are read.
+    """
+    pairs = tied_weights(kind)
+    if not is_tied(config) or not isinstance(pairs, Mapping) or len(pairs) != 1:
+        return False
+    tensors = stored_tensors(_files(path))
+    # In files of older classes, other modules are around the one that has the weight.
+    ends = [".".join(name.rsplit(".", 2)[-2:]) for name in next(iter(pairs.items()))]
+    found = [[name for name in tensors if f".{name}".endswith(f".{end}")] for end in ends]
+    has_own = False
+    if all(len(names) == 1 for names in found):
+        one, other = (tensors[name] for (name,) in found)
+        parts = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
+        has_own = one.shape != other.shape or any(not torch.equal(a, b.to(a.dtype)) for a, b in parts)
+    FILES.close()
+    if has_own:
+        for part in (config, config.get_text_config(decoder=True)):  # some classes copy the text model's to the whole
+            part.tie_word_embeddings = False
+    return has_own
+
+
+def require_tied(model: PreTrainedModel, path: str) -> None:
+    """Raise WeightsError if a loaded model does not tie what its config says: the weights differ in the files."""
+    lost = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
+    if lost:
+        raise WeightsError(
+            f"the config at {path!r} ties {', '.join(sorted(lost))} to other weights, but the files have different "
+            "values for both; set `tie_word_embeddings: false` in its config.json, also in its `text_config` if it "
+            "has one"
+        )
+
+
+def _files(path: str) -> list[str]:
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(path, allow_patterns="*.safetensors", local_files_only=True))
+        except (OSError, ValueError):  # not downloaded yet
+            return []
+    return sorted(map(str, folder.glob("*.safetensors")))
+
+
+def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
+    """Count the tensors ``names``, which a model does not have, by the missing module that they belong to.
+
+    With 61 layers, ``mtp.fc.weight`` counts as ``mtp.*``, and ``model.layers.61.eh_proj.weight`` as
+    ``model.layers.61.*``. Names of buffers that the model computes do not count: checkpoints of older versions have
+    them.
+    """
+    modules = {name for name, _ in model.named_modules()}
+    buffers = {name for module in model.modules() for name in unsaved_buffers_of(module)}
+    counts: Counter[str] = Counter()
+    for name in sorted(name for name in names if name.rpartition(".")[2] not in buffers):
+        parts = name.split(".")
+        known = next(n for n in range(len(parts) + 1) if ".".join(parts[: n + 1]) not in modules)
+        counts[name if known == len(parts) - 1 else ".".join([*parts[: known + 1], "*"])] += 1
+    return dict(counts)
+
+
+def unused_line(unused: Mapping[str, int] | None) -> str:
+    """Return the line that reports unused tensors; empty: none are unused."""
+    if not unused:
+        return ""
+    return (
+        f"the foundation's checkpoint holds {sum(unused.values())} tensors that this model does not use: "
+        f"{listed(unused)}; they are not trained or saved; an export of the foundation alone copies them"
+    )
+
+
+def listed(unused: Mapping[str, int]) -> str:
+    """Return the modules and numbers of unused tensors in words."""
+    return ", ".join(f"{module} ({count})" for module, count in unused.items())
+
 
 _ALIGNMENT = 64  # bytes; torch allocates CPU tensors with it
 

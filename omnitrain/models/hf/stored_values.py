@@ -67,7 +67,7 @@ def leaves_of(value: StoredValue) -> Iterator[StoredValue]:
         yield from leaves_of(part)
 
 
-class FileReader:
+class SliceReader:
     """Reads slices of safetensors files. All reads go through one instance, :data:`FILES`."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class FileReader:
         self._open.clear()
 
 
-FILES = FileReader()
+FILES = SliceReader()
 
 
 class InFile(StoredValue):

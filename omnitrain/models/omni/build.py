@@ -33,9 +33,9 @@ from omnitrain.models.hf.load import (
     require_folder,
     require_sub_configs,
     resolve,
+    untie_as_in_files,
 )
 from omnitrain.models.hf.stored_tensor import read_weights, weights_left_in_files
-from omnitrain.models.hf.tied import untie_as_in_files
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.teacher import Teacher
 from omnitrain.peers import is_spread

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
-from omnitrain.models.components.media_calls import media_calls
+from omnitrain.models.components.outputs import media_calls
 from omnitrain.models.components.protocols import TensorFeatures
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout
 from omnitrain.models.foundation.runner import EncodedMedia

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from omnitrain.data.packing.fill_pack import pack_all
+from omnitrain.data.packing.budget import pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
@@ -107,7 +108,8 @@ def generate(
         processor: the model's processor; it has the end token and the start token of each modality.
         prompts: results of :meth:`OmniProcessor.prompt`.
         max_new_tokens: maximum length of an answer, text and media tokens together; the same on all ranks.
-        sampling: ``text`` or a decoder's name -> how its tokens are sampled; greedy without an entry.
+        sampling: ``text`` or a decoder's name -> how its tokens are sampled; greedy without an entry. With guidance, a
+            second sequence runs beside each: the same tokens after :attr:`Sample.unconditional`.
         seed: seed of sampling, at least 0.
         use_cache: keep keys and values; without it every step runs the whole sequence (for tests).
         numbers: numbers of the prompts, at least 0; None: 0, 1, 2, ...
@@ -117,22 +119,24 @@ def generate(
 
     Raises:
         UserError: the model hides its last hidden states, or its own forward reads a prompt with an input per token
-            that is unknown for sampled tokens.
+            that is unknown for sampled tokens; or a prompt cannot be guided.
     """
+    sampling = sampling or {}
+    if is_guided(sampling):
+        _require_guidable(model, prompts)
     numbers = range(len(prompts)) if numbers is None else numbers
     inference, answers = model.inference, dict[int, Answer]()
     was_training = model.training
     model.eval()
     try:
-        encoded = _encoded_batches(model, prompts)
+        encoded = _encoded_batches(model, prompts, is_guided(sampling))
         if not inference.has_foundation:
             return []
         rounds = inference.peers.most({"batches": len(encoded)})["batches"]
         with inference.gathered(model):
-            for batch in encoded + [_Batch([], [])] * (rounds - len(encoded)):
-                own = [prompts[place] for place in batch.places]
+            for batch in encoded + [_Batch([], [], [[]], [])] * (rounds - len(encoded)):
                 uniform = _UniformStreams(seed, [numbers[place] for place in batch.places])
-                made = _decode(model, processor, own, batch.media, max_new_tokens, sampling or {}, uniform, use_cache)
+                made = _decode(model, processor, batch, max_new_tokens, sampling, uniform, use_cache)
                 answers |= zip(batch.places, made, strict=True)
             tokens = [answer.tokens for answer in answers.values()]
             parts = inference.from_first(lambda: [_parts(model, processor, drawn) for drawn in tokens])
@@ -144,39 +148,66 @@ def generate(
     return [of_all[place] for place in range(len(prompts))]
 
 
+def is_guided(sampling: Mapping[str, Sampling]) -> bool:
+    """Return whether generation needs prompts without their condition (``processor.prompt(row, is_guided=True)``)."""
+    return any(one.guidance != 1 for one in sampling.values())
+
+
+def _require_guidable(model: OmniModel, prompts: Sequence[Sample]) -> None:
+    if not model.config.condition_dropout:
+        warnings.warn(
+            "guidance compares with prompts without their condition, but this model was trained without "
+            "data.condition_dropout, so it never saw such prompts",
+            stacklevel=3,
+        )
+    for prompt in prompts:
+        if prompt.unconditional is None:
+            raise UserError(
+                f"prompt {prompt.id!r} cannot be guided: make it with processor.prompt(row, is_guided=True)"
+            )
+        if prompt.is_alone:
+            raise UserError(
+                f"prompt {prompt.id!r} cannot be guided: {type(model.foundation).__name__} reads its media in its own "
+                "forward, one prompt at a time; set guidance to 1"
+            )
+
+
 class _Batch(NamedTuple):
     """Prompts that run together.
 
     Attributes:
-        places: their indices, in the order of packs, in which towers encode many of them at once.
-        media: for each pack, the lengths of its prompts, and their media.
+        places: their indices.
+        samples: the rows, in the order of packs, in which towers encode many of them at once.
+        copies: the row of each prompt, and with guidance that of each without its condition.
+        media: for each pack of rows, their lengths, and their media.
     """
 
     places: list[int]
+    samples: list[Sample]
+    copies: list[list[int]]
     media: list[tuple[Sequence[int], EncodedMedia]]
 
 
-def _encoded_batches(model: OmniModel, prompts: Sequence[Sample]) -> list[_Batch]:
+def _encoded_batches(model: OmniModel, prompts: Sequence[Sample], guided: bool) -> list[_Batch]:
     """Return the batches of this rank, with their media, after the ranks that share these prompts have divided them."""
     sharing = model.inference.sharing
     packs: list[Pack] = []
-    of_rank: list[list[int]] = []
+    batches: list[_Batch] = []
     wanted: list[range] = []  # the packs of each batch
     for rank in range(sharing.size):
-        for batch in _batches(prompts, range(rank, len(prompts), sharing.size)):
-            first, own = len(packs), [prompts[place] for place in batch]
-            packs += pack_all(own, max([_ENCODED_TOKENS, *map(len, own)]))
+        for places in _places(prompts, range(rank, len(prompts), sharing.size)):
+            first, (samples, copies) = len(packs), _with_copies([prompts[place] for place in places], guided)
+            packs += pack_all(samples, max([_ENCODED_TOKENS, *map(len, samples)]))
             if rank == sharing.rank:
-                of_rank.append(batch)
+                batches.append(_Batch(places, samples, copies, []))
                 wanted.append(range(first, len(packs)))
     media = model.inference.encode(model, packs, [index for indices in wanted for index in indices])
-    return [
-        _Batch(places, [(packs[index].info.lengths, media[index]) for index in indices if index in media])
-        for places, indices in zip(of_rank, wanted, strict=True)
-    ]
+    for batch, indices in zip(batches, wanted, strict=True):
+        batch.media.extend((packs[index].info.lengths, media[index]) for index in indices if index in media)
+    return batches
 
 
-def _batches(prompts: Sequence[Sample], places: Iterable[int]) -> list[list[int]]:
+def _places(prompts: Sequence[Sample], places: Iterable[int]) -> list[list[int]]:
     """Return which of these prompts run together, in the order of packs."""
     order = sorted(places, key=lambda place: (len(prompts[place]), prompts[place].index))
     together = [place for place in order if not prompts[place].is_alone]
@@ -186,8 +217,7 @@ def _batches(prompts: Sequence[Sample], places: Iterable[int]) -> list[list[int]
 def _decode(
     model: OmniModel,
     processor: OmniProcessor,
-    prompts: Sequence[Sample],
-    media: Sequence[tuple[Sequence[int], EncodedMedia]],
+    batch: _Batch,
     max_new_tokens: int,
     sampling: dict[str, Sampling],
     uniform: _UniformStreams,
@@ -195,17 +225,18 @@ def _decode(
 ) -> list[Answer]:
     """Return the answers to the prompts of a batch, without parts."""
     writers = {processor.start_tokens[modality]: name for modality, (name, _) in processor.writers.items()}
-    sequences = [_Sequence(writers) for _ in prompts]
+    sequences = [_Sequence(writers) for _ in batch.places]
     decoders = model.decoders
-    heads = _Heads(model, sampling, uniform)
-    step = _Foundation(model, prompts, media, processor.end_token, use_cache)
+    heads = _Heads(model, sampling, uniform, batch.copies)
+    step = _Foundation(model, batch, processor.end_token, use_cache)
     for _ in range(max_new_tokens):
         by_mode = _rows_by_mode(sequences)
         tokens, embeds = model.inference.from_first(partial(heads.draw, by_mode, *step.last()))
         next_tokens = [processor.end_token] * len(embeds)
         for mode, rows in by_mode:
             for row in rows:
-                next_tokens[row] = tokens[row] if mode == "text" else processor.end_token
+                for copy in batch.copies:
+                    next_tokens[copy[row]] = tokens[row] if mode == "text" else processor.end_token
                 sequences[row].take(
                     tokens[row], processor.end_token, lambda name, item: decoders[name].is_complete(item)
                 )
@@ -217,32 +248,60 @@ def _decode(
     return [sequence.answer for sequence in sequences]
 
 
-class _Heads:
-    """Draws the next tokens of a batch, and embeds them."""
+def _with_copies(prompts: Sequence[Sample], guided: bool) -> tuple[list[Sample], list[list[int]]]:
+    """Return the batch, in the order of packs, and the row in it of each prompt, and of each without its condition."""
+    samples = [*prompts, *(prompt.unconditional for prompt in prompts if guided and prompt.unconditional is not None)]
+    order = sorted(range(len(samples)), key=lambda place: (len(samples[place]), samples[place].index))
+    rows = [row for _, row in sorted(zip(order, range(len(order)), strict=True))]
+    return [samples[place] for place in order], [rows[: len(prompts)], rows[len(prompts) :]][: 1 + guided]
 
-    def __init__(self, model: OmniModel, sampling: dict[str, Sampling], uniform: _UniformStreams) -> None:
+
+class _Heads:
+    """Draws the next tokens of sequences, and embeds them.
+
+    ``copies``: of the sequences, the row of each in the batch; the second of two begins without the condition.
+    """
+
+    def __init__(
+        self,
+        model: OmniModel,
+        sampling: dict[str, Sampling],
+        uniform: _UniformStreams,
+        copies: Sequence[Sequence[int]],
+    ) -> None:
         self._decoders, self._text_embedding = model.decoders, model.foundation.get_input_embeddings()
         self._samplers = {name: _sampler(sampling.get(name, Sampling())) for name in ("text", *self._decoders)}
-        self._uniform = uniform
+        self._guidance = {name: sampling.get(name, Sampling()).guidance for name in self._samplers}
+        self._uniform, self._copies = uniform, copies
 
     def draw(
         self, by_mode: Sequence[tuple[str, list[int]]], hidden: torch.Tensor, text_logits: torch.Tensor
     ) -> tuple[dict[int, int], torch.Tensor]:
-        """Return row -> its next token, and embeddings ``[batch, hidden]``; zeros for finished rows."""
+        """Return sequence -> its next token, and embeddings ``[batch, hidden]``; zeros for finished sequences."""
         drawn: dict[int, int] = {}
         size = (len(hidden), self._text_embedding.weight.size(1))
         embeds = hidden.new_zeros(size, dtype=self._text_embedding.weight.dtype)
         for mode, rows in by_mode:
-            index = torch.tensor(rows, device=hidden.device)
-            sample = partial(self._samplers[mode], partial(self._uniform.next, rows))
+            copies = torch.tensor([[copy[row] for row in rows] for copy in self._copies], device=hidden.device)
+            read = copies.flatten() if self._guidance[mode] != 1 else copies[0]
+            sample = partial(self._sample, mode, rows)
             if mode == "text":
-                tokens = sample(text_logits[index].float())
+                tokens = sample(text_logits[read].float())
                 rows_embeds = self._text_embedding(tokens)
             else:
-                rows_embeds, tokens = self._decoders[mode].lm_embed(hidden[index], sample)
-            embeds[index] = rows_embeds.to(embeds.dtype)
-            drawn |= zip(rows, tokens.tolist(), strict=True)
+                rows_embeds, tokens = self._decoders[mode].lm_embed(hidden[read], sample)
+            embeds[copies] = rows_embeds[: len(rows)].to(embeds.dtype)
+            drawn |= zip(rows, tokens[: len(rows)].tolist(), strict=True)
         return drawn, embeds
+
+    def _sample(self, mode: str, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """Return a token for each row of ``logits``: of ``rows``, and if they are guided of the same again."""
+        scale, uniform = self._guidance[mode], partial(self._uniform.next, rows)
+        if scale == 1:
+            return self._samplers[mode](uniform, logits)
+        conditional, unconditional = logits.chunk(2)
+        guided = unconditional + scale * (conditional - unconditional)
+        return self._samplers[mode](uniform, guided).repeat(2)
 
 
 def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]:
@@ -269,17 +328,10 @@ class _Foundation:
     A rank without prompts has a batch of one idle row.
     """
 
-    def __init__(
-        self,
-        model: OmniModel,
-        prompts: Sequence[Sample],
-        media: Sequence[tuple[Sequence[int], EncodedMedia]],
-        text_token: int,
-        use_cache: bool,
-    ) -> None:
-        """Take the prompts and media of a :class:`_Batch`; ``text_token`` stands where no token counts."""
+    def __init__(self, model: OmniModel, batch: _Batch, text_token: int, use_cache: bool) -> None:
+        """Take the rows and media of a batch; ``text_token`` stands where no token counts."""
         self.model, self.runner = model, model.runner
-        packs = [Pack.from_samples([prompt]).to(model.device) for prompt in prompts or [idle_prompt(model)]]
+        packs = [Pack.from_samples([prompt]).to(model.device) for prompt in batch.samples or [idle_prompt(model)]]
         longest = max(pack.num_tokens for pack in packs)
         pads = [longest - pack.num_tokens for pack in packs]
 
@@ -297,8 +349,8 @@ class _Foundation:
         self.given = packs[0].forward_inputs  # of a prompt alone
         _require_no_rows(self.given, longest)
         self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
-        self._insert(media, torch.tensor(pads))
-        self.native = self.runner.one_batch([of_pack.native for _, of_pack in media])
+        self._insert(batch.media, torch.tensor(pads))
+        self.native = self.runner.one_batch([of_pack.native for _, of_pack in batch.media])
         self.uses_cache = use_cache and (not model.inference.is_cut or _can_fill_up(model))
         self.caches: dict[int, DynamicCache] = {}  # first block of a stage -> its cache
         self.seen = 0  # columns that the caches hold

@@ -34,7 +34,7 @@ from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.sequence_slice import filled_up, local_positions
-from omnitrain.models.foundation.stage import BlockSpan, Stage
+from omnitrain.models.foundation.stage import BlockSpan, StageCall
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class, take_own_configs
 from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, idle_head, with_zero_gradients
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
@@ -403,7 +403,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             return self.runner.text_loss(pack, media, sequence_slice, stage)
         return self.runner.stage_output(pack, media, sequence_slice, stage)
 
-    def stage_of(self, stage: StageInput) -> Stage:
+    def stage_of(self, stage: StageInput) -> StageCall:
         """Return a call of a pipeline stage, for :meth:`FoundationRunner.run`.
 
         Raises:
@@ -411,7 +411,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         """
         for cut in (stage.span.start, stage.span.stop):
             self.stage_contract.require(type(self.foundation).__name__, cut)
-        return Stage(stage.span, self.stage_contract, *stage.arrived[:1])
+        return StageCall(stage.span, self.stage_contract, *stage.arrived[:1])
 
     def run_heads(self, encoded: EncodedPack, output: FoundationOutput) -> OmniOutput:
         """Third step of :meth:`forward`: the losses of all heads over the foundation's hidden states."""

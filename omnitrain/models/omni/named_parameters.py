@@ -8,7 +8,7 @@ from torch import nn
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.optim.roles import roles_of
+from omnitrain.optim.build import roles_of
 from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.recipe.suggest import nearest
 

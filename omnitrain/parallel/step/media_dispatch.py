@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from omnitrain.data.loading.socket_message import as_bytes
+from omnitrain.data.loading.data_process import as_bytes
 from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
-from omnitrain.models.components.media_calls import media_calls
+from omnitrain.models.components.outputs import media_calls
 from omnitrain.plan import StepPlan
 
 Swap = Callable[[Sequence[bytes]], list[bytes]]

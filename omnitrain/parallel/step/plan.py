@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch.distributed as dist
 
-from omnitrain.data.loading.socket_message import as_bytes
+from omnitrain.data.loading.data_process import as_bytes
 from omnitrain.data.packing.pack import MediaBatch, Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
-from omnitrain.models.components.media_calls import Apart
+from omnitrain.models.components.outputs import Apart
 from omnitrain.models.omni.encode import with_projector_inputs
 from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel

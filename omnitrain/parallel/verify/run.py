@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from omnitrain.data.packing.fill_pack import pack_all
+from omnitrain.data.packing.budget import pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.omni.encode import MicroBatchWork

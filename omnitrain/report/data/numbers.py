@@ -21,22 +21,14 @@ _BINS = 20
 
 @dataclass(frozen=True)
 class DataSetStats:
-    """A data set of ``data.train``.
+    """A data set of ``data.train``."""
 
-    Attributes:
-        name: its name in metrics.
-        rows: its rows; None: it is a stream.
-        measured: rows that were prepared for these numbers; of these, training skips the ``rejected`` ones.
-        share: its share of the rows that a run reads.
-        epochs: how often a run reads each of its rows; None: nothing can be packed, or it is a stream.
-    """
-
-    name: str
-    rows: int | None
-    measured: int
+    name: str  # its name in metrics
+    rows: int | None  # its rows; None: it is a stream
+    measured: int  # rows that were prepared for these numbers; of these, training skips the ``rejected`` ones
     rejected: int
-    share: float
-    epochs: float | None
+    share: float  # its share of the rows that a run reads
+    epochs: float | None  # how often a run reads each of its rows; None: nothing can be packed, or it is a stream
 
     @property
     def num_rows(self) -> int | str:
@@ -46,27 +38,16 @@ class DataSetStats:
 
 @dataclass(frozen=True)
 class SourceStats:
-    """The samples of a source, by which metrics are split.
+    """The samples of a source, by which metrics are split."""
 
-    Attributes:
-        name: its name.
-        samples: number of samples that were measured.
-        rejected: number of rows that were rejected.
-        length: :data:`LENGTHS` of the samples' tokens.
-        predicted: share of its tokens that the loss has.
-        tokens: ``text``, ``image``, ``image predicted``, ... -> share of its tokens.
-        items: modality -> images, sounds or videos of a sample, on average.
-        lowered: number of videos that a limit of frames reads at a lower rate.
-    """
-
-    name: str
-    samples: int
-    rejected: int
-    length: Mapping[str, float]
-    predicted: float
-    tokens: Mapping[str, float]
-    items: Mapping[str, float]
-    lowered: int
+    name: str  # its name
+    samples: int  # number of samples that were measured
+    rejected: int  # number of rows that were rejected
+    length: Mapping[str, float]  # :data:`LENGTHS` of the samples' tokens
+    predicted: float  # share of its tokens that the loss has
+    tokens: Mapping[str, float]  # ``text``, ``image``, ``image predicted``, ... -> share of its tokens
+    items: Mapping[str, float]  # modality -> images, sounds or videos of a sample, on average
+    lowered: int  # number of videos that a limit of frames reads at a lower rate
 
     @property
     def items_in_words(self) -> str:
@@ -90,23 +71,14 @@ class RejectedStats:
 
 @dataclass(frozen=True)
 class PackingStats:
-    """Packs as a run fills them: means of ``packs`` that were filled to find out.
+    """Packs as a run fills them: means of ``packs`` that were filled to find out."""
 
-    Attributes:
-        packs: their number.
-        fill: share of their room that has tokens.
-        samples: samples of a pack.
-        predicted: tokens of a pack that the loss has.
-        samples_per_step: samples of a step over all ranks.
-        tokens_per_step: tokens of a step over all ranks.
-    """
-
-    packs: int
-    fill: float
-    samples: float
-    predicted: float
-    samples_per_step: float
-    tokens_per_step: float
+    packs: int  # their number
+    fill: float  # share of their room that has tokens
+    samples: float  # samples of a pack
+    predicted: float  # tokens of a pack that the loss has
+    samples_per_step: float  # samples of a step over all ranks
+    tokens_per_step: float  # tokens of a step over all ranks
 
 
 @dataclass(frozen=True)
@@ -119,33 +91,19 @@ class Histogram:
 
 @dataclass(frozen=True, repr=False)
 class DataNumbers:
-    """All numbers.
+    """All numbers."""
 
-    Attributes:
-        name: name of the recipe.
-        steps: steps of its run.
-        packs_per_step: packs of a step over all ranks.
-        pack_tokens: the most tokens of a pack.
-        data_sets: the data sets.
-        sources: the sources in them, by name.
-        rejected: reasons for which rows were rejected; those of most rows first.
-        packing: how packs are filled; None: all rows were rejected.
-        lengths: histogram of the samples' tokens, by source.
-        fills: histogram of the packs' tokens.
-        unread: keys of the data sets that nothing reads, in words.
-    """
-
-    name: str
-    steps: int
-    packs_per_step: int
-    pack_tokens: int
-    data_sets: Sequence[DataSetStats]
-    sources: Sequence[SourceStats]
-    rejected: Sequence[RejectedStats]
-    packing: PackingStats | None
-    lengths: Histogram
-    fills: Histogram
-    unread: Sequence[str] = ()
+    name: str  # name of the recipe
+    steps: int  # steps of its run
+    packs_per_step: int  # packs of a step over all ranks
+    pack_tokens: int  # the most tokens of a pack
+    data_sets: Sequence[DataSetStats]  # the data sets
+    sources: Sequence[SourceStats]  # the sources in them, by name
+    rejected: Sequence[RejectedStats]  # reasons for which rows were rejected; those of most rows first
+    packing: PackingStats | None  # how packs are filled; None: all rows were rejected
+    lengths: Histogram  # histogram of the samples' tokens, by source
+    fills: Histogram  # histogram of the packs' tokens
+    unread: Sequence[str] = ()  # keys of the data sets that nothing reads, in words
 
     @property
     def kinds(self) -> list[str]:

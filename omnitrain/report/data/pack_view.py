@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from omnitrain.data.chat.parts import MediaPart, content_parts, media_parts
 from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.data.render.item_parts import parts_of_items
-from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.processor import OmniProcessor, parts_of_items
 from omnitrain.data.sources.rows import Row
 
 _MOST_OF_SAMPLE, _MOST_TOKENS = 1000, 6000  # text tokens of a sample and of a pack that are shown
@@ -25,46 +24,27 @@ _TOKENS_OF_CHARACTER = 4  # most tokens that are decoded together: a character h
 
 @dataclass(frozen=True)
 class TokenView:
-    """A token, or the tokens of one character.
+    """A token, or the tokens of one character."""
 
-    Attributes:
-        text: its text.
-        ids: its token ids.
-        start: index of the first one in the pack.
-        position: position of the first one, for each axis.
-        is_predicted: whether the loss has it.
-        is_read: whether the model gets it. Not so for a last token that is only predicted.
-    """
-
-    text: str
-    ids: tuple[int, ...]
-    start: int
-    position: tuple[int, ...]
-    is_predicted: bool
-    is_read: bool = True
+    text: str  # its text
+    ids: tuple[int, ...]  # its token ids
+    start: int  # index of the first one in the pack
+    position: tuple[int, ...]  # position of the first one, for each axis
+    is_predicted: bool  # whether the loss has it
+    is_read: bool = True  # whether the model gets it. Not so for a last token that is only predicted
 
 
 @dataclass(frozen=True)
 class ItemView:
-    """Tokens of an image, sound or video that lie beside each other.
+    """Tokens of an image, sound or video that lie beside each other."""
 
-    Attributes:
-        component: the component that reads or writes it.
-        is_predicted: whether the loss has its tokens.
-        start: index of its first token here in the pack.
-        num_tokens: its tokens here.
-        position: position of the first of them, for each axis.
-        features: argument of the component -> shape and dtype, for the whole item.
-        part: the part of the row that it shows; None: it is not known, or shown before.
-    """
-
-    component: str
-    is_predicted: bool
-    start: int
-    num_tokens: int
-    position: tuple[int, ...]
-    features: Mapping[str, str]
-    part: MediaPart | None
+    component: str  # the component that reads or writes it
+    is_predicted: bool  # whether the loss has its tokens
+    start: int  # index of its first token here in the pack
+    num_tokens: int  # its tokens here
+    position: tuple[int, ...]  # position of the first of them, for each axis
+    features: Mapping[str, str]  # argument of the component -> shape and dtype, for the whole item
+    part: MediaPart | None  # the part of the row that it shows; None: it is not known, or shown before
 
     @property
     def words(self) -> str:
@@ -86,22 +66,15 @@ Piece = TokenView | ItemView | GapView
 class SampleView:
     """A sample of a pack.
 
-    Attributes:
-        row: its data row.
-        start: index of its first token in the pack.
-        num_tokens: its length.
-        predicted: name of a loss -> tokens that are predicted.
-        positions: first and last position of each axis.
-        pieces: its tokens and media, in order.
-        others: media of the row that have no tokens of their own in the pack, as the foundation's forward reads them.
+    ``others``: media of the row that have no tokens of their own in the pack, as the foundation's forward reads them.
     """
 
-    row: Row
-    start: int
-    num_tokens: int
-    predicted: Mapping[str, int]
-    positions: tuple[tuple[int, int], ...]
-    pieces: tuple[Piece, ...]
+    row: Row  # its data row
+    start: int  # index of its first token in the pack
+    num_tokens: int  # its length
+    predicted: Mapping[str, int]  # name of a loss -> tokens that are predicted
+    positions: tuple[tuple[int, int], ...]  # first and last position of each axis
+    pieces: tuple[Piece, ...]  # its tokens and media, in order
     others: tuple[MediaPart, ...]
 
     @property
@@ -124,21 +97,15 @@ class SampleView:
 class PackView:
     """A pack.
 
-    Attributes:
-        samples: its samples, in order.
-        num_tokens: its length.
-        capacity: the most tokens that a pack holds.
-        predicted: name of a loss -> tokens that are predicted.
-        lanes: ``predicted text``, ``NAME reads``, ``NAME writes`` -> first token of each run, and the one after it.
-        position_ids: ``[axes, T]``.
+    ``lanes``: ``predicted text``, ``NAME reads``, ``NAME writes`` -> first token of each run, and the one after it.
     """
 
-    samples: tuple[SampleView, ...]
-    num_tokens: int
-    capacity: int
-    predicted: Mapping[str, int]
+    samples: tuple[SampleView, ...]  # its samples, in order
+    num_tokens: int  # its length
+    capacity: int  # the most tokens that a pack holds
+    predicted: Mapping[str, int]  # name of a loss -> tokens that are predicted
     lanes: Mapping[str, Sequence[tuple[int, int]]]
-    position_ids: np.ndarray
+    position_ids: np.ndarray  # ``[axes, T]``
 
     @property
     def fill(self) -> float:
@@ -169,11 +136,8 @@ class RejectedView:
 def view_pack(pack: Pack, rows: Sequence[Row], processor: OmniProcessor, capacity: int) -> PackView:
     """Return what a pack on the host shows.
 
-    Args:
-        pack: the pack.
-        rows: the row of each sample, in the order of the pack.
-        processor: made the samples.
-        capacity: the most tokens that a pack holds.
+    ``pack``: the pack. ``rows``: the row of each sample, in the order of the pack. ``processor``: made the samples.
+    ``capacity``: the most tokens that a pack holds.
     """
     tokens, items = _Tokens(pack, processor.tokenizer), _items(pack)
     room = _MOST_TOKENS

@@ -19,9 +19,7 @@ _COLUMNS = 120  # of the text
 class Shown(ABC):
     """Something that ``print``, a notebook and :meth:`save` show.
 
-    Attributes:
-        name: what it is about.
-        title: what it is, on a page.
+    ``name``: what it is about. ``title``: what it is, on a page.
     """
 
     name: str
@@ -38,8 +36,7 @@ class Shown(ABC):
     def save(self, file: str | Path) -> Path:
         """Write one page that needs nothing else, and return its path. An older page there is replaced.
 
-        Raises:
-            UserError: the file is something else.
+        Raises UserError: the file is something else.
         """
         return write_page(self.name, self.title, self.chapters(), Path(file))
 

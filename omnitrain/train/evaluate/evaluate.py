@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from omnitrain.data.chat.parts import content_parts
-from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import pack_all
+from omnitrain.data.packing.budget import PackBudget, pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import Row, RowSource
-from omnitrain.models.omni.generate import Answer, generate
+from omnitrain.models.omni.generate import Answer, generate, is_guided
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.peers import all_or_raise
 from omnitrain.recipe import Recipe
@@ -39,20 +38,13 @@ Scorer = Callable[[Sequence[Answered]], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Held-out results. All are the same on all ranks, except the answers.
+class EvaluationResult:
+    """Held-out results. All are the same on all ranks, except the answers."""
 
-    Attributes:
-        losses: result of :meth:`Evaluator.losses`.
-        answers: one per readable held-out row, sorted by source; on rank 0 only.
-        scores: result of the scorer.
-        rejected: rows that could not be read.
-    """
-
-    losses: dict[str, Any]
-    answers: list[Answered]
-    scores: dict[str, float]
-    rejected: list[Rejected]
+    losses: dict[str, Any]  # result of :meth:`Evaluator.losses`
+    answers: list[Answered]  # one per readable held-out row, sorted by source; on rank 0 only
+    scores: dict[str, float]  # result of the scorer
+    rejected: list[Rejected]  # rows that could not be read
 
 
 class Evaluator:
@@ -90,7 +82,7 @@ class Evaluator:
         finally:
             self._model.train()
 
-    def evaluate(self, notify: Progress = lambda _: None, losses: dict[str, Any] | None = None) -> Evaluation:
+    def evaluate(self, notify: Progress = lambda _: None, losses: dict[str, Any] | None = None) -> EvaluationResult:
         """Compute losses, if they are not known, answers and scores, and leave the model in evaluation mode.
 
         An error of one rank, such as in the scorer, which runs on rank 0, is raised on all.
@@ -108,14 +100,16 @@ class Evaluator:
         answered = all_or_raise(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
         scores = all_or_raise(peers, lambda: score(answered) if peers.rank == 0 else {})
         rejected = {index: row for rows in peers.gather(self._rejected) for index, row in rows.items()}
-        return Evaluation(losses, answered, peers.of_first(scores), [rejected[index] for index in sorted(rejected)])
+        return EvaluationResult(
+            losses, answered, peers.of_first(scores), [rejected[index] for index in sorted(rejected)]
+        )
 
     def _losses(self, notify: Progress) -> dict[str, Any]:
         found = self._peers.of_first(heldout_loss(self._model, self._packs, notify))
         return {"loss": total_loss(found["heads"], self._recipe.train.loss_weights)} | found
 
     @cached_property
-    def _places(self) -> list[_Place]:
+    def _places(self) -> list[_HeldoutRow]:
         return heldout_places(self._heldout, self._settings.examples_per_source)
 
     @property
@@ -139,7 +133,8 @@ class Evaluator:
             yield from self._readable(self._processor.sample(row, index, max_tokens, may_ask=True))
 
     def _prompts(self, indices: Iterable[int]) -> list[Sample]:
-        prepared = [self._processor.prompt(self._places[index].row(), index) for index in indices]
+        guided = is_guided(self._settings.sampling)
+        prepared = [self._processor.prompt(self._places[index].row(), index, is_guided=guided) for index in indices]
         return [sample for one in prepared for sample in self._readable(one)]
 
     def _batches(self, size: int) -> list[list[int]]:
@@ -178,7 +173,7 @@ class Evaluator:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _HeldoutRow:
     """The position of a held-out row, which is read by :meth:`row`."""
 
     table: RowSource
@@ -189,17 +184,17 @@ class _Place:
         return self.table[self.position]
 
 
-def heldout_places(heldout: Sequence[RowSource], limit: int | None) -> list[_Place]:
+def heldout_places(heldout: Sequence[RowSource], limit: int | None) -> list[_HeldoutRow]:
     """Return the positions of the held-out rows, at most ``limit`` of each source."""
     return [
-        _Place(table, position, source)
+        _HeldoutRow(table, position, source)
         for table in heldout
         for source, positions in table.by_source().items()
         for position in positions[:limit]
     ]
 
 
-def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:
+def _by_source(indices: Iterable[int], places: Sequence[_HeldoutRow]) -> list[int]:
     return sorted(indices, key=lambda index: (places[index].source, index))
 
 

@@ -27,10 +27,8 @@ def save_samples(
 ) -> tuple[Path, list[ShownSample]]:
     """Write the first answers of each source: ``samples.md`` with prompts and texts, and files of images and sounds.
 
-    ``samples.json`` has the same for programs. Samples of an earlier step move to the folder ``step-N``.
-
-    Returns:
-        The path of the markdown file, and the samples in it.
+    ``samples.json`` has the same for programs. Samples of an earlier step move to the folder ``step-N``. Returns the
+    path of the markdown file, and the samples in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _set_earlier_aside(folder, step)

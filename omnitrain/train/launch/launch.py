@@ -11,11 +11,12 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
 
@@ -25,10 +26,34 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, Sub
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR, TrainingError, UserError
+from omnitrain.parallel.memory.allocator import available_memory
 from omnitrain.torch_private import output_streams
 from omnitrain.train.interrupt import TOGETHER_SECONDS, handled
-from omnitrain.train.launch.crowding import num_cores
 from omnitrain.train.launch.environment import FIRST_TO_FAIL, LAUNCHER
+
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def crowding(device: str, num_ranks: int) -> str | None:
+    """Return the warning for ranks of this machine that would share cores; None: none would, or they train on CUDA."""
+    cores = num_cores()
+    if num_ranks <= cores or device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return None
+    # A rank imports at least what this process has imported: python and torch.
+    needed = num_ranks * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES
+    free = available_memory()
+    left = "" if free is None else f", and {free / 2**30:.1f} GiB are free"
+    return (
+        f"--nproc {num_ranks} on {cores} core{'s' * (cores > 1)}: about {num_ranks / cores:.3g} ranks share a core, so "
+        f"the start alone may take minutes; {num_ranks} ranks need at least {needed / 2**30:.1f} GiB of memory without "
+        f"the model{left}"
+    )
+
 
 _HOST = "127.0.0.1"
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -54,16 +79,10 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
     Rank 0 prints to this terminal. Of the other ranks only stderr is shown, with the rank before each line. The
     launcher forwards signals to the ranks. When a rank fails, it ends the others within seconds, and ``stop_seconds``
     after a signal it kills them. ``places`` are those of the ranks among the places of this machine, such as CUDA
-    devices. None: the first ones.
-
-    Returns:
-        The exit code that a single process would have: 0; 2 if a rank printed a user error; 143 if SIGTERM ended the
-        ranks, 130 if another signal did.
-
-    Raises:
-        UserError: this process is already a rank.
-        RanksLostError: a rank was killed, and nobody asked the run to end.
-        TrainingError: a rank failed, was killed, or did not stop in time; the message names it and its exit code.
+    devices. None: the first ones. Returns the exit code that a single process would have: 0; 2 if a rank printed a user
+    error; 143 if SIGTERM ended the ranks, 130 if another signal did. Raises UserError: this process is already a rank;
+    RanksLostError: a rank was killed, and nobody asked the run to end; TrainingError: a rank failed, was killed, or did
+    not stop in time; the message names it and its exit code.
     """
     if "RANK" in os.environ:
         raise UserError(
@@ -238,3 +257,46 @@ def _how_it_ended(code: int | None) -> str:
     with contextlib.suppress(ValueError):  # a number without a name
         return f"was killed by {signal.Signals(-code).name} (exit code {code})"
     return f"was killed by signal {-code} (exit code {code})"
+
+
+def launch_with_restarts(
+    arguments: Callable[[], Sequence[str]],
+    nproc: int,
+    *,
+    max_restarts: int,
+    fits: Callable[[int], bool],
+    say: Callable[[str], None],
+    stop_seconds: float,
+) -> int:
+    """Call :func:`launch`, and again on fewer ranks whenever ranks were killed; return its last exit code.
+
+    Places on this machine (on CUDA: devices) in which a rank was killed are not used again. Of the others, so many are
+    used as the run can divide itself over; 143: it works on none of the ranks that are left. An error of the run itself
+    never starts it again.
+
+    Args:
+        arguments: called before each start; returns the arguments of the python interpreter.
+        nproc: number of ranks of the first start.
+        max_restarts: how often to start again.
+        fits: whether the run works on a number of ranks.
+        say: called with a line for the user.
+        stop_seconds: see :func:`launch`.
+    """
+    left = used = list(range(nproc))
+    places: list[int] | None = None  # all of them
+    for restart in range(1, max_restarts + 1):
+        try:
+            return launch(arguments(), len(used), stop_seconds=stop_seconds, places=places)
+        except RanksLostError as lost:
+            size_before = len(used)
+            gone = {used[rank] for rank in lost.ranks}
+            left = [place for place in left if place not in gone]
+            if not left:  # all crashed alike
+                raise
+            used = places = left[: next((size for size in range(len(left), 0, -1) if fits(size)), 0)]
+            if not used:
+                say(f"{lost}; the run does not work on fewer than {size_before} ranks, so it ends")
+                return EXIT_REQUEUE
+            idle = f", {len(left) - len(used)} idle" if len(used) < len(left) else ""
+            say(f"{lost}; restart {restart} of {max_restarts} on {len(used)} rank{'s' * (len(used) > 1)}{idle}")
+    return launch(arguments(), len(used), stop_seconds=stop_seconds, places=places)

@@ -72,10 +72,8 @@ def costs_of(events: Iterable[FunctionEvent]) -> Costs:
     """Sum up what a profile has, in words.
 
     On a GPU the times of its kernels count, and communication may overlap with the others. On a CPU the times of the
-    thread that trains count, each operation without those that it calls.
-
-    Args:
-        events: of a profile in which each step is in a record :data:`STEP`, and parts in records with :data:`LABEL`.
+    thread that trains count, each operation without those that it calls. ``events``: of a profile in which each step is
+    in a record :data:`STEP`, and parts in records with :data:`LABEL`.
     """
     events = sorted(events, key=lambda event: event.time_range.start)  # what calls comes before what it calls
     steps = [event for event in events if event.name == STEP]
@@ -142,77 +140,73 @@ def _in_words(name: str, part: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """What advice needs besides costs.
+    """What advice needs besides costs."""
 
-    Attributes:
-        ranks: number of ranks.
-        workers: the recipe's `data.workers`.
-        is_compiled: whether blocks are compiled.
-        micro_batches: packs of a step, over all ranks.
-        fill: share of the packs' room that has tokens.
-        settings: component -> the fields of its plan that are set.
-        imbalance: encoder -> cost on the busiest rank divided by the mean.
-    """
-
-    ranks: int
-    workers: int
-    is_compiled: bool
-    micro_batches: int
-    fill: float
-    settings: Mapping[str, Mapping[str, Any]]
-    imbalance: Mapping[str, float]
+    ranks: int  # number of ranks
+    workers: int  # the recipe's `data.workers`
+    is_compiled: bool  # whether blocks are compiled
+    micro_batches: int  # packs of a step, over all ranks
+    fill: float  # share of the packs' room that has tokens
+    settings: Mapping[str, Mapping[str, Any]]  # component -> the fields of its plan that are set
+    imbalance: Mapping[str, float]  # encoder -> cost on the busiest rank divided by the mean
 
 
 def advice(costs: Costs, facts: Facts) -> list[str]:
     """Return what to try, one line each; only where the figures say that it matters."""
-    found = []
+    return [*_within_a_rank(costs, facts), *_between_ranks(costs, facts), *_of_a_step(costs, facts)]
+
+
+def _within_a_rank(costs: Costs, facts: Facts) -> Iterator[str]:
     if (share := costs.share("wait for data")) >= 0.05:
-        found.append(
+        yield (
             f"waiting for data takes {share:.0%}: data.workers={facts.workers + 2} prepares rows in more processes; "
             "data.cached_samples keeps prepared samples that fit into memory"
         )
     # On several ranks of a CPU, their waits for each other look like Python.
     if (share := costs.share(PYTHON, IDLE)) >= 0.25 and (costs.is_of_device or facts.ranks == 1):
         small = "a larger data.pack_tokens has the same operations over more tokens"
-        found.append(
-            f"{share:.0%} of the time the host prepares operations: {small}"
-            + ("" if facts.is_compiled else "; train.compile=true makes fewer of them")
-        )
+        fewer = "" if facts.is_compiled else "; train.compile=true makes fewer of them"
+        yield f"{share:.0%} of the time the host prepares operations: {small}{fewer}"
     if costs.is_of_device and not facts.is_compiled and (share := costs.share("norms, activations")) >= 0.2:
-        found.append(f"norms, activations and copies take {share:.0%}: train.compile=true fuses them")
+        yield f"norms, activations and copies take {share:.0%}: train.compile=true fuses them"
     if (share := costs.again()) >= 0.1:
-        found.append(
+        yield (
             f"the backward computes {share:.0%} of the time what the forward has computed: if memory is left, try "
             "recompute: selective, or none, in parallel.default"
         )
+
+
+def _between_ranks(costs: Costs, facts: Facts) -> Iterator[str]:
     if (share := costs.share("of FSDP")) >= 0.1 and facts.ranks > 1:
-        found.append(
+        yield (
             f"gathering weights and reducing gradients take {share:.0%}: parallel.default.mode=hsdp or replicate "
             "gathers less and needs more memory; a larger data.pack_tokens computes longer for each gather"
         )
     if (share := costs.share("all-to-all")) >= 0.1 and facts.settings.get("foundation", {}).get("ep", 1) != 1:
-        found.append(
+        yield (
             f"the exchange of the experts' tokens takes {share:.0%}: parallel.components.foundation.expert_chunks=auto "
             "overlaps it with their products"
         )
     for name, imbalance in facts.imbalance.items():
         place = facts.settings.get(name, {}).get("place", "local")
         if imbalance >= 1.1 and place != "world" and costs.share(f"of {name}") >= 0.1:
-            found.append(
+            yield (
                 f"the busiest rank encodes {imbalance:.2f} times the mean with {name}: "
                 f"parallel.components.{name}.place=world divides its items among all ranks"
             )
+
+
+def _of_a_step(costs: Costs, facts: Facts) -> Iterator[str]:
     if (share := costs.share(OPTIMIZER)) >= 0.15:
-        found.append(
+        yield (
             f"the optimizer takes {share:.0%}: train.micro_batches={2 * facts.micro_batches} updates once for twice as "
             "many packs"
         )
     if facts.fill < 0.85:
-        found.append(
+        yield (
             f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better, unless an "
             "epoch has few rows for each of the train.micro_batches packs, since no pack has rows of two epochs"
         )
-    return found
 
 
 def cost_table(costs: Costs, steps: int, most: int = 10) -> Table:

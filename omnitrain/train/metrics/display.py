@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import datasets
+from huggingface_hub.utils import logging as hub_logging
 from rich.table import Table
 from transformers.utils import logging as hf_logging
 
 from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.components.contract import Contract
-from omnitrain.models.hf.tied import OWN_HEAD
-from omnitrain.models.hf.unused_weights import unused_line
+from omnitrain.models.hf.load import OWN_HEAD, unused_line
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import ComponentRow
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.train.metrics.console import console
-from omnitrain.train.metrics.hub_retries import tell_of_hub_retries
 
 
 def quiet_libraries() -> None:
@@ -87,3 +88,33 @@ def show_scores(scores: dict[str, Any], title: str) -> None:
         is_share = isinstance(value, float) and 0 <= value <= 1
         table.add_row(name, f"{100 * value:.1f} %" if is_share else f"{value:.4g}")
     console.print(table)
+
+
+_FAILED_REQUEST = re.compile(r"'(?P<why>.*)' thrown while requesting \w+ (?P<url>\S+)", re.DOTALL)
+
+
+def tell_of_hub_retries(say: Callable[[str], None]) -> None:
+    """Replace the client's log of every retry by one sentence for each file, which ``say`` prints."""
+    logger = hub_logging.get_logger()
+    for handler in list(logger.handlers):
+        if isinstance(handler, _Retries):
+            logger.removeHandler(handler)
+        else:
+            handler.setLevel(logging.ERROR)
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(_Retries(say))
+
+
+class _Retries(logging.Handler):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._say, self._told = say, set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        failed = _FAILED_REQUEST.search(record.getMessage())
+        if failed is not None and failed["url"] not in self._told:
+            self._told.add(failed["url"])
+            self._say(
+                f"the Hub does not answer ({failed['why']}, {failed['url']}); trying again for about half a minute. "
+                "HF_HUB_OFFLINE=1 uses only files that are on this machine"
+            )

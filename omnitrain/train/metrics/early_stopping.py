@@ -13,8 +13,7 @@ from omnitrain.recipe.train import EarlyStopping
 class StopWatcher:
     """Counts measurements of a metric without improvement.
 
-    Attributes:
-        reason: why the run should end, in words; None: it should go on.
+    ``reason``: why the run should end, in words; None: it should go on.
     """
 
     def __init__(self, settings: EarlyStopping, lines: Iterable[Mapping[str, Any]] = ()) -> None:

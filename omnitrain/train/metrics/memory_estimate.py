@@ -64,9 +64,8 @@ def kept_by_source(
 def measure_kept_memory(model: OmniModel, samples: Sequence[Sample]) -> KeptMemory:
     """Run the forward of small packs and count what autograd saves. The model's weights and gradients do not change.
 
-    Args:
-        model: on its device, in training mode, in one process and not compiled.
-        samples: at least one with each kind of media that packs will have. Packs of two copies are made.
+    ``model``: on its device, in training mode, in one process and not compiled. ``samples``: at least one with each
+    kind of media that packs will have. Packs of two copies are made.
     """
     _kept(model, Pack.from_samples(samples[:1]))  # warm-up: tensors that a first forward caches do not count
     few, many = ([Pack.from_samples([sample] * copies) for sample in samples] for copies in _COPIES)

@@ -33,19 +33,12 @@ _DATA = "data:"
 
 @dataclass(frozen=True)
 class PackLosses:
-    """The losses of one pack, without what the model's backward needs.
+    """The losses of one pack, without what the model's backward needs."""
 
-    Attributes:
-        info: the samples of the pack.
-        sample: head -> ``[n]`` int64, the index of the sample of each row; on the host.
-        rows: head -> ``[n]`` fp32, the losses of predicted tokens; on the device of the model.
-        metrics: (metric, head) -> values like ``rows``.
-    """
-
-    info: PackInfo
-    sample: dict[str, torch.Tensor]
-    rows: dict[str, torch.Tensor]
-    metrics: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    info: PackInfo  # the samples of the pack
+    sample: dict[str, torch.Tensor]  # head -> ``[n]`` int64, the index of the sample of each row; on the host
+    rows: dict[str, torch.Tensor]  # head -> ``[n]`` fp32, the losses of predicted tokens; on the device of the model
+    metrics: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # (metric, head) -> values like ``rows``
 
     @classmethod
     def of(cls, pack: Pack, output: OmniOutput) -> PackLosses:
@@ -139,21 +132,18 @@ class LossMeter:
 
         All peers must call this, and get the same result.
         """
-        everywhere = peers.gather(self._own())
+        found: dict[str, list[tuple[str, list[float]]]] = {}
+        for totals in peers.gather(self._own()):
+            for name, of_sources in totals.items():
+                found.setdefault(name, []).extend(of_sources.items())
         self._totals, self._data = {}, {}
         heads: dict[str, Any] = {}
         sources: dict[str, Any] = {}
         metrics: dict[str, Any] = {}
         data: dict[str, Any] = {}
-        for name in sorted({name for totals in everywhere for name in totals}):
-            rows = [row for totals in everywhere for row in totals.get(name, {}).items()]
-            if name.startswith(_DATA):  # `data:` alone is the first of these names
-                for source, counts in _sums(rows).items():
-                    if name == _DATA:
-                        data[source] = {"samples": int(counts[0]), "tokens": int(counts[1])}
-                    else:
-                        items = {"items": int(counts[0]), "tokens": int(counts[1])}
-                        data[source].setdefault("media", {})[name.removeprefix(_DATA)] = items
+        for name, rows in sorted(found.items()):
+            if name.startswith(_DATA):
+                _add_data(data, name.removeprefix(_DATA), rows)
                 continue
             metric, is_metric, head = name.partition("/")
             if is_metric:
@@ -196,12 +186,17 @@ def total_loss(heads: Mapping[str, Mapping[str, Any]], weights: Mapping[str, flo
     return math.fsum(weights.get(name, 1.0) * mean for name, mean in means.items()) if means else None
 
 
-def _sums(rows: Sequence[tuple[str, list[float]]]) -> dict[str, list[float]]:
-    """Add up the values of each source."""
-    sums: dict[str, list[float]] = {}
+def _add_data(data: dict[str, Any], component: str, rows: Sequence[tuple[str, list[float]]]) -> None:
+    """Add the samples of each source, which come first, or (with a ``component``) their media."""
+    counts: dict[str, list[float]] = {}
     for source, values in sorted(rows):
-        sums[source] = [a + b for a, b in zip(sums.get(source, [0.0] * len(values)), values, strict=True)]
-    return sums
+        counts[source] = [a + b for a, b in zip(counts.get(source, [0.0] * len(values)), values, strict=True)]
+    for source, (number, tokens) in counts.items():
+        if component:
+            items = {"items": int(number), "tokens": int(tokens)}
+            data[source].setdefault("media", {})[component] = items
+        else:
+            data[source] = {"samples": int(number), "tokens": int(tokens)}
 
 
 def _mean(rows: list[list[float]]) -> dict[str, float | int | None]:
@@ -242,8 +237,7 @@ class MetricsFile:
     def write(self, line: dict[str, Any]) -> None:
         """Append one line.
 
-        Raises:
-            TrainingError: the disk is full, or cannot be written.
+        Raises TrainingError: the disk is full, or cannot be written.
         """
         try:
             with self._path.open("a") as stream:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from omnitrain.models.omni.model import OmniModel
@@ -16,10 +19,12 @@ from omnitrain.ops.experts.timing import LayerSpans
 from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.timing import FEATURES, Mark, Recorded, Span, SpanRecorder, What
 from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.step.windows import bytes_per_feature
 from omnitrain.peers import Peers
 from omnitrain.plan.schedule.actions import Action, Kind
+from omnitrain.plan.step import StepPlan
 from omnitrain.recipe import Recipe
-from omnitrain.train.metrics.chrome_trace import write_chrome_trace
+from omnitrain.recipe.parallel import MAIN
 
 
 @dataclass(frozen=True)
@@ -38,16 +43,13 @@ class Exposed:
 class EncoderTimes:
     """What a step waited for an encoder, and how long the ranks of its section worked: means over ranks.
 
-    Attributes:
-        waited: seconds for which a rank waited for features, of the ranks that need any.
-        busy: seconds of a rank in the actions of its schedule that encode or run the backward, waits for other ranks of
-            its section among them. 0 if no schedule has such actions.
-        busy_share: the same as a share of the step.
+    ``busy``: seconds of a rank in the actions of its schedule that encode or run the backward, waits for other ranks of
+    its section among them. 0 if no schedule has such actions.
     """
 
-    waited: float
+    waited: float  # seconds for which a rank waited for features, of the ranks that need any
     busy: float
-    busy_share: float
+    busy_share: float  # the same as a share of the step
 
     @classmethod
     def of(cls, rows: Sequence[tuple[float | None, float | None, float]]) -> EncoderTimes:
@@ -61,16 +63,9 @@ class EncoderTimes:
 class StepSpans:
     """Records steps that are traced and, if ranks exchange anything, steps for which a line of metrics is written.
 
-    Args:
-        model: the model, sharded or in one process.
-        device: device of this rank.
-        recipe: recipe with the steps to record.
-        folder: folder for traces.
-
-    Attributes:
-        recorder: is on during these steps.
-        last: the last recorded step.
-        data_waited: seconds for which this rank waited for the packs of the next step to record.
+    ``recorder``: is on during these steps. ``last``: the last recorded step. ``data_waited``: seconds for which this
+    rank waited for the packs of the next step to record. ``model``: the model, sharded or in one process. ``device``:
+    device of this rank. ``recipe``: recipe with the steps to record. ``folder``: folder for traces.
     """
 
     def __init__(self, model: OmniModel, device: torch.device, recipe: Recipe, folder: Path) -> None:
@@ -151,3 +146,76 @@ def _waits_and_work(recorded: Recorded) -> dict[str, tuple[float | None, float |
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+# Tracks: actions of the schedule; compute and waiting of layers, within them; and one for each chunk's exchanges, which
+# overlap others.
+_ACTIONS, _COMPUTE, _FIRST_LINK = range(3)
+_TITLES = {_ACTIONS: "actions", _COMPUTE: "compute"}
+
+
+def write_chrome_trace(recorded: Recorded, file: Path, rank: int, section: str | None = None) -> None:
+    """Write the spans of a step on one rank, in microseconds since 1970; the file's folder is created.
+
+    Files of several ranks can be loaded together; each rank, with the section that it is in, is a process of the trace.
+    """
+    of_section = "" if section is None else f" ({section})"
+    names = [_named("process_name", rank, _COMPUTE, f"rank {rank}{of_section}")]
+    names += [
+        _named("thread_name", rank, track, _TITLES.get(track) or f"link, chunk {track - _FIRST_LINK}")
+        for track in sorted({_track(span.what) for span in recorded.spans})
+    ]
+    events = [*names, *(_event(span, recorded.began, rank) for span in recorded.spans)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _track(what: What) -> int:
+    if what.kind == "action":
+        return _ACTIONS
+    return _COMPUTE if what.kind != "link" or what.chunk is None else what.chunk + _FIRST_LINK
+
+
+def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": name}}
+
+
+def _event(span: Span, began: float, rank: int) -> dict[str, Any]:
+    what = span.what
+    words = ("wait for" if what.kind == "wait" else "", what.name, "" if what.chunk is None else str(what.chunk))
+    return {
+        "ph": "X",
+        "name": " ".join(filter(None, words)),
+        "cat": ",".join(filter(None, (what.kind, what.phase))),
+        "ts": 1e6 * (began + span.start),
+        "dur": 1e6 * span.seconds,
+        "pid": rank,
+        "tid": _track(what),
+        "args": {"layer": what.layer, "phase": what.phase, "chunk": what.chunk},
+    }
+
+
+_LISTED_RANKS = 16  # with more, a line of metrics has no list of them
+
+
+def cost_metrics(costs: np.ndarray) -> dict[str, Any]:
+    """Return least, mean and largest of the costs of ranks, ``[ranks]`` int64; and ``by_rank`` if there are few."""
+    found: dict[str, Any] = {"min": int(costs.min()), "mean": float(costs.mean()), "max": int(costs.max())}
+    return found | ({"by_rank": costs.tolist()} if len(costs) <= _LISTED_RANKS else {})
+
+
+def encoder_metrics(model: OmniModel, plan: StepPlan, times: Mapping[str, EncoderTimes]) -> dict[str, Any]:
+    """Return ``encoders``: encoder -> how its work is divided among ranks; nothing on one rank, or without media."""
+    layout = layout_of(model)
+    if layout is None or plan.topology.world_size == 1:
+        return {}
+    rows = {}
+    for name in model.media_names:
+        if (balance := plan.balance(name)) is not None:
+            moved = plan.features_moved(name) * bytes_per_feature(model, name, layout.components[name].plan)
+            taken = times.get(name, EncoderTimes(0.0, 0.0, 0.0))
+            cost = cost_metrics(plan.loads(name).sum(axis=0))
+            rows[name] = {**balance._asdict(), "cost": cost, "bytes_moved": moved, "waited": taken.waited}
+            if layout.states[name].section != MAIN:
+                rows[name] |= {"busy": taken.busy, "busy_share": taken.busy_share}
+    return {"encoders": rows} if rows else {}

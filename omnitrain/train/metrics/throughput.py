@@ -54,9 +54,7 @@ class Stopwatch:
 
         ``fill`` is the share of the packs' room that has tokens: packs have no padding, so the rest is not computed.
         ``imbalance`` is the tokens of the rank that has most, micro-batch by micro-batch, divided by the mean.
-
-        Args:
-            room: the most tokens of a step, over all ranks.
+        ``room``: the most tokens of a step, over all ranks.
         """
         seconds = self.seconds
         reading: dict[str, Any] = {

@@ -31,12 +31,10 @@ Part = str | Path  # a text, or the file of an image, a sound or a video
 class ShownSample:
     """An answer to a held-out row, as a run shows it in files and trackers.
 
-    Attributes:
-        name: the source, and the number of the row in it.
-        roles: ``prompt``, ``answer`` and ``reference`` (empty if the row has none) -> its parts.
+    ``roles``: ``prompt``, ``answer`` and ``reference`` (empty if the row has none) -> its parts.
     """
 
-    name: str
+    name: str  # the source, and the number of the row in it
     roles: Mapping[str, Sequence[Part]]
 
 
@@ -64,10 +62,8 @@ def require_trackers(recipe: Recipe) -> None:
 def open_trackers(recipe: Recipe, folder: Path, resume_step: int) -> list[Tracker]:
     """Open the trackers of ``train.track``, for a run in an existing folder with ``resume_step`` steps done.
 
-    Values that an earlier start logged after these steps are replaced if the tracker can do so.
-
-    Raises:
-        UserError: a package is missing, or a tracker cannot start.
+    Values that an earlier start logged after these steps are replaced if the tracker can do so. Raises UserError: a
+    package is missing, or a tracker cannot start.
     """
     return [_begun(name, recipe, folder, resume_step) for name in recipe.train.track.to]
 

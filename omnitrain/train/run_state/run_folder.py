@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import socket
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from omnitrain.checkpoint.disk import existing, free_bytes, size_text
 from omnitrain.checkpoint.store import CheckpointStore, Retention, require_seen, step_of, verify
@@ -19,8 +22,58 @@ from omnitrain.peers import Peers, all_or_raise
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.early_stopping import StopWatcher, read_lines
-from omnitrain.train.run_state.resume import require_same_run
-from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock
+
+LOCK_FILE = ".lock"  # the file is never removed; only a process's lock on it counts
+
+
+class FolderLock:
+    """A lock that this process holds until it releases it or ends.
+
+    On a shared disk it is valid for all machines. On a file system without locks, every folder is free.
+    """
+
+    def __init__(self) -> None:
+        self._stream: TextIO | None = None
+
+    def take(self, folder: Path) -> None:
+        """Lock ``folder``, which must exist; raise a UserError if another process holds it. Release an earlier one."""
+        stream = (folder / LOCK_FILE).open("a+")
+        try:
+            _lock(stream, fcntl.LOCK_EX, folder)
+        except UserError:
+            stream.close()
+            raise
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} on {socket.gethostname()}")
+        stream.flush()
+        self.release()
+        self._stream = stream
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+def require_free(folder: Path) -> None:
+    """Raise a UserError if another process holds ``folder``, which may not exist. Nothing is written."""
+    if (folder / LOCK_FILE).is_file():
+        with (folder / LOCK_FILE).open() as stream:
+            _lock(stream, fcntl.LOCK_SH, folder)
+
+
+def _lock(stream: TextIO, kind: int, folder: Path) -> None:
+    try:
+        fcntl.lockf(stream, kind | fcntl.LOCK_NB)  # belongs to this process; forked processes do not inherit it
+    except (BlockingIOError, PermissionError):
+        stream.seek(0)
+        raise UserError(
+            f"output_dir: a run ({stream.read()}) writes to {str(folder)!r}; wait for its end, or use another folder"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+
 
 _UNFINISHED_RECIPE = "recipe.yaml.tmp"  # what save_recipe leaves if it is killed
 
@@ -42,10 +95,8 @@ class RunFolder:
         """Return the checkpoint that the run continues from. None: it starts. All ``peers`` call this.
 
         ``resume``: True: from the newest checkpoint; "auto": from the newest intact one, if there is one; False: start.
-
-        Raises:
-            UserError: no checkpoint exists, it is damaged (with "auto": all are), or the run was started with another
-                recipe.
+        Raises UserError: no checkpoint exists, it is damaged (with "auto": all are), or the run was started with
+        another recipe.
         """
         if resume is False:
             return None
@@ -111,11 +162,8 @@ class RunFolder:
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
         """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
 
-        ``resumed``: the run in the folder goes on, from a checkpoint or from its start.
-
-        Raises:
-            UserError: another run writes or has meanwhile written there, the folder cannot be written, or has no space
-                for a checkpoint.
+        ``resumed``: the run in the folder goes on, from a checkpoint or from its start. Raises UserError: another run
+        writes or has meanwhile written there, the folder cannot be written, or has no space for a checkpoint.
         """
         self._checkpoint_bytes = checkpoint_bytes
         try:
@@ -228,3 +276,54 @@ def _require_writable(folder: Path) -> None:
     parent = existing(folder)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"output_dir: {str(folder)!r} cannot be written: {parent} is not a writable folder")
+
+
+# Keys (with all keys below them) that change neither the order of the data nor the math of an update; train.steps only
+# moves the end of the run.
+_MAY_CHANGE = (
+    *("output_dir", "plugins", "evaluation", "parallel", "model.ops"),
+    *("data.heldout", "data.workers", "data.cached_samples"),
+    *("train.compile", "train.device", "train.precision", "train.cpu_threads", "train.steps"),
+    *("train.log_every", "train.metrics", "train.callbacks", "train.trace", "train.track", "train.report"),
+    *("train.save_every", "train.async_save", "train.keep_last", "train.keep_every", "train.keep_best"),
+    *("train.early_stopping", "train.stop_seconds", "train.stall_seconds"),
+)
+_LORA_KEYS = re.compile(r"parallel\.(default|components\.[^.]+)\.lora\b")
+
+
+def require_same_run(begun: Recipe, now: Recipe, folder: Path) -> None:
+    """Raise a UserError with all keys that must not change and differ from the recipe with which the run was begun."""
+    old, new = (dict(_leaves(recipe.model_dump())) for recipe in (begun, now))
+    free = tuple(f"{key}." for key in _MAY_CHANGE)
+    different = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    keys = [key for key in different if _LORA_KEYS.match(key) or not f"{key}.".startswith(free)]
+    if keys:
+        changes = [f"  {key}: was {_shown(old, key)}, is {_shown(new, key)}" for key in keys]
+        raise UserError("\n".join([f"{folder} was started with another recipe:", *changes, _way_out(folder)]))
+
+
+def require_same_rows(had: Sequence[int], have: Sequence[int], folder: Path) -> None:
+    """Raise a UserError if the number of rows of a training data set changed, because their order would change."""
+    pairs = enumerate(zip(had, have, strict=True))
+    changes = [f"  data.train.{source}: had {old} rows, has {new}" for source, (old, new) in pairs if old != new]
+    if changes:
+        raise UserError("\n".join([f"{folder} was started with other data:", *changes, _way_out(folder)]))
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, (dict, list)):
+        yield path, value
+        return
+    for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(entry, f"{path}.{key}" if path else str(key))
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "unset"
+
+
+def _way_out(folder: Path) -> str:
+    return (
+        f"resume it with its own recipe ({folder / 'recipe.yaml'}), or start a new run with another output_dir and "
+        f"model.checkpoint={folder}, which starts from the weights of this run"
+    )

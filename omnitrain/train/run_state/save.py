@@ -45,7 +45,7 @@ class Saver:
         ranks: ranks of the run.
         model: the model, sharded or not; adapters are written to separate files.
         processor: processor of the model.
-        optimizer: optimizer of its trained parameters.
+        optimizers: folder -> optimizer of its trained parameters, or their averages.
         in_background: let a process of its own write, where :meth:`save` need not wait.
     """
 
@@ -55,12 +55,12 @@ class Saver:
         ranks: Ranks,
         model: OmniModel,
         processor: OmniProcessor,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Mapping[str, torch.optim.Optimizer],
         *,
         in_background: bool,
     ) -> None:
         self._run, self._ranks, self._in_background = run, ranks, in_background
-        self._model, self._processor, self._optimizer = model, processor, optimizer
+        self._model, self._processor, self._optimizers = model, processor, optimizers
         self.is_rehearsed = False  # nor has it saved
         self._writer: CheckpointWriter | None = None
         self._started = 0  # writers so far
@@ -82,13 +82,9 @@ class Saver:
     def save(self, state: TrainingState, line: Mapping[str, Any] | None, *, waits: bool) -> None:
         """Write the checkpoint of ``state.step``, atomically, after the one that was begun.
 
-        Args:
-            state: state of the run. Only the first rank, which writes it, needs its data.
-            line: the line of ``metrics.jsonl`` of that step. None: there is none.
-            waits: return when it is written. Otherwise, if that is possible, as soon as what it needs is copied.
-
-        Raises:
-            TrainingError: it, or the one before, cannot be written.
+        ``state``: state of the run. Only the first rank, which writes it, needs its data. ``line``: the line of
+        ``metrics.jsonl`` of that step. None: there is none. ``waits``: return when it is written. Otherwise, if that is
+        possible, as soon as what it needs is copied. Raises TrainingError: it, or the one before, cannot be written.
         """
         self.finish()
         snapshot = self._snapshot(state, line)
@@ -128,10 +124,11 @@ class Saver:
                 (folder / "run").mkdir(exist_ok=True)
                 (folder / "run" / file.name).write_bytes(file.read_bytes())
 
-        optimizer = optimizer_state(parameters_at_rest(self._model), self._optimizer, owners)
+        parameters = parameters_at_rest(self._model)
+        states = {name: optimizer_state(parameters, one, owners) for name, one in self._optimizers.items()}
         weights = model_pieces(self._model, owners)
         self.is_rehearsed = True
-        return Snapshot(state.step, files, weights, optimizer, {**small, **self._on_first(write)})
+        return Snapshot(state.step, files, weights, states, {**small, **self._on_first(write)})
 
     def _on_first(self, write: Callable[[Path], Any]) -> dict[str, bytes]:
         return all_or_raise(self._ranks.peers, lambda: small_files(write) if self._ranks.is_first else {})
@@ -192,9 +189,9 @@ class Saver:
         self.close()
 
 
-def checkpoint_bytes(model: torch.nn.Module) -> int:
-    """Return the size of a checkpoint: weights, and two fp32 moments and an fp32 copy (if not fp32) of trained ones."""
+def checkpoint_bytes(model: torch.nn.Module, has_averages: bool = False) -> int:
+    """Return the size of a checkpoint: weights, and fp32 moments, averages and copies (if not fp32) of trained ones."""
     weights = set(model.state_dict(keep_vars=True).values())
     trained = [weight for weight in weights if weight.requires_grad]
-    moments = sum(weight.numel() * (8 if weight.dtype == torch.float32 else 12) for weight in trained)
-    return moments + sum(weight.numel() * weight.element_size() for weight in weights)
+    of_trained = sum(weight.numel() * (2 + has_averages + (weight.dtype != torch.float32)) for weight in trained)
+    return 4 * of_trained + sum(weight.numel() * weight.element_size() for weight in weights)

@@ -13,27 +13,23 @@ from omnitrain.checkpoint.store import CheckpointStore
 from omnitrain.peers import Peers, all_or_raise
 
 OPTIMIZER = "optimizer"  # folder of the optimizer's state
+EMA_FOLDER = "ema"  # of the averages of the weights
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank writes of a checkpoint: files of the model, pieces of its tensors, part of the optimizer's state.
+    """What a rank writes of a checkpoint: files of the model, pieces of its tensors, parts of the optimizer's state."""
 
-    Attributes:
-        step: optimizer steps done.
-        small: path in the folder -> content, of all other files. Empty on all ranks but the first.
-    """
-
-    step: int
+    step: int  # optimizer steps done
     files: ModelFiles
     weights: Sequence[Piece]
-    optimizer: OptimizerState
-    small: Mapping[str, bytes]
+    states: Mapping[str, OptimizerState]  # folder -> part of the state of the optimizer, or of the averages
+    small: Mapping[str, bytes]  # path in the folder -> content, of all other files. Empty on all ranks but the first
 
     def on_host(self) -> Snapshot:
         """Return it with all tensors contiguous in the memory of the CPU; what is there is not copied."""
-        state = OptimizerState([piece.on_host() for piece in self.optimizer.pieces], self.optimizer.values)
-        return Snapshot(self.step, self.files, [piece.on_host() for piece in self.weights], state, self.small)
+        states = {folder: state.on_host() for folder, state in self.states.items()}
+        return Snapshot(self.step, self.files, [piece.on_host() for piece in self.weights], states, self.small)
 
 
 def write_snapshot(store: CheckpointStore, snapshot: Snapshot, peers: Peers) -> Path:
@@ -41,7 +37,8 @@ def write_snapshot(store: CheckpointStore, snapshot: Snapshot, peers: Peers) -> 
 
     def write(folder: Path) -> None:
         write_model(snapshot.files, snapshot.weights, folder, peers, previous=store.saved)
-        write_optimizer(snapshot.optimizer, folder / OPTIMIZER, peers)
+        for name, state in snapshot.states.items():
+            write_optimizer(state, folder / name, peers)
         all_or_raise(peers, lambda: write_small(snapshot.small, folder))
 
     return store.save(snapshot.step, write, peers)

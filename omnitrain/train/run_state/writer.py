@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, Pipe
 import torch
 import torch.distributed as dist
 
-from omnitrain.checkpoint.shared_memory import Message, SharedMemory, received
+from omnitrain.checkpoint.shared_memory import SharedMemory, SharedMessage, received
 from omnitrain.checkpoint.store import CheckpointStore
 from omnitrain.data.loading.data_process import end_with_parent
 from omnitrain.errors import TrainingError
@@ -32,10 +32,8 @@ class CheckpointWriter:
 
     It is a new Python process and not a fork of this one, whose threads and devices a fork would break. It imports
     neither the main script nor a notebook, and ends with this process, however that ends. ``number``, the same on all
-    ranks, counts the writers that this rank has started before.
-
-    Attributes:
-        error: why the last checkpoint was not written. None: it was.
+    ranks, counts the writers that this rank has started before. ``error``: why the last checkpoint was not written.
+    None: it was.
     """
 
     error: Exception | None
@@ -93,7 +91,7 @@ class CheckpointWriter:
             self._process.wait(_END_SECONDS)
         self._memory.close()
 
-    def _send(self, message: Rendezvous | Message) -> None:
+    def _send(self, message: Rendezvous | SharedMessage) -> None:
         with suppress(OSError):  # the process has ended, which `is_writing` notices
             self._connection.send(message)
 
@@ -108,7 +106,7 @@ def main(connection: Connection, descriptor: int, parent: int, number: int) -> N
     peers: Peers | None = None
     with suppress(EOFError):
         while True:
-            message: Message = connection.recv()
+            message: SharedMessage = connection.recv()
             try:
                 peers = peers or _meet(rendezvous, number)
                 store, snapshot = received(message, descriptor)

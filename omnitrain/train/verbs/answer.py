@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.data.sources.rows import MODALITIES, Row
-from omnitrain.errors import UserError
-from omnitrain.models.omni.generate import Answer, generate
-from omnitrain.recipe import Sampling, Train
+from omnitrain.data.sources.rows import MODALITIES, Row, open_sources
+from omnitrain.errors import DataError, UserError
+from omnitrain.models.omni.generate import Answer, generate, is_guided
+from omnitrain.recipe import DataSource, Sampling, Train
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.device import use_device
 from omnitrain.train.evaluate.media_files import free_stem, write_parts
@@ -30,34 +31,38 @@ class Answerer:
         output_dir: str | Path = ".",
         max_new_tokens: int = 256,
         temperature: float = 0.0,
+        guidance: float = 1.0,
         seed: int = 0,
     ) -> None:
         """Load the model.
+
+        Raises UserError: the checkpoint does not exist, or has no decoder to guide.
 
         Args:
             checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
             output_dir: folder for generated media; created if missing.
             max_new_tokens: the limit.
             temperature: of sampling; 0 is greedy.
+            guidance: of media that decoders write; 1 is none.
             seed: of sampling.
-
-        Raises:
-            UserError: the checkpoint does not exist.
         """
         quiet_libraries()
         self._model, self._processor = load_checkpoint(checkpoint, init_device=str(use_device(Train())))
         self.limit, self._seed = max_new_tokens, seed
-        self._sampling = {name: Sampling(temperature=temperature) for name in ("text", *self._model.decoders)}
+        if guidance != 1 and not self._model.decoders:
+            raise UserError(f"guidance {guidance:g}: the model writes no media; leave it out")
+        self._sampling = {"text": Sampling(temperature=temperature)}
+        self._sampling |= {name: Sampling(temperature=temperature, guidance=guidance) for name in self._model.decoders}
         self._folder = Path(output_dir)
 
     def answers(self, rows: Sequence[Row], first: int = 0) -> list[Answer | Rejected]:
         """Return the answer to each prompt, or why it has none.
 
-        Args:
-            rows: conversations that end with the user; all are answered in one batch.
-            first: number of the first one. With sampling, an answer follows from the seed and its number alone.
+        ``rows``: conversations that end with the user; all are answered in one batch. ``first``: number of the first
+        one. With sampling, an answer follows from the seed and its number alone.
         """
-        prepared = [self._processor.prompt(row, index) for index, row in enumerate(rows, first)]
+        guided, prompt = is_guided(self._sampling), self._processor.prompt
+        prepared = [prompt(row, index, is_guided=guided) for index, row in enumerate(rows, first)]
         prompts = [prompt for prompt in prepared if not isinstance(prompt, Rejected)]
         generated = iter(
             generate(
@@ -77,8 +82,7 @@ class Answerer:
     def answer(self, prompt: str, media: Mapping[str, Sequence[str]]) -> tuple[Answer, list[str | Path]]:
         """Answer one prompt with files of ``media``, and return the answer and what :meth:`write` does.
 
-        Raises:
-            UserError: a file does not exist, or the model cannot read a modality.
+        Raises UserError: a file does not exist, or the model cannot read a modality.
         """
         require_files(media)
         of_row = {modality: list(media.get(modality, ())) for modality in MODALITIES}
@@ -116,3 +120,68 @@ def what_was_cut(answer: Answer, max_new_tokens: int) -> str | None:
     item = answer.unfinished_item
     what = "the answer has no end" if item is None else f"{item} did not finish its last item, which is left out"
     return f"{what}: --max-new-tokens {max_new_tokens} was reached; raise it"
+
+
+def answer_file(
+    answerer: Answerer, prompts: Path, answers: Path, batch_size: int, notify: Callable[[int, int], Any]
+) -> int:
+    """Answer every prompt of a file, and write a line for each, batch by batch.
+
+    A line has the ``id`` of its prompt, the ``answer`` (its texts, joined), its ``parts`` (texts, and paths of written
+    media), and whether it ``is_finished``; or an ``error``. ``answerer``: the model. ``prompts``: see
+    :func:`prompts_of`. ``answers``: JSON Lines file to write, with its folder; replaced if it exists. ``batch_size``:
+    number of prompts to answer at once. ``notify``: called after each batch with the number of prompts that are done,
+    and of all. Returns the number of prompts without an answer.
+    """
+    rows = prompts_of(prompts)
+    answers.parent.mkdir(parents=True, exist_ok=True)
+    num_failed = 0
+    with answers.open("w", encoding="utf-8") as stream:
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            answered_batch = answerer.answers(batch, start)
+            for number, (row, answered) in enumerate(zip(batch, answered_batch, strict=True), start):
+                if isinstance(answered, Rejected):
+                    line: dict[str, Any] = {"id": row.id, "error": answered.reason}
+                    num_failed += 1
+                else:
+                    parts = [*map(str, answerer.write(answered, f"answer_{number}"))]
+                    line = {"id": row.id, "answer": answered.text, "parts": parts, "is_finished": answered.is_finished}
+                stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+            stream.flush()
+            notify(start + len(batch), len(rows))
+    return num_failed
+
+
+def prompts_of(file: Path) -> list[Row]:
+    """Read the prompts of a file: rows as of a data set, or lines with ``prompt``, and with files of media.
+
+    ``file``: JSON Lines or parquet, as data sets are (:class:`DataSource`), with ``messages``; or JSON Lines whose
+    objects have a text ``prompt``, and perhaps an ``id``, and ``images``, ``audios`` and ``videos`` (paths). Raises
+    DataError: a line is neither.
+    """
+    has_lines = file.suffix == ".jsonl" and file.is_file()
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()] if has_lines else []
+    if has_lines and not (lines and '"messages"' in lines[0]):
+        return [_row(file, number, line) for number, line in enumerate(lines, 1)]
+    (rows,) = open_sources([DataSource(path=str(file))])
+    return list(rows)
+
+
+def _row(file: Path, number: int, line: str) -> Row:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        raise DataError(
+            f"{file}, prompt {number}: expected an object with a text `prompt` (and `images`, `audios`, `videos`: "
+            "paths), or with `messages` as a row of a data set"
+        )
+    media = {modality: _paths(record.get(f"{modality}s")) for modality in MODALITIES}
+    message = user_message(record["prompt"], media)
+    return Row(str(record.get("id", number)), file.stem, [message], media, extra={})
+
+
+def _paths(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] if value else []

@@ -15,12 +15,19 @@ from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.render.unread_media import require_shown
+from omnitrain.data.render.unread import require_shown
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.hf.compute_dtype import stays_fp32
-from omnitrain.models.hf.load import config_at
-from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.hf.load import (
+    config_at,
+    foundation_class,
+    foundation_config,
+    load_strictly,
+    model_class,
+    untie_as_in_files,
+)
+from omnitrain.models.omni.build import build_omni_model, omni_config_at
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import component_rows
@@ -33,10 +40,11 @@ from omnitrain.parallel.fsdp.units import find_units, unit_names
 from omnitrain.parallel.layout import planned_table, section_text
 from omnitrain.parallel.resolve import dtype_of, resolve_without_ranks
 from omnitrain.peers import SINGLE_PROCESS
-from omnitrain.recipe import ComponentPlan, ParallelPlan, Recipe
+from omnitrain.recipe import ComponentPlan, Model, ParallelPlan, Recipe
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.recipe.parallel import PlanError
 from omnitrain.recipe.save import require_heads
+from omnitrain.torch_private import NEED_CONTENT, FakeTensorMode
 from omnitrain.train.build_from_recipe import (
     build_from_recipe,
     build_without_tokenizer,
@@ -45,7 +53,7 @@ from omnitrain.train.build_from_recipe import (
 )
 from omnitrain.train.callbacks import Callbacks, load_callbacks
 from omnitrain.train.data import show_unread, spared
-from omnitrain.train.device import machines_for, require_devices, use_device
+from omnitrain.train.device import compute_dtype, machines_for, mixed_precision, require_devices, use_device
 from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.launch.environment import world_size
@@ -60,24 +68,17 @@ from omnitrain.train.metrics.display import (
 )
 from omnitrain.train.metrics.trackers import require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
-from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.useless_keys import require_effect
-from omnitrain.train.verbs.fit_check import forward_problems, weights_problems
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: bool = False) -> list[str]:
     """Build the model without weights, open the data, prepare one row of every source, and print the results.
 
     Weight files are compared with the model by name and shape. Every component runs once, on tensors without content.
-
-    Args:
-        recipe: the recipe.
-        num_ranks: number of ranks of the run. None: a number that the plan fits.
-        one_machine: more ranks than this machine has devices are a problem, not ranks of several machines.
-
-    Returns:
-        One message per problem.
+    ``recipe``: the recipe. ``num_ranks``: number of ranks of the run. None: a number that the plan fits.
+    ``one_machine``: more ranks than this machine has devices are a problem, not ranks of several machines. Returns one
+    message per problem.
     """
     quiet_libraries()
     problems = _Problems()
@@ -216,11 +217,8 @@ def _model_checks(
 def check_model(path: str) -> None:
     """Check a HF model or a saved omni model as a foundation, without its weights; print components and findings.
 
-    Args:
-        path: Hub id, folder of a model, or folder of a run (its newest checkpoint is used).
-
-    Raises:
-        UserError: there is no model, or it cannot be trained here; the message gives the measurements.
+    ``path``: Hub id, folder of a model, or folder of a run (its newest checkpoint is used). Raises UserError: there is
+    no model, or it cannot be trained here; the message gives the measurements.
     """
     quiet_libraries()
     if Path(path, "checkpoints").is_dir():
@@ -302,3 +300,62 @@ def _check_rows(
                     f"{kind} {name}: `max_frames` lowers the rate of {lowered} video{'s' * (lowered > 1)} of this row"
                 )
     return problems
+
+
+def weights_problems(recipe: Model) -> list[str]:
+    """Compare names and shapes in a recipe's weight files with the models; return one message per misfit.
+
+    It prints tensors of a foundation's files that the foundation does not have.
+    """
+    problems = []
+    for key, path in _weight_folders(recipe):
+        try:
+            if key == "model.checkpoint":
+                folder = str(newest_checkpoint(path))
+                load_strictly(OmniModel, folder, device_map="meta", config=omni_config_at(folder))
+            else:
+                config, class_of = config_at(path), model_class
+                if key == "model.foundation" or key.startswith("model.teachers."):
+                    config, class_of = foundation_config(config), foundation_class
+                    untie_as_in_files(config, class_of(config), path)
+                model = load_strictly(class_of(config), path, allow_extra=True, device_map="meta", config=config)
+                show_unused(model.unused_tensors if key == "model.foundation" else None)
+        except UserError as error:
+            problems.append(f"{key}: {error}")
+    return problems
+
+
+def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
+    folders = {"model.checkpoint": recipe.checkpoint}
+    sources = {"model.foundation": recipe.foundation}
+    sources |= {f"model.encoders.{name}.tower": encoder.tower for name, encoder in recipe.encoders.items()}
+    sources |= {f"model.decoders.{name}.tokenizer": decoder.tokenizer for name, decoder in recipe.decoders.items()}
+    folders |= {key: source.path for key, source in sources.items() if source is not None}
+    folders |= {f"model.teachers.{name}": path for name, path in recipe.teachers.items()}
+    return [(key, folder) for key, folder in folders.items() if folder is not None]
+
+
+def forward_problems(model: OmniModel) -> list[str]:
+    """Run every encoder and decoder on its smallest input without content; return one message per failure.
+
+    Some configs only fail in the model's forward. The contract check runs the foundation and teachers. A forward that
+    depends on the content of a tensor runs up to that point. The tensors of ``model``, on ``meta``, are replaced.
+    """
+    components = {name: part for name, part in (model.encoders | model.decoders).items() if name not in model.teachers}
+    return [problem for name, component in components.items() if (problem := _problem(name, component))]
+
+
+def _problem(name: str, component: Any) -> str:
+    try:
+        arguments = component.minimal_input()
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            component.to_empty(device="cpu")
+            component.lm_encode(*arguments)
+    except NEED_CONTENT:
+        return ""
+    except UserError as error:
+        return f"model, {name}: cannot run: {error}"
+    except Exception as error:  # each model fails differently
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"model, {name}: cannot run with this config: {reason}"
+    return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from omnitrain.data.loading.measure import Measured, Packing, measure, pack_measures
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.data.render.unread_keys import unread_notes
+from omnitrain.data.render.unread import unread_notes
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
@@ -24,15 +24,10 @@ _MOST_PACKS = 200  # that are filled to find the fill
 def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, rows: int = 2000) -> DataStats:
     """Measure the training data of a recipe: lengths, modalities, rejected rows, epochs, expected fill.
 
-    Rows are prepared as in training, media included, but no weights are read.
-
-    Args:
-        recipe: the recipe, a YAML file, or the name of a shipped recipe.
-        overrides: overrides such as ``data.pack_tokens=512``, for a file or a name.
-        rows: rows of each data set to measure. Of a larger one, so many are drawn at random, always the same ones.
-
-    Raises:
-        UserError: the recipe, its model or its data cannot be used.
+    Rows are prepared as in training, media included, but no weights are read. ``recipe``: the recipe, a YAML file, or
+    the name of a shipped recipe. ``overrides``: overrides such as ``data.pack_tokens=512``, for a file or a name.
+    ``rows``: rows of each data set to measure. Of a larger one, so many are drawn at random, always the same ones.
+    Raises UserError: the recipe, its model or its data cannot be used.
     """
     if rows < 1:
         raise UserError(f"rows: found {rows}; expected a number above 0")

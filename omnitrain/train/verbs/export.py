@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -10,27 +12,26 @@ import torch
 from transformers import LlavaProcessor, PreTrainedModel
 
 from omnitrain.checkpoint.disk import free_bytes, size_text
-from omnitrain.data.chat.media_template import template_of, template_with_media
-from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.renderer import ChatRenderer
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.adapters.lora import merge_lora
 from omnitrain.models.encoders.vision import VisionAdapter
 from omnitrain.models.hf.compute_dtype import stays_fp32
-from omnitrain.models.hf.load import as_dict
+from omnitrain.models.hf.load import as_dict, listed
 from omnitrain.models.hf.source_checkpoint import SourceCheckpoint
 from omnitrain.models.hf.stored_tensor import operations_recorded, weights_left_in_files
 from omnitrain.models.hf.stored_values import FILES
-from omnitrain.models.hf.unused_weights import listed
 from omnitrain.models.omni.build import cast_decoder
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.transformers_class import as_transformers_class
 from omnitrain.peers import SINGLE_PROCESS
+from omnitrain.recipe import ChatFormat
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries
-from omnitrain.train.metrics.weights import weights_shown
+from omnitrain.train.metrics.progress import weights_shown
 from omnitrain.train.verbs.export_as_source import export_as_source
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,6 +45,7 @@ def export(
     *,
     foundation_only: bool = False,
     source: str | None = None,
+    ema: bool = False,
 ) -> str:
     """Write the files that ``from_pretrained`` of transformers reads: weights, config, tokenizer or processor.
 
@@ -60,13 +62,14 @@ def export(
             fp32, such as routing biases of experts, and media tokenizers stay fp32.
         foundation_only: leave out attached components.
         source: folder or Hub id of the checkpoint from which the foundation was loaded; None: where it was.
+        ema: write the averages of ``train.ema`` in place of the trained weights.
 
     Returns:
         A sentence: what was written, and why not as a class of transformers.
 
     Raises:
-        UserError: the model does not exist, the folder has files, the dtype is unknown, or ``source`` is not the
-            checkpoint of the foundation.
+        UserError: the model or its averages do not exist, the folder has files, the dtype is unknown, or ``source`` is
+            not the checkpoint of the foundation.
         TrainingError: the disk is full, or another error of the disk.
     """
     folder = Path(folder)
@@ -77,7 +80,7 @@ def export(
     wanted = None if dtype is None else _DTYPES[dtype]
     quiet_libraries()
     with weights_left_in_files():
-        model, processor = load_checkpoint(checkpoint)
+        model, processor = load_checkpoint(checkpoint, averaged=ema)
     with operations_recorded():
         merge_lora(model, wanted)
         if wanted is not None:
@@ -208,3 +211,40 @@ def _save_whole(whole: Any, model: OmniModel, processor: OmniProcessor, folder: 
         chat_template=tokenizer.chat_template,
         image_token=placeholder,
     ).save_pretrained(folder)
+
+
+def template_of(chat: ChatFormat, media: Mapping[str, str]) -> str:
+    """Return the Jinja template that writes messages as ``chat`` does.
+
+    ``media``: modality -> the text that stands for an item of it; others are left out.
+    """
+    openings = {role: getattr(chat, role) for role in ("system", "user", "assistant")}
+    return (
+        f"{{%- set openings = {_literal(openings)} -%}}{{%- set media = {_literal(media)} -%}}"
+        "{%- for m in messages -%}{{- openings[m['role']] -}}"
+        "{%- if m['content'] is string -%}{{- m['content'] -}}{%- else -%}{%- for c in m['content'] or [] -%}"
+        "{{- c['text'] if c['type'] == 'text' else media.get(c['type'], '') -}}{%- endfor -%}{%- endif -%}"
+        f"{{{{- {_literal(chat.end + chat.separator)} -}}}}{{%- endfor -%}}"
+        "{%- if add_generation_prompt -%}{{- openings['assistant'] -}}{%- endif -%}"
+    )
+
+
+def template_with_media(template: str, media: Mapping[str, str]) -> str:
+    """Return a chat template that shows ``media`` parts as text parts to ``template``.
+
+    ``media``: modality -> the text that stands for an item of it; other parts stay as they are.
+    """
+    return (
+        f"{{%- set media = {_literal(media)} -%}}{{%- set shown = namespace(messages=[]) -%}}"
+        "{%- for m in messages -%}{%- if m['content'] is string or not m['content'] -%}"
+        "{%- set shown.messages = shown.messages + [m] -%}{%- else -%}{%- set parts = namespace(all=[]) -%}"
+        "{%- for c in m['content'] -%}{%- set parts.all = parts.all + "
+        "[{'type': 'text', 'text': media[c['type']]} if c['type'] in media else c] -%}{%- endfor -%}"
+        "{%- set shown.messages = shown.messages + [dict(m, content=parts.all)] -%}{%- endif -%}{%- endfor -%}"
+        "{%- set messages = shown.messages -%}" + template
+    )
+
+
+def _literal(value: str | Mapping[str, str]) -> str:
+    """Write texts, and dicts of texts, as Jinja reads them."""
+    return json.dumps(value if isinstance(value, str) else dict(value), ensure_ascii=False)

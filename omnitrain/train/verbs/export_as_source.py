@@ -14,16 +14,13 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from omnitrain.data.chat.hf_processor import load_hf_processor
-from omnitrain.data.chat.text_tokenizer import load_tokenizer
+from omnitrain.data.chat.text_tokenizer import load_hf_processor, load_tokenizer
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
-from omnitrain.models.hf.load import config_at, foundation_config
+from omnitrain.models.hf.load import config_at, counted, foundation_config, is_tied, listed
 from omnitrain.models.hf.quantized import QUANTIZATION
 from omnitrain.models.hf.source_checkpoint import MatchedWeights
-from omnitrain.models.hf.tied import is_tied
-from omnitrain.models.hf.unused_weights import counted, listed
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf")
 _OF_PROCESSOR = ("token", "processor", "preprocessor", "template", "vocab", "merges")
@@ -34,15 +31,10 @@ def export_as_source(
 ) -> str:
     """Write the files of the source, with the weights, the vocabulary and the end token of the model.
 
-    Args:
-        model: the foundation, whole. Of a model with several stages, its part.
-        processor: where it writes other files than the processor of the source, these are written.
-        matched: the weights of ``model``.
-        folder: does not exist, or is empty.
-        dtype: of the model's floating-point weights, except those that stay fp32; None: those of the source.
-
-    Returns:
-        The rest of a sentence: about quantization, and tensors that were copied.
+    ``model``: the foundation, whole. Of a model with several stages, its part. ``processor``: where it writes other
+    files than the processor of the source, these are written. ``matched``: the weights of ``model``. ``folder``: does
+    not exist, or is empty. ``dtype``: of the model's floating-point weights, except those that stay fp32; None: those
+    of the source. Returns the rest of a sentence: about quantization, and tensors that were copied.
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = matched.source.folder

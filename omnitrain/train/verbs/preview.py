@@ -8,7 +8,7 @@ from pathlib import Path
 from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.render.unread_keys import unread_notes
+from omnitrain.data.render.unread import unread_notes
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
@@ -24,14 +24,9 @@ def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs
     """Return the first packs of a recipe's run, and the rows that were rejected while they were made.
 
     The result prints as text, is shown as HTML in a notebook, and writes a page with ``save``. No weights are read.
-
-    Args:
-        recipe: the recipe, a YAML file, or the name of a shipped recipe.
-        overrides: overrides such as ``data.pack_tokens=512``, for a file or a name.
-        packs: number of packs.
-
-    Raises:
-        UserError: the recipe, its model or its data cannot be used.
+    ``recipe``: the recipe, a YAML file, or the name of a shipped recipe. ``overrides``: overrides such as
+    ``data.pack_tokens=512``, for a file or a name. ``packs``: number of packs. Raises UserError: the recipe, its model
+    or its data cannot be used.
     """
     if packs < 1:
         raise UserError(f"packs: found {packs}; expected a number above 0")
@@ -55,8 +50,7 @@ def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs
 def recipe_and_name(recipe: Recipe | str | Path, overrides: Sequence[str]) -> tuple[Recipe, str]:
     """Return a recipe that counts in steps and packs, as its run does, and what to call it.
 
-    Raises:
-        UserError: overrides of a recipe that is loaded already, or the recipe has mistakes.
+    Raises UserError: overrides of a recipe that is loaded already, or the recipe has mistakes.
     """
     if not isinstance(recipe, Recipe):
         return in_steps(Recipe.load(recipe, list(overrides))), Path(recipe).stem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 from rich.table import Column, Table
@@ -27,31 +28,23 @@ from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, PipelineSchedule, PlanError, Section
 from omnitrain.train.build_from_recipe import build_without_tokenizer
+from omnitrain.train.device import mixed_precision
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries
 from omnitrain.train.micro_batches import check_micro_batches, micro_batches_of_rank
-from omnitrain.train.precision import mixed_precision
 
 _GANTT_MARGIN = 17  # columns for the idle time, besides the name of the row
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage of a pipeline.
+    """A stage of a pipeline."""
 
-    Attributes:
-        rank: its pipeline rank.
-        blocks: its first block, and the block after its last one.
-        parameters: number of parameters; what several stages hold counts in each.
-        others: modules outside of blocks, and components, that are part of it.
-        share: its share of the cost of all stages.
-    """
-
-    rank: int
-    blocks: tuple[int, int]
-    parameters: int
-    others: tuple[str, ...]
-    share: float
+    rank: int  # its pipeline rank
+    blocks: tuple[int, int]  # its first block, and the block after its last one
+    parameters: int  # number of parameters; what several stages hold counts in each
+    others: tuple[str, ...]  # modules outside of blocks, and components, that are part of it
+    share: float  # its share of the cost of all stages
 
 
 @dataclass(frozen=True)
@@ -103,6 +96,22 @@ class _Planned:
     def settings(self) -> PipelineSchedule:
         """How a step runs through the stages."""
         return self.plans[FOUNDATION].schedule or PipelineSchedule()
+
+    @property
+    def encoded_twice(self) -> frozenset[str]:
+        """Encoders of sections that keep no activations."""
+        twice = (section.components for section in self.sections.values() if section.encode_twice)
+        return frozenset(chain.from_iterable(twice))
+
+    def encodes(self, forward: float, encode: float | None) -> dict[str, float]:
+        """Encoder -> the time in which its section encodes the items of a window of all data-parallel ranks."""
+        parameters = {name: sum(p.numel() for p in of.values()) for name, of in self.model.components.items()}
+        return {
+            name: (encode if encode is not None else forward * parameters[name] / parameters[FOUNDATION])
+            * (section.micro_batch * self.state.dp_size / section.ranks)
+            for section in self.sections.values()
+            for name in section.components
+        }
 
     def stages(self) -> list[StageRow]:
         """The stages of the pipeline; none without one."""
@@ -156,11 +165,7 @@ def show_schedule(
     forward = forward or (backward / 2 if backward is not None else float(main.num_stages))
     backward = backward or 2 * forward
     shares = [row.share for row in rows] or [1.0]
-    times = _Times(
-        _durations(shares, forward, backward),
-        _encodes(planned.model, planned.sections, planned.state.dp_size, forward, encode),
-        frozenset(name for section in planned.sections.values() if section.encode_twice for name in section.components),
-    )
+    times = _Times(_durations(shares, forward, backward), planned.encodes(forward, encode), planned.encoded_twice)
     windows = [_windows(recipe.parallel, planned.plans, name, planned.number) for name in planned.sections]
     schedule = with_sections(main, windows, times, lambda component, _: times.encodes[component])
     validate(schedule)
@@ -231,19 +236,6 @@ def _remarks(planned: _Planned, *, encodes_as_estimated: bool) -> Iterator[str]:
         of = several.get(str(window), f"{window} micro-batch{'es' * (window != 1)} at a time")
         yield f"{name}: all pipeline ranks encode the items of {of} (not in these times)"
     yield from (f"advice: {line}" for line in planned.advice)
-
-
-def _encodes(
-    model: OmniModel, sections: Mapping[str, Section], dp_size: int, forward: float, encode: float | None
-) -> dict[str, float]:
-    """Encoder -> the time in which its section encodes the items of a window of all data-parallel ranks."""
-    parameters = {name: sum(p.numel() for p in of.values()) for name, of in model.components.items()}
-    return {
-        name: (encode if encode is not None else forward * parameters[name] / parameters[FOUNDATION])
-        * (section.micro_batch * dp_size / section.ranks)
-        for section in sections.values()
-        for name in section.components
-    }
 
 
 def _windows(plan: ParallelPlan, plans: Mapping[str, ComponentPlan], name: str, number: int) -> SectionWindows:

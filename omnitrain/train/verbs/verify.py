@@ -101,10 +101,8 @@ def verify_recipe(
     Among ``layouts`` (see :func:`verify`, also for the other arguments), ``plan`` is the recipe's plan, in fp32 and
     without compilation, because both change rounding; ``plan.bf16`` and ``plan.bf16_param`` are the same in bf16. If
     none are given: ``plan`` if the recipe has one, ``dp2``, ``dp4`` and ``hsdp2x2``, of which the last three may be
-    refused, but not all layouts.
-
-    Raises:
-        UserError: parts of the recipe do not fit together, a layout is unknown, or no sample can be used.
+    refused, but not all layouts. Raises UserError: parts of the recipe do not fit together, a layout is unknown, or no
+    sample can be used.
     """
     quiet_libraries()
     optional = () if layouts else _USUAL
@@ -158,8 +156,7 @@ def _factory(recipe: Recipe, shapes: OmniModel, nproc: int, memory: float | None
 def first_usable(loader: StepLoader, number: int) -> list[Sample]:
     """Return the first samples of a run's data order, without rows that cannot be used.
 
-    Raises:
-        UserError: none of the first ``10 * number`` rows can be used.
+    Raises UserError: none of the first ``10 * number`` rows can be used.
     """
     drawn = (loader.rows[draw] for draw in islice(loader.order.draws(0), 10 * number))
     samples = list(islice((sample for sample in drawn if isinstance(sample, Sample)), number))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omnitrain.data.chat.media_template import template_with_media
+from omnitrain.train.verbs.export import template_with_media
 from tests.tiny import part, tiny_tokenizer
 from tests.tiny_processors import chatml
 

@@ -9,11 +9,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-from omnitrain.data.chat.hf_processor import load_hf_processor
-from omnitrain.data.chat.text_tokenizer import load_tokenizer, require_vocabulary, require_whole
+from omnitrain.data.chat.text_tokenizer import load_hf_processor, load_tokenizer, require_vocabulary, require_whole
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.renderer import ChatRenderer
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat, Recipe

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from omnitrain.data.chat.parts import is_trained
 from omnitrain.data.loading.loader import require_usable
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.renderer import ChatRenderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.rows import Row, open_sources
 from omnitrain.errors import UserError

@@ -12,11 +12,9 @@ import pytest
 from omnitrain.data.loading.loader import Packs, StepLoader, build_dataloader
 from omnitrain.data.loading.measure import Measure, measure
 from omnitrain.data.loading.slots import merge_states
-from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import pack_all
+from omnitrain.data.packing.budget import PackBudget, pack_all
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.lengths import sample_within
-from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.processor import OmniProcessor, sample_within
 from omnitrain.data.sources.rows import Row, open_sources
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Data

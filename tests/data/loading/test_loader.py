@@ -12,9 +12,8 @@ import pytest
 
 from omnitrain.data.loading import packer
 from omnitrain.data.loading.loader import StepLoader, build_dataloader
-from omnitrain.data.loading.slot_rows import SlotRows
-from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import fill_pack
+from omnitrain.data.loading.row_processes import SlotRows
+from omnitrain.data.packing.budget import PackBudget, fill_pack
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor

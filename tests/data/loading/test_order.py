@@ -8,8 +8,7 @@ from itertools import groupby, islice
 import numpy as np
 import pytest
 
-from omnitrain.data.loading.order import SampleOrder, SourceShare
-from omnitrain.data.loading.shuffle import shuffled, shuffled_in_blocks
+from omnitrain.data.loading.order import SampleOrder, SourceShare, shuffled, shuffled_in_blocks
 
 
 def order_of(lengths: Sequence[int], weights: Sequence[float], seed: int, slots: int = 1) -> SampleOrder:

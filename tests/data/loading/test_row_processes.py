@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from omnitrain.data.loading.loader import LoaderState, StepLoader, build_dataloader
-from omnitrain.data.loading.prepared_rows import PreparedRows
-from omnitrain.data.loading.row_processes import prepare_some
+from omnitrain.data.loading.row_processes import PreparedRows, prepare_some
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor

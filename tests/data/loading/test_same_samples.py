@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from omnitrain.data.loading.same_samples import SameSamples
+from omnitrain.data.loading.slots import SameSamples
 from omnitrain.data.render import component_media
 from omnitrain.data.sources.clips import Choose
 from omnitrain.data.sources.media import MediaFile, decode_medium

@@ -15,8 +15,7 @@ import pytest
 
 from omnitrain.data.loading.loader import LoaderOptions, Packs, StepLoader
 from omnitrain.data.loading.order import SampleOrder, SourceShare
-from omnitrain.data.loading.prepared_rows import PreparedRows
-from omnitrain.data.loading.slot_rows import SlotRows
+from omnitrain.data.loading.row_processes import PreparedRows, SlotRows
 from omnitrain.data.loading.slots import (
     LoaderState,
     RankShare,
@@ -25,7 +24,7 @@ from omnitrain.data.loading.slots import (
     rejected_by_source,
     share_of_rank,
 )
-from omnitrain.data.packing.fill_pack import balanced_shares
+from omnitrain.data.packing.budget import balanced_shares
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.errors import DataError, TrainingError, UserError
 from omnitrain.recipe import Data

@@ -3,8 +3,7 @@
 import numpy as np
 
 from omnitrain.data.loading.measure import Measure, pack_measures
-from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import fill_pack
+from omnitrain.data.packing.budget import PackBudget, fill_pack
 from omnitrain.recipe import Data
 
 TOKENS, ELEMENTS = 8192, 12_288

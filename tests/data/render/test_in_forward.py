@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omnitrain.data.packing.budget import PackBudget
-from omnitrain.data.packing.fill_pack import fill_pack, pack_all
+from omnitrain.data.packing.budget import PackBudget, fill_pack, pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.in_forward import written_between
+from omnitrain.data.render.media_texts import written_between
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.chat_renderer import ChatRenderer
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.renderer import ChatRenderer
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat

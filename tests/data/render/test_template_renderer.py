@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omnitrain.data.chat.hf_processor import load_hf_processor
+from omnitrain.data.chat.text_tokenizer import load_hf_processor
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render import expansion

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from omnitrain.data.render.renderer import Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
-from omnitrain.data.render.unread_keys import unread_notes
+from omnitrain.data.render.unread import unread_notes
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.recipe import DataSource, Recipe
 from omnitrain.train.trainer import Trainer

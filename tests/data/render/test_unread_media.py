@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from omnitrain.data.render.unread_media import require_shown
+from omnitrain.data.render.unread import require_shown
 from omnitrain.data.sources.rows import open_sources
 from omnitrain.errors import UserError
 from omnitrain.recipe import Columns, DataSource, Recipe

@@ -14,7 +14,7 @@ import pytest
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
-from omnitrain.data.render.unread_keys import unread_notes
+from omnitrain.data.render.unread import unread_notes
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import DataError
 from omnitrain.recipe import DataSource, Recipe

@@ -24,8 +24,8 @@ from omnitrain.data.loading.slots import LoaderState, SlotState
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources import stream
 from omnitrain.data.sources.files import ReadError
-from omnitrain.data.sources.row_formats import schema_of
 from omnitrain.data.sources.rows import RowSource, open_sources
+from omnitrain.data.sources.schema import schema_of
 from omnitrain.data.sources.stream import Stream
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Data, DataSource, Recipe

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from omnitrain.data.chat.tool_calls import calls_of
+from omnitrain.data.chat.parts import calls_of
 from omnitrain.data.loading.loader import require_usable
 from omnitrain.data.sources.rows import Row, RowSource, open_sources
 from omnitrain.data.sources.turns import MARKERS, as_messages, canonical

@@ -13,13 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import omnitrain as ot
 from omnitrain.errors import WeightsError
-from omnitrain.models.hf.load import foundation_class
-from omnitrain.models.hf.tied import OWN_HEAD
+from omnitrain.models.hf.load import OWN_HEAD, foundation_class
 from omnitrain.recipe import Model
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.train.metrics.display import show_own_head
+from omnitrain.train.verbs.check import weights_problems
 from omnitrain.train.verbs.export import export
-from omnitrain.train.verbs.fit_check import weights_problems
 from tests.families import FAMILIES
 from tests.tiny import tiny_model, tiny_processor
 

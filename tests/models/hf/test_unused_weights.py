@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from omnitrain.models.hf.load import foundation_class
-from omnitrain.models.hf.unused_weights import unused_line
+from omnitrain.models.hf.load import foundation_class, unused_line
 from omnitrain.models.omni.build import build_foundation_model, build_omni_model, omni_config_at
 from omnitrain.recipe import Recipe
 from omnitrain.train.metrics.console import console

@@ -24,7 +24,7 @@ from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.recipe import Recipe, Sampling
-from omnitrain.train.evaluate.evaluate import Answered, Evaluation, Evaluator
+from omnitrain.train.evaluate.evaluate import Answered, EvaluationResult, Evaluator
 from omnitrain.train.process_groups import join_ranks
 from tests.parallel.factories import qwen3_vl
 from tests.tiny import TASKS, part, tiny_model, tiny_processor, tiny_recipe, tiny_row, tiny_tokenizer, write_parquet
@@ -116,7 +116,7 @@ def no_score(answers: list[Answered]) -> dict[str, float]:
     raise KeyError(f"{len(answers)} answers")
 
 
-def evaluated(path: Path, scorer: str) -> Evaluation:
+def evaluated(path: Path, scorer: str) -> EvaluationResult:
     """On all ranks, or on this process alone where there are none."""
     recipe = Recipe.load(str(path), [f"evaluation.scorer={__name__}:{scorer}"])
     model, processor, _ = any_to_any()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import omnitrain as ot
-from omnitrain.data.packing.fill_pack import pack_all
+from omnitrain.data.packing.budget import pack_all
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.errors import RankError

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from omnitrain.data.packing.fill_pack import pack_all
+from omnitrain.data.packing.budget import pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.contract.samples import probe_samples

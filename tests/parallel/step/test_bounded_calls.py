@@ -6,7 +6,7 @@ import pytest
 
 import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
-from omnitrain.models.components.media_calls import media_calls
+from omnitrain.models.components.outputs import media_calls
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.verify.verify import verify

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from omnitrain.train.launch import crowding as module
-from omnitrain.train.launch.crowding import crowding
+from omnitrain.train.launch import launch as module
+from omnitrain.train.launch.launch import crowding
 
 GIB = 2**30
 

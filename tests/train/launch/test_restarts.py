@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from omnitrain.errors import TrainingError
-from omnitrain.train.launch.launch import RanksLostError, _devices
-from omnitrain.train.launch.restarts import launch_with_restarts
+from omnitrain.train.launch.launch import RanksLostError, _devices, launch_with_restarts
 from tests.train.launch.test_launch import _in_an_empty_folder, program
 
 __all__ = ["_in_an_empty_folder"]

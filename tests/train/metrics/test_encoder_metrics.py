@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from omnitrain.train.metrics.encoders import cost_metrics
+from omnitrain.train.metrics.step_timing import cost_metrics
 
 
 def test_few_ranks_are_listed_with_their_costs_and_a_thousand_are_summed_up() -> None:

@@ -13,8 +13,7 @@ from omnitrain.models.omni.flops import ModelFlops, PackFlops
 from omnitrain.ops.flops import Flops, Passes
 from omnitrain.parallel.memory.recompute import SAVED_OPS
 from omnitrain.recipe import ComponentPlan, Recipe
-from omnitrain.train.metrics.flops import StepFlops, flop_metrics, follow_plan
-from omnitrain.train.metrics.peak import Peak
+from omnitrain.train.metrics.flops import Peak, StepFlops, flop_metrics, follow_plan
 from omnitrain.train.trainer import Trainer
 from tests.tiny import EXPERTS, FOUNDATION, tiny_model, tiny_processor, tiny_recipe, tiny_samples
 

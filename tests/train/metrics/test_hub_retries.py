@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from huggingface_hub.utils import logging as hub_logging
 
-from omnitrain.train.metrics.hub_retries import tell_of_hub_retries
+from omnitrain.train.metrics.display import tell_of_hub_retries
 
 URL = "https://huggingface.co/org/name/resolve/main/config.json"
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omnitrain.train.metrics.peak import of_data_sheet, peak_of
+from omnitrain.train.metrics.flops import of_data_sheet, peak_of
 
 
 @pytest.mark.parametrize(

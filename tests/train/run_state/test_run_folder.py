@@ -11,14 +11,13 @@ import pytest
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.recipe import Recipe
-from omnitrain.train.run_state.run_folder import RunFolder
-from omnitrain.train.run_state.run_lock import require_free
+from omnitrain.train.run_state.run_folder import RunFolder, require_free
 from tests.tiny import tiny_recipe
 
 HOLD = """
 import sys
 from pathlib import Path
-from omnitrain.train.run_state.run_lock import FolderLock
+from omnitrain.train.run_state.run_folder import FolderLock
 lock = FolderLock()
 lock.take(Path(sys.argv[1]))
 print("held", flush=True)

@@ -5,8 +5,8 @@ from typing import Any, Literal
 import pytest
 
 from omnitrain.recipe import Recipe
-from omnitrain.train.run_state import save_times
-from omnitrain.train.run_state.save_times import SaveTimes
+from omnitrain.train import saves
+from omnitrain.train.saves import SaveTimes
 
 Every = int | Literal["auto"] | None
 
@@ -22,7 +22,7 @@ class Run:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, every: Every, steps: int, **train: Any) -> None:
         self.now, self.steps = 0.0, steps
-        monkeypatch.setattr(save_times.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(saves.time, "monotonic", lambda: self.now)
         self.times = SaveTimes(recipe(steps=steps, save_every=every, **train), 0)
 
     def saved(self, step_seconds: float, save_seconds: float) -> list[int]:
@@ -73,8 +73,8 @@ def test_a_checkpoint_to_compare_waits_for_its_loss_but_not_twice_as_long(monkey
 
 
 def test_a_resumed_run_counts_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_times.time, "monotonic", lambda: 5000.0)
+    monkeypatch.setattr(saves.time, "monotonic", lambda: 5000.0)
     times = SaveTimes(recipe(steps=100), 90)
     assert not times.is_due(91)
-    monkeypatch.setattr(save_times.time, "monotonic", lambda: 5600.0)
+    monkeypatch.setattr(saves.time, "monotonic", lambda: 5600.0)
     assert times.is_due(92)

@@ -19,8 +19,7 @@ from omnitrain.cli.main import app
 from omnitrain.errors import DataError, UserError
 from omnitrain.models.omni.generate import Answer
 from omnitrain.train.verbs import answer as answers_of_one
-from omnitrain.train.verbs.answer import Answerer
-from omnitrain.train.verbs.answer_file import answer_file, prompts_of
+from omnitrain.train.verbs.answer import Answerer, answer_file, prompts_of
 from omnitrain.train.verbs.chat import Conversation, chat
 from tests.tiny import png, tiny_model, tiny_processor, tiny_row, wav
 
