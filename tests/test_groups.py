@@ -120,7 +120,7 @@ def splits_for_new_groups() -> tuple[int, int, torch.device | None]:
     """How often torch would split NCCL's communicator of all ranks for a group of two, ours and a plain one."""
     asked: list[Any] = []
     real, world = dist.distributed_c10d._get_split_source, dist.group.WORLD
-    dist.distributed_c10d._get_split_source = asked.append
+    dist.distributed_c10d._get_split_source = lambda *given: asked.append(given)
     world.bound_device_id = torch.device("cuda", 0)  # as init_process_group(device_id=...) does
     try:
         new_group([0, 1], "two of three", "gloo")

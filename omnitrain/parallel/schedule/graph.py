@@ -122,11 +122,15 @@ class StepGraph:
         self._read: dict[_Window, _Read] = {}
         self._gradients: dict[_Window, list[Tensor]] = {}  # of features that this rank has encoded
         self._before: dict[_Window, tuple[Tensor, ...]] = {}  # features that the step before has encoded
-        own = [name for name in self._messages if self._layout is not None and self._layout.holds(name)]
-        for name, edge in ((name, self._messages[name]) for name in own):
-            self._before |= {(name, window): kept for window, kept in edge.take_kept(batch.plan).items()}
-            if upcoming is not None:
-                edge.keep_for(upcoming.plan)
+        self._take_kept(upcoming)
+
+    def _take_kept(self, upcoming: StepBatch | None) -> None:
+        """Take the features that the step before has encoded, and make room for those of the next step."""
+        for component, edge in self._messages.items():
+            if self._layout is not None and self._layout.holds(component):
+                self._before |= {(component, window): kept for window, kept in edge.take_kept(self._batch.plan).items()}
+                if upcoming is not None:
+                    edge.keep_for(upcoming.plan)
 
     def _group_edge(self, component: str) -> Edge:
         exchange = partial(exchange_in, self._model, self._batch, self._placements[component])
