@@ -67,11 +67,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
 
 class Callbacks:
-    """The callbacks of a run on one rank, in the order of their calls; ``peers`` are all ranks.
-
-    Raises:
-        UserError: one is no :class:`Callback`, or has a method for an event that does not exist, or ranks have others.
-    """
+    """Callbacks on one rank, in order; UserError: no :class:`Callback`, no such event, other ones on other ranks."""
 
     def __init__(self, callbacks: Sequence[Callback], peers: Peers) -> None:
         for callback in callbacks:

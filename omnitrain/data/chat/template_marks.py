@@ -34,11 +34,7 @@ _WITHOUT_OUTPUT = {"comment_begin", "comment", "comment_end", "raw_begin", "raw_
 
 @dataclass
 class MarkedText:
-    """A rendered conversation with the information of its marks.
-
-    ``pieces``: index of a message -> characters ``[start, stop)`` that the template wrote for this message; not empty,
-    and merged if adjacent.
-    """
+    """A rendered conversation; ``pieces``: index of a message -> characters ``[start, stop)``, none adjacent."""
 
     text: str = ""  # without the marks
     pieces: dict[int, list[Span]] = field(default_factory=dict)

@@ -309,11 +309,7 @@ def first_samples(
     without_tails: bool = False,
     may_ask: bool = False,
 ) -> list[tuple[str, Sample | Rejected | UserError]]:
-    """Prepare the first usable row of every metrics source of each data set, and return it with the source's name.
-
-    This shows quickly whether a model can use the data. A row's ``index`` is its position in the source. If all of the
-    first rows are rejected, the first one is returned. Arguments as of :class:`PreparedRows`.
-    """
+    """Prepare the first usable row of each metrics source (else the first row), with the source's name."""
     rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong, may_ask=may_ask)
     groups = [(s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items()]
     firsts = prepare_some(rows, [(0, s, group[0]) for s, _, group in groups])

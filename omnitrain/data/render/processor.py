@@ -211,11 +211,7 @@ class OmniProcessor:
         writers: Mapping[str, MediaAdapter],
         native: NativeInputs | None = None,
     ) -> OmniProcessor:
-        """Load a processor that :meth:`save_pretrained` saved. ``model.media_adapters()`` gives the adapters.
-
-        ``native`` are the native media of the foundation; None: it has none. Raises UserError: ``folder`` has no omni
-        processor, or no complete tokenizer.
-        """
+        """Load what :meth:`save_pretrained` saved; UserError: it is not in ``folder``."""
         settings_file = Path(folder, _SETTINGS_FILE)
         if not settings_file.is_file():
             raise UserError(f"{settings_file} is missing: {folder} is not a checkpoint that omnitrain saved")

@@ -291,11 +291,7 @@ def _or_data_error(name: str) -> Iterator[None]:
 
 
 def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
-    """Open every data set.
-
-    Raises DataError: data sets cannot be used; the message has one line per problem; UserError: ``sources`` are not
-    data sources.
-    """
+    """Open every data set; DataError: one line per unusable one; UserError: ``sources`` are not data sources."""
     if [one for one in sources if not isinstance(one, DataSource)]:  # a string would iterate over its letters
         raise UserError(
             f"sources: found {sources!r}; expected a list of DataSource, such as [DataSource(path='rows.jsonl')]"

@@ -32,11 +32,7 @@ class Schema:
     def conversation(
         self, record: dict[str, Any], media: Mapping[str, Sequence[Any]]
     ) -> tuple[list[Any], dict[str, list[Any]]]:
-        """Take the messages out of a record, and return them without files, and the row's files by modality.
-
-        Raises ValueError: the messages or their files cannot be read; UserError: see
-        :func:`~omnitrain.data.sources.turns.as_messages`.
-        """
+        """Take messages, without files, and files by modality out of a record; ValueError: unreadable."""
         columns = self.columns
         if columns.response is None:
             messages = self._messages(record.pop(columns.messages), media)

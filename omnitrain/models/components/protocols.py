@@ -21,11 +21,7 @@ class ComponentAdapter:
     fps: float | None = None  # frames to read from a second of a video; None: all, up to ``max_frames``
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """Return the input features of one item, and its number of tokens.
-
-        ``media``: RGB ``PIL.Image`` (image), ``Waveform`` (audio), list of RGB images (video). Raises ValueError: this
-        item cannot be used; the data row is skipped.
-        """
+        """Return features and tokens of an image, ``Waveform`` or frames; ValueError: not this item."""
         raise NotImplementedError
 
 

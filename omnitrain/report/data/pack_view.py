@@ -134,11 +134,7 @@ class RejectedView:
 
 
 def view_pack(pack: Pack, rows: Sequence[Row], processor: OmniProcessor, capacity: int) -> PackView:
-    """Return what a pack on the host shows.
-
-    ``pack``: the pack. ``rows``: the row of each sample, in the order of the pack. ``processor``: made the samples.
-    ``capacity``: the most tokens that a pack holds.
-    """
+    """Return what a pack on the host shows; ``rows``: of its samples; ``capacity``: tokens that a pack holds."""
     tokens, items = _Tokens(pack, processor.tokenizer), _items(pack)
     room = _MOST_TOKENS
     samples = []

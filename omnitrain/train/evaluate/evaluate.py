@@ -71,11 +71,7 @@ class Evaluator:
         self._rejected: dict[int, Rejected] = {}  # those found unreadable so far
 
     def losses(self, notify: Progress = lambda _: None) -> dict[str, Any]:
-        """Return the weighted total and :meth:`LossMeter.read`, and leave the model in training mode.
-
-        ``notify`` is called with the progress before every pack and batch, on all ranks. It may raise, on all ranks
-        together, to end the evaluation. A row that the model cannot use is a UserError on all ranks.
-        """
+        """Return the total and :meth:`LossMeter.read`, in training mode again; ``notify`` may end it anywhere."""
         self._model.eval()
         try:
             with gathered(self._model):
