@@ -15,7 +15,7 @@ from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trai
 from omnitrain.data.chat.text_tokenizer import TextEncoder, load_tokenizer
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import NATIVE_PREFIX, Rejected, Sample
-from omnitrain.data.render.component_media import AttachedMedia, MediaAdapter
+from omnitrain.data.render.component_media import AttachedMedia, ComponentAdapter
 from omnitrain.data.render.condition import CONDITION, without_condition
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import ChatRenderer, Renderer
@@ -46,7 +46,7 @@ class OmniProcessor:
     """
 
     def __init__(
-        self, renderer: Renderer, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]
+        self, renderer: Renderer, readers: Mapping[str, ComponentAdapter], writers: Mapping[str, ComponentAdapter]
     ) -> None:
         """Check that each modality has at most one of ``readers`` (encoder name -> adapter) and of ``writers``.
 
@@ -207,8 +207,8 @@ class OmniProcessor:
     def from_pretrained(
         cls,
         folder: str | Path,
-        readers: Mapping[str, MediaAdapter],
-        writers: Mapping[str, MediaAdapter],
+        readers: Mapping[str, ComponentAdapter],
+        writers: Mapping[str, ComponentAdapter],
         native: NativeInputs | None = None,
     ) -> OmniProcessor:
         """Load what :meth:`save_pretrained` saved; UserError: it is not in ``folder``."""

@@ -7,22 +7,11 @@ from typing import Any, ClassVar
 import torch
 
 from omnitrain.data.packing.sample import Features
+from omnitrain.data.render.component_media import ComponentAdapter as ComponentAdapter
 from omnitrain.errors import UserError
 from omnitrain.ops.loss.cross_entropy import LossTerm
 
 TensorFeatures = dict[str, torch.Tensor]
-
-
-class ComponentAdapter:
-    """Converts media to the inputs of a component; it has no weights and runs in data workers."""
-
-    modalities: tuple[str, ...] = ()  # of ``image``, ``audio``, ``video``
-    max_frames: int = 1  # the most frames to read from a video
-    fps: float | None = None  # frames to read from a second of a video; None: all, up to ``max_frames``
-
-    def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """Return features and tokens of an image, ``Waveform`` or frames; ValueError: not this item."""
-        raise NotImplementedError
 
 
 class ComponentMixin:
