@@ -178,7 +178,7 @@ def _worst_load(runs: Sequence[RunRecord]) -> list[Curve]:
 
 
 def _skipped(run: RunRecord) -> list[tuple[str, str, int]]:
-    """Source, reason and number of rows skipped up to the last line; those of most rows first."""
+    """Source, reason and number of rows skipped up to the last line, the most frequent first."""
     reasons = run.last.get("rejected_reasons") or {}
     rows = [(source, reason, count) for source, counts in reasons.items() for reason, count in counts.items()]
     return sorted(rows, key=lambda row: -row[2])

@@ -113,7 +113,7 @@ def load_checkpoint(
         chat: chat format that replaces the saved one.
         torch_dtype: dtype of the weights; None: as saved.
         teachers: component name -> folder or Hub id of a language model that is added as a teacher.
-        checked: verify the checksums of the files before reading weights, except those of the optimizer.
+        checked: verify the checksums of the files before reading weights, except files of the optimizer.
         averaged: load the averages of ``train.ema`` in place of the trained weights.
 
     Raises:
@@ -294,7 +294,7 @@ def _require_teachers(
 
 
 def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> tuple[Renderer, list[int]]:
-    """Return the chat format of the HF processor if one is used, else that of the recipe; and ids of added tokens."""
+    """Return the HF processor's chat format if one is used, else the recipe's; and ids of added tokens."""
     data = recipe.data
     by_processor = _by_processor(recipe, _without_shared_sequences(recipe, model.native_inputs))
     starts = data.chat or ChatFormat()

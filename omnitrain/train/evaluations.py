@@ -118,7 +118,7 @@ class Evaluations:
         return self.measures.compiled.paused() if self.measures.compiled else contextlib.nullcontext()
 
     def _unless_stopped(self, work: Callable[[], T]) -> T | None:
-        """Evaluate on the ranks that have the foundation; return None on those of sections, and after Ctrl-C."""
+        """Evaluate on the ranks that have the foundation; return None on ranks of sections, and after Ctrl-C."""
 
         def stoppable() -> T | None:
             with contextlib.suppress(StoppedError):

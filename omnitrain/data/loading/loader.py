@@ -50,7 +50,7 @@ class LoaderOptions:
 
     Attributes:
         seed: seed of the data order.
-        state: state to resume from: that of :meth:`StepLoader.state`, merged if there are several ranks.
+        state: state to resume from: the result of :meth:`StepLoader.state`, merged if there are several ranks.
         alone: make packs of one sample, for a model that cannot keep several samples apart (``not
             model.runner.contract.packs``).
         without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
@@ -154,8 +154,8 @@ class StepLoader:
         sources: the open data sets.
         order: order of their rows.
         rows: prepares the rows.
-        rejected: id -> row that this rank has skipped so far, after those of the state from which it continues. Of
-            ranks that hold the same samples, the one that prepares them has these rows.
+        rejected: id -> row that this rank has skipped so far, after rows of the state from which it continues. Of
+            ranks that hold the same samples, the rank that prepares them has these rows.
         reasons: source -> kind of reason -> number of these rows, each counted in its first epoch.
     """
 

@@ -129,7 +129,7 @@ class ParquetRows(Table):
 
     @cached_property
     def kinds(self) -> dict[tuple[Any, Any], int]:  # type: ignore[override]  # found at its first use
-        """See :class:`Table`. Of large data sets, those of some row groups."""
+        """See :class:`Table`. Of large data sets, the kinds of some row groups."""
         if self._columns.messages not in self.column_names:
             return {}
         columns = self._columns

@@ -245,7 +245,7 @@ class RowSource(Sequence[Row]):
     def kinds(self) -> Mapping[tuple[Any, Any], int]:
         """Kind of messages -> position of the first row that has it; see :class:`Table`.
 
-        Types of parts are modalities here. If the table has no messages of its own, the kinds are those of some rows.
+        Types of parts are modalities here. If the table has no messages of its own, some rows show the kinds.
         """
         if self._has_documents:
             return {("document", None): 0}

@@ -58,7 +58,7 @@ def required(text: Any, name: str | None) -> str:
 
 
 def _questions(record: dict[str, Any], columns: Columns) -> list[Any]:
-    """Take the turns before the answer out of a record: earlier ones, and those of the prompt's columns."""
+    """Take the turns before the answer out of a record: earlier turns, and the turns of the prompt's columns."""
     history = [] if columns.history is None else _earlier(record.pop(columns.history, None), columns.history)
     given = {name: record.pop(name, None) for name in columns.prompts}
     if len(given) == 1 and isinstance(turns := next(iter(given.values())), list):

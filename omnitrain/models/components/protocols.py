@@ -80,7 +80,7 @@ class DecoderMixin(ComponentMixin):
     def next_classes(self, tokens: list[int], size: str | None) -> range | None:
         """Return the classes that may follow the first ``tokens`` of an item of ``size``; None: all of them.
 
-        ``size`` is the one that was asked for (``320x192``); None: the model chooses. A UserError: it cannot write it.
+        ``size``: the requested size (``320x192``); None: the model chooses. A UserError: it cannot write it.
         """
         if size is not None:
             raise UserError(f"size {size!r}: {type(self).__name__} writes one size alone; leave it out")

@@ -193,7 +193,7 @@ class _Tokens:
         return tuple(self.position_ids[:, index].tolist())
 
     def texts(self, first: int, stop: int, start_of_sample: int) -> Iterator[TokenView]:
-        """Yield the tokens from ``first`` to ``stop``, those of one character together."""
+        """Yield the tokens from ``first`` to ``stop``, the tokens of one character together."""
         while first < stop:
             ends = range(first + 1, min(first + _TOKENS_OF_CHARACTER, stop) + 1)
             last = next((end for end in ends if "\ufffd" not in self._decoded(self._ids[first:end])), first + 1)
