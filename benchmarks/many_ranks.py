@@ -59,8 +59,7 @@ from omnitrain.recipe import Data, Recipe
 from omnitrain.train.measures import RunMeasures
 from omnitrain.train.metrics.flops import RunFlops
 from omnitrain.train.metrics.meter import LossMeter, MeanLoss
-from omnitrain.train.metrics.step_timing import StepSpans
-from omnitrain.train.metrics.throughput import Stopwatch
+from omnitrain.train.metrics.step_timing import StepSpans, Stopwatch
 from omnitrain.train.process_groups import Ranks
 
 BEFORE = ROOT / "benchmarks" / "results" / "many_ranks_before.json"  # by the first commit of this benchmark

@@ -129,7 +129,7 @@ class ConversionsAlone:
 
 
 def conversions_of_weights(model: PreTrainedModel | ConversionsAlone) -> list[Any] | None:
-    """Return the conversions that loading applied, and saving reverts; None: those of the model's class."""
+    """Return the conversions that loading applied, and saving reverts; None: the class's conversions."""
     return getattr(model, "_weight_conversions", None)
 
 
@@ -151,10 +151,7 @@ def loading_through(around: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def names_not_in_model() -> Iterator[set[str]]:
-    """Collect the names of file tensors that the model loaded in this context does not have.
-
-    transformers reports them too, but not those in a class's ``_keys_to_ignore_on_load_unexpected``.
-    """
+    """Collect tensor names that the model loaded here lacks, those that its class ignores included."""
     names: set[str] = set()
     adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
 

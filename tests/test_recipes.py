@@ -22,7 +22,8 @@ from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.data_stats import data_stats
 from omnitrain.train.verbs.preview import preview
 from tests.families import FAMILIES
-from tests.tiny import EXTRACTOR, FOUNDATION, JANUS_VQ, SIGLIP, WHISPER, tiny_row, tiny_tokenizer, write_parquet
+from tests.models.decoders.test_decoders import IMAGE_TOKENIZERS
+from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_row, tiny_tokenizer, write_parquet
 from tests.tiny_processors import llava
 
 SMALL = ["train.steps=2", "train.cpu_threads=1", "data.workers=0", "data.pack_tokens=200", "data.packing_buffer=4"]
@@ -38,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     def saved(name: str, config: dict, *beside: object) -> str:
         built = AutoConfig.for_model(**config)
-        is_part = config["model_type"] in ("siglip_vision_model", "whisper", "janus_vqgan")
+        is_part = config["model_type"] in ("siglip_vision_model", "whisper", "emu3_vqgan")
         model = (model_class if is_part else foundation_class)(built)(built)
         for part in (model, *beside):
             part.save_pretrained(folder / name)
@@ -65,7 +66,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "images": rows("images", "image_to_text"),
         "speech": rows("speech", "speech_to_text"),
         "drawings": rows("drawings", "text_to_image"),
-        "janus_vq": saved("janus_vq", JANUS_VQ),
+        "emu3_vq": saved("emu3_vq", IMAGE_TOKENIZERS["emu3"]),
     }
 
 
@@ -114,11 +115,11 @@ def test_whisper_and_llama(tiny: dict[str, str], tmp_path: Path) -> None:
 def test_a_language_model_learns_to_write_images_and_is_evaluated_with_guidance(
     tiny: dict[str, str], tmp_path: Path
 ) -> None:
-    decoder = f"model.decoders.image_decoder={{tokenizer: {tiny['janus_vq']}, image_size: 8}}"
+    decoder = f"model.decoders.image_decoder={{tokenizer: {tiny['emu3_vq']}, image_sizes: [8x8, 8x16]}}"
     data = [f"data.{part}=[{{path: {tiny['drawings']}}}]" for part in ("train", "heldout")]
     parts = (f"model.foundation={tiny['qwen3']}", decoder, *data, "evaluation.max_new_tokens=18")
     assert run("text_to_image", tmp_path, *parts) == {"foundation", "image_decoder"}
-    assert json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]["image_decoder"]["tokens"] == 8 * 16
+    assert json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]["image_decoder"]["tokens"] == 8 * 17
 
 
 def test_the_tower_of_a_whole_model_serves_another_language_model(tiny: dict[str, str], tmp_path: Path) -> None:

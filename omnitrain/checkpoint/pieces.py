@@ -54,11 +54,7 @@ class Piece:
 
 
 class PieceOwners:
-    """Which ranks write which tensors of a model. Of equal copies one is written. All ``peers`` make one.
-
-    ``values`` are its parameters and buffers, with the same names in the same order on all ranks. What only other
-    pipeline stages or sections hold is on the meta device.
-    """
+    """Which ranks write which tensors, one of equal copies. All ``peers`` make one; absent ``values`` are on meta."""
 
     def __init__(self, values: Mapping[str, Tensor], peers: Peers) -> None:
         self._rank = peers.rank

@@ -47,11 +47,7 @@ class SharedMessage:
 
 
 class SharedMemory:
-    """Host memory for copies of tensors, which grows when it has to, and stays for the next ones.
-
-    It is a file without a name (``memfd_create``), because containers often limit ``/dev/shm`` to 64 MB. The other
-    process inherits its ``descriptor``.
-    """
+    """Host memory for copies of tensors that grows; a ``memfd``, since containers limit ``/dev/shm`` to 64 MB."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("omnitrain checkpoint")

@@ -41,10 +41,7 @@ class Retention:
     best: str | None = None  # the checkpoint with the lowest value of this metric of ``metrics.jsonl`` stays
 
     def leaving(self, values: Mapping[int, float | None]) -> list[int]:
-        """Return the steps of the checkpoints to remove, of all steps -> their metric. None: it was not measured there.
-
-        Of equal values the earliest is the best; one that is not finite never is.
-        """
+        """Return the steps to remove, of step -> metric (None: not measured); of equal bests the first stays."""
         steps = sorted(values)
         stay = set(steps[-self.last :])
         if self.every is not None:
@@ -89,7 +86,8 @@ class CheckpointStore:
             self._with_disk_errors(lambda: write(temporary), final)
             on_all(lambda: None)  # all have written what they list
             listed = on_all(lambda: [str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file()])
-            names = _merged(listed, peers)
+            of_first = peers.of_first(listed)  # others tell what it lacks: a network disk may be late
+            names = sorted({*of_first, *chain.from_iterable(peers.gather(sorted(set(listed).difference(of_first))))})
             own = _names_of_rank(names, peers)
             checksums = peers.gather_on_first(on_all(lambda: _synced_checksums(own, temporary, self.saved)))
             on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
@@ -309,12 +307,6 @@ def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(exist_ok=True)  # `checkpoints/` only: never make the folder of a deleted run again
     folder.mkdir()
-
-
-def _merged(names: Sequence[str], peers: Peers) -> list[str]:
-    """Return the files that any rank lists, who tells only what the first lacks: a network disk may be late."""
-    of_first = peers.of_first(names)
-    return sorted({*of_first, *chain.from_iterable(peers.gather(sorted(set(names).difference(of_first))))})
 
 
 def _names_of_rank(names: Sequence[str], peers: Peers) -> Sequence[str]:

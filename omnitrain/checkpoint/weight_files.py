@@ -20,13 +20,7 @@ _ENDED = "another rank ended while a checkpoint was written"
 
 
 class PieceExchange:
-    """Brings the pieces of each tensor to the one rank that writes it, when that rank asks for them.
-
-    Every rank first learns what it will receive. Then its own pieces wait in their place until their receivers take
-    them, so that no rank waits for the order of another one. ``pieces``: what this rank holds; on the CPU. ``writers``:
-    name of a tensor -> the rank that writes it; the same on all ranks. Others are not sent. ``peers``: the ranks, which
-    all call this.
-    """
+    """Brings this rank's ``pieces`` to the rank in ``writers`` (tensor -> rank), when that rank asks for them."""
 
     def __init__(self, pieces: Iterable[Piece], writers: Mapping[str, int], peers: Peers) -> None:
         self._group: Any = peers.group
@@ -128,10 +122,7 @@ class WeightFile:
 
 
 def write_files(files: Sequence[WeightFile], pieces: Sequence[Piece], folder: Path, peers: Peers) -> None:
-    """Write files, the same on all ranks; the ranks take turns. A rank holds one group of tensors at a time.
-
-    ``pieces`` are what this rank holds of their tensors. What one rank raises, all raise.
-    """
+    """Write files, the same on all ranks, in turns, of this rank's ``pieces``; what one raises, all raise."""
     writers = {
         source.name: index % peers.size
         for index, file in enumerate(files)

@@ -503,6 +503,9 @@ TemperatureOption = Annotated[float, typer.Option(min=0.0, help="Sampling temper
 GuidanceOption = Annotated[
     float, typer.Option(min=0.0, help="Guidance of media that the model writes; 1: none, and half the work.")
 ]
+SizeOption = Annotated[
+    str | None, typer.Option(metavar="WxH", help="Size of written images, one of the decoder's `image_sizes`.")
+]
 SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of sampling.")]
 PluginOption = Annotated[
     list[str] | None,
@@ -531,6 +534,7 @@ def generate(
     max_new_tokens: TokensOption = 256,
     temperature: TemperatureOption = 0.0,
     guidance: GuidanceOption = 1.0,
+    size: SizeOption = None,
     seed: SeedOption = 0,
     plugin: PluginOption = None,
 ) -> None:
@@ -541,7 +545,7 @@ def generate(
         raise UserError("generate needs either --prompt TEXT (with --image, --audio, --video), or --prompts FILE")
     media = {"image": image or [], "audio": audio or [], "video": video or []}
     require_files(media)
-    answerer = _answerer(checkpoint, output, max_new_tokens, temperature, guidance, seed, plugin)
+    answerer = _answerer(checkpoint, output, max_new_tokens, temperature, guidance, size, seed, plugin)
     if prompt is not None:
         answered, parts = answerer.answer(prompt, media)
         for part in parts:
@@ -570,6 +574,7 @@ def _answerer(
     max_new_tokens: int,
     temperature: float,
     guidance: float,
+    size: str | None,
     seed: int,
     plugins: list[str] | None,
 ) -> Answerer:
@@ -579,7 +584,7 @@ def _answerer(
     for name in plugins or []:
         import_plugin(name)
     sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    return Answerer(checkpoint, output_dir=output, guidance=guidance, **sampling)
+    return Answerer(checkpoint, output_dir=output, guidance=guidance, size=size, **sampling)
 
 
 @app.command()
@@ -589,6 +594,7 @@ def chat(
     max_new_tokens: TokensOption = 256,
     temperature: TemperatureOption = 0.0,
     guidance: GuidanceOption = 1.0,
+    size: SizeOption = None,
     seed: SeedOption = 0,
     plugin: PluginOption = None,
 ) -> None:
@@ -597,7 +603,7 @@ def chat(
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - arrow keys and a history for input()
-    talk(_answerer(checkpoint, output, max_new_tokens, temperature, guidance, seed, plugin), input, typer.echo)
+    talk(_answerer(checkpoint, output, max_new_tokens, temperature, guidance, size, seed, plugin), input, typer.echo)
 
 
 @app.command()

@@ -12,10 +12,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def gradient_shard(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of a gradient that belongs to :func:`local_shard` of its parameter.
-
-    A gradient that is laid out in another way than the parameter is brought into the parameter's placements first.
-    """
+    """Return the gradient's part for :func:`local_shard` of its parameter, in the parameter's placements."""
     if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return local_shard(gradient)
     is_alike = gradient.placements == parameter.placements

@@ -77,6 +77,7 @@ class TokenDecoderConfig(PreTrainedConfig):
     Attributes:
         hidden_size: hidden size of the foundation.
         image_size: side of target images, pixels (images only).
+        image_sizes: sizes of target images in place of it, ``WIDTHxHEIGHT``.
         num_codebooks: number of codebooks of a residual codec, flattened in time order (audio only).
         max_tokens: maximum number of tokens to generate for an item.
         initializer_range: standard deviation of the fresh embedding and head.
@@ -87,6 +88,7 @@ class TokenDecoderConfig(PreTrainedConfig):
     tokenizer: dict | None = None
     hidden_size: int = 0
     image_size: int | None = None
+    image_sizes: list | None = None
     num_codebooks: int = 1
     max_tokens: int = 1024
     initializer_range: float = 0.02

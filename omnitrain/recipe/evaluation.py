@@ -24,6 +24,9 @@ class Sampling(Strict):
     """Scale of classifier-free guidance (Ho & Salimans 2022): logits are `u + guidance * (c - u)`, where `c` are those
     of the prompt and `u` those without its condition. 1: those of the prompt alone."""
 
+    size: str | None = None
+    """Size of the images, one of the decoder's `image_sizes`. Unset: the model chooses."""
+
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that greedy decoding does not use."""
         if self.temperature == 0:

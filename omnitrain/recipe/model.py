@@ -77,10 +77,18 @@ class Decoder(Strict):
     or omnitrain's mel-VQ for audio. A string is short for {path: ...}."""
     image_size: int | None = Field(None, ge=1)
     """Side of the square target images, in pixels. Images only."""
+    image_sizes: list[Annotated[str, Field(pattern=r"^[1-9]\d*x[1-9]\d*$")]] = Field(default_factory=list)
+    """Sizes of the target images, `WIDTHxHEIGHT` in pixels, in place of `image_size`. Each image gets the nearest one,
+    and the model writes its size first. Needs the VQ model of Emu3."""
     num_codebooks: int = Field(1, ge=1)
     """Number of codebooks of a residual codec to model, flattened in time order."""
     max_tokens: int = Field(1024, ge=1)
     """Maximum number of tokens to generate for one item."""
+
+    def idle(self) -> Iterator[Idle]:
+        """Yield the one size, if there are several."""
+        if self.image_sizes:
+            yield Idle("image_size", "but `image_sizes` has the sizes; remove one of the two")
 
 
 class Ops(Strict):

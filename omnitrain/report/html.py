@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 from omnitrain.errors import UserError
+from omnitrain.terminal import as_text
 
 NUM_COLORS = 10
 _MARK = '<meta name="generator" content="omnitrain report">'
@@ -47,10 +50,7 @@ def tag(name: str, content: object = "", **attributes: object) -> Markup:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> Markup:
-    """Return a table that scrolls by itself where the page is narrow.
-
-    Numbers are to the right, short, and have all digits in their ``value``.
-    """
+    """Return a table that scrolls by itself; numbers are to the right, with all digits in their ``value``."""
     listed = list(rows)
     firsts = [next((row[i] for row in listed if row[i] is not None), None) for i in range(len(titles))]
     head = Markup("").join(
@@ -104,11 +104,7 @@ def part_of_notebook(body: str) -> str:
 
 
 def write_page(name: str, kind: str, body: str, output: Path) -> Path:
-    """Write a page that needs nothing else, and return its file. An older page there is replaced.
-
-    ``name``: what it is about. ``kind``: what it is, such as ``report``. ``body``: its chapters. ``output``: the file;
-    its folder is created. Raises UserError: the file is something else, or cannot be written.
-    """
+    """Write a page of ``kind`` about ``name``, and return its file; UserError: it is no page, or not writable."""
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     links = [(anchor, Markup(title)) for anchor, title in _CHAPTER.findall(body)]
     text = rendered(
@@ -124,3 +120,39 @@ def write_page(name: str, kind: str, body: str, output: Path) -> Path:
     except OSError as error:
         raise UserError(f"{output} cannot be written ({error.strerror}); name another file with --output") from None
     return output
+
+
+_COLUMNS = 120  # of the text
+
+
+class Shown(ABC):
+    """Something that ``print``, a notebook and :meth:`save` show.
+
+    ``name``: what it is about. ``title``: what it is, on a page.
+    """
+
+    name: str
+    title: ClassVar[str]
+
+    @abstractmethod
+    def lines(self) -> Iterable[RenderableType]:
+        """Return what a terminal shows."""
+
+    @abstractmethod
+    def chapters(self) -> Markup:
+        """Return what a page shows."""
+
+    def save(self, file: str | Path) -> Path:
+        """Write one page that needs nothing else, and return its path; UserError: the file is something else."""
+        return write_page(self.name, self.title, self.chapters(), Path(file))
+
+    def _repr_html_(self) -> str:
+        return part_of_notebook(self.chapters())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self.lines()
+
+    def __str__(self) -> str:
+        return as_text(self, columns=_COLUMNS)
+
+    __repr__ = __str__

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from omnitrain.errors import UserError
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.summary import component_rows
+from omnitrain.ops.fused.install import FusedOp
+from omnitrain.parallel.layout import ModelLayout
 from omnitrain.report.curves import Line
+from omnitrain.report.doctor import examine
 
 LAYOUT_FILE, ENVIRONMENT_FILE = "layout.json", "environment.json"
 
@@ -40,10 +45,7 @@ class RunRecord:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """Read the runs in ``folders``.
-
-    Raises UserError: a folder is named twice, has no run, or a run without metrics.
-    """
+    """Read the runs in ``folders``; UserError: one is named twice, has no run, or no metrics."""
     resolved = [folder.resolve() for folder in folders]
     for folder, path in zip(folders, resolved, strict=True):
         if resolved.count(path) > 1:
@@ -116,3 +118,28 @@ def _traces(folder: Path) -> dict[int, dict[int, Path]]:
         _, step, _, rank = file.stem.split("-")
         found.setdefault(int(step), {})[int(rank)] = file
     return {step: dict(sorted(files.items())) for step, files in sorted(found.items())}
+
+
+def write_facts(
+    folder: Path, model: OmniModel, ops: Mapping[str, Mapping[str, FusedOp]], layout: ModelLayout | None
+) -> None:
+    """Write both files, on the first rank; ``ops``: component -> result of :func:`fuse_ops`."""
+    _write(folder / LAYOUT_FILE, layout_facts(model, ops, layout))
+    _write(folder / ENVIRONMENT_FILE, [asdict(finding) for finding in examine(imports=False)])
+
+
+def layout_facts(
+    model: OmniModel, ops: Mapping[str, Mapping[str, FusedOp]], layout: ModelLayout | None
+) -> dict[str, Any]:
+    """Return ``components`` and ``layout`` (rows of the start's tables), ``sections`` (meshes) and ``placements``."""
+    rows = [] if layout is None else layout.table(model)
+    return {
+        "components": [asdict(row) for row in component_rows(model, ops)],
+        "layout": [asdict(row) for row in rows],
+        "sections": [] if layout is None else layout.facts_of_sections(),
+        "placements": [] if layout is None else layout.topology.facts(),
+    }
+
+
+def _write(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n")

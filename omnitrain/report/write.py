@@ -27,10 +27,7 @@ Parts = tuple[Path, Sequence[Mapping[str, str]]]  # of a message, and the folder
 
 
 def _samples(runs: Sequence[RunRecord], room: int) -> Markup:
-    """Return a table for each source: what was asked, the reference, and the answers of each evaluation.
-
-    Images and sounds have ``room``, in bytes. The first sample of every source comes first.
-    """
+    """Return a table for each source: question, reference, answers; its media have ``room``, in bytes."""
     columns: list[str] = []
     found: dict[tuple[str, str], dict[str, Parts]] = {}  # source and id -> column -> message
     for run in runs:
@@ -77,11 +74,7 @@ _MOST_CURVES = 24  # more in one figure cannot be told apart
 
 
 def report_at_end(folder: Path, say: Callable[[str], Any]) -> Callable[..., None]:
-    """Return an exit callback for an ``ExitStack``, which writes ``report.html`` unless an error ended the run.
-
-    Nothing that goes wrong with the report ends the run: ``say`` prints one line, which tells where the report is, or
-    why there is none.
-    """
+    """Return an exit callback that writes the report unless an error ended the run; it never raises, but says."""
 
     def write(kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is not None:
@@ -96,10 +89,7 @@ def report_at_end(folder: Path, say: Callable[[str], Any]) -> Callable[..., None
 
 
 def write_report(folders: Sequence[Path], output: Path) -> Path:
-    """Write one page about the runs in ``folders`` to ``output``, and return it. An older report there is replaced.
-
-    Raises UserError: a folder has no run or a run without metrics, or the file cannot be written.
-    """
+    """Write one page about the runs in ``folders`` to ``output``; UserError: no run, no metrics, no writing."""
     runs = read_runs(folders)
     labels = [run.label for run in runs]
     steps, metrics = traced_steps.traced_steps(runs), Metrics([run.lines for run in runs])
@@ -188,7 +178,7 @@ def _worst_load(runs: Sequence[RunRecord]) -> list[Curve]:
 
 
 def _skipped(run: RunRecord) -> list[tuple[str, str, int]]:
-    """Source, reason and number of rows skipped up to the last line; those of most rows first."""
+    """Source, reason and number of rows skipped up to the last line, the most frequent first."""
     reasons = run.last.get("rejected_reasons") or {}
     rows = [(source, reason, count) for source, counts in reasons.items() for reason, count in counts.items()]
     return sorted(rows, key=lambda row: -row[2])

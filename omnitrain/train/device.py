@@ -51,10 +51,7 @@ def require_devices(requested: torch.device, ranks: int) -> None:
 
 
 def machines_for(requested: torch.device, ranks: int) -> int:
-    """Return how many machines like this one have a device for each of ``ranks`` ranks.
-
-    Raises UserError: ``requested`` is one CUDA device, which several ranks would share.
-    """
+    """Return how many such machines ``ranks`` ranks need; UserError: several would share ``requested``."""
     if requested.type == "cpu" or ranks == 1:
         return 1
     if ":" in str(requested):

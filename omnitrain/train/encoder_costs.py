@@ -26,7 +26,7 @@ from omnitrain.plan.schedule.actions import Action, Kind
 from omnitrain.plan.step import StepPlan
 from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.train.process_groups import Ranks
-from omnitrain.train.run_state.state import TrainingState
+from omnitrain.train.run_state.save import TrainingState
 
 
 class EncoderCosts:
@@ -126,10 +126,7 @@ def foundation_seconds(spans: Sequence[Span], recorded: Recorded, inside: Sequen
 
 
 def seconds_of_forwards(recorded: Recorded, component: str, *, has_actions: bool) -> float:
-    """Return the seconds in which an encoder encoded each item once.
-
-    If it has actions of its own, only its ``ENCODE`` actions count: a backward may repeat a forward.
-    """
+    """Return seconds of encoding each item once; of actions, ``ENCODE`` alone: backwards may repeat it."""
     if has_actions:
         actions = [(Action.parse(s.what.name), s.seconds) for s in recorded.spans if s.what.kind == "action"]
         return sum(seconds for a, seconds in actions if (a.kind, a.component) == (Kind.ENCODE, component))

@@ -51,10 +51,7 @@ class _Measured:
             )
 
     def of_pack(self, slots: int) -> tuple[float, float]:
-        """Return the rows and the samples of a pack of a run with ``slots`` packs in a step: means of the first slot.
-
-        Rejected rows make the two different. Each slot has its share of an epoch's rows, and packs them by itself.
-        """
+        """Return mean rows (rejected ones, too) and samples of a pack of the first of ``slots`` slots."""
         loader, packs, drawn, samples = self._loader(slots), 0, 0, 0
         for (pack,) in islice(loader, _DRAWS):
             (state,) = loader.state().slots.values()

@@ -20,7 +20,7 @@ from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import show_scores
 from omnitrain.train.metrics.meter import MetricsFile
 from omnitrain.train.metrics.progress import Activity
-from omnitrain.train.metrics.throughput import Stopwatch
+from omnitrain.train.metrics.step_timing import Stopwatch
 from omnitrain.train.run_state.run_folder import RunFolder
 
 

@@ -37,10 +37,7 @@ def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]
 
 
 def decays_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
-    """Return the weight decay of each trained parameter that ``weight_decays`` names.
-
-    Embeddings of which only the rows of added tokens train have none, since it would change the other rows.
-    """
+    """Return parameter -> weight decay, by ``weight_decays``; 0 where only rows of added tokens train."""
     decays = _of_parameters(model, settings.weight_decays, "weight_decays", decayed_parameters(model))
     return decays | dict.fromkeys((model.get_parameter(name) for name in token_matrices(model)), 0.0)
 
@@ -61,7 +58,7 @@ def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:
 def _of_parameters(
     model: OmniModel, values: Mapping[str, float], key: str, among: Collection[nn.Parameter] | None = None
 ) -> dict[nn.Parameter, float]:
-    """Return trained parameter, ``among`` these if given -> its value, that of the longest path."""
+    """Return trained parameter (``among`` these, if given) -> the value of its longest path."""
     key = f"{_NODE}.{key}"
     found: dict[nn.Parameter, float] = {}
     names: dict[nn.Parameter, str] = {}

@@ -24,11 +24,10 @@ from omnitrain.train.device import compute_dtype, mixed_precision
 from omnitrain.train.encoder_costs import EncoderCosts
 from omnitrain.train.metrics.flops import run_flops
 from omnitrain.train.metrics.meter import LossMeter, MeanLoss, PackLosses, memory_metrics
-from omnitrain.train.metrics.step_timing import StepSpans, encoder_metrics
-from omnitrain.train.metrics.throughput import Stopwatch
+from omnitrain.train.metrics.step_timing import StepSpans, Stopwatch, encoder_metrics
 from omnitrain.train.prepare import PreparedModel
 from omnitrain.train.process_groups import Ranks
-from omnitrain.train.run_state.state import TrainingState
+from omnitrain.train.run_state.save import TrainingState
 
 
 class RunMeasures:
@@ -74,7 +73,7 @@ class RunMeasures:
         self.encoder_metrics: dict[str, Any] = {}
 
     def follow(self, loader: StepLoader) -> None:
-        """Take the training data, whose state is that of the steps done."""
+        """Take the training data, whose state follows the steps done."""
         self.loader, self.data = loader, loader.state()
 
     @property

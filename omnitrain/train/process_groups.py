@@ -89,10 +89,7 @@ class Ranks:
         return all_or_raise(self.peers, lambda: make() if of_first is None else of_first)
 
     def watch(self, limit_s: float | None) -> StallMonitor:
-        """Return a monitor that ends the run when a rank fails, or no rank makes progress for ``limit_s`` seconds.
-
-        None means no limit. A single process is not monitored.
-        """
+        """Return a monitor that ends the run when a rank fails, or none progresses for ``limit_s`` seconds."""
         if self.rendezvous.world_size == 1:
             return StallMonitor(dist.HashStore(), 0, 1, None)
         store = dist.TCPStore(self.rendezvous.host, self.rendezvous.port, is_master=False)
@@ -101,10 +98,7 @@ class Ranks:
 
 
 def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = False) -> Ranks:
-    """Join a run as one of the ranks that a launcher started, or as a single process; its degrees must fit the ranks.
-
-    With ``lays_out`` the model is sharded even in a single process with an empty plan.
-    """
+    """Join a run as one of its ranks, or alone; ``lays_out``: shard even a single process with an empty plan."""
     is_initialized = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_initialized else int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1 and plan == ParallelPlan() and not lays_out:

@@ -37,7 +37,7 @@ from omnitrain.train.metrics.costs import (
     cost_table,
     costs_of,
 )
-from omnitrain.train.metrics.throughput import Stopwatch
+from omnitrain.train.metrics.step_timing import Stopwatch
 from omnitrain.train.trainer import Trainer
 
 _WARM_UP = 3  # steps before any are timed: they compile, and fill caches

@@ -27,10 +27,9 @@ from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.executor import OnOutput, OnPhase
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
-from omnitrain.report.run_facts import write_facts
+from omnitrain.report.run_record import write_facts
 from omnitrain.report.write import report_at_end
 from omnitrain.train.callbacks import Callback, CallbackError, Callbacks, load_callbacks
-from omnitrain.train.data import open_data
 from omnitrain.train.device import mixed_precision, use_device
 from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import Evaluator, load_scorer
@@ -41,21 +40,18 @@ from omnitrain.train.measures import RunMeasures
 from omnitrain.train.metrics import display
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.costs import WAIT_FOR_DATA
-from omnitrain.train.metrics.early_stopping import StopWatcher
 from omnitrain.train.metrics.memory_estimate import kept_by_source
-from omnitrain.train.metrics.meter import MetricsFile, PackLosses
+from omnitrain.train.metrics.meter import MetricsFile, PackLosses, StopWatcher
 from omnitrain.train.metrics.progress import StepProgress, values_shown
-from omnitrain.train.metrics.step_timing import encoder_metrics
-from omnitrain.train.metrics.throughput import Stopwatch
+from omnitrain.train.metrics.step_timing import Stopwatch, encoder_metrics
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
 from omnitrain.train.nonfinite import NonFiniteError, Origin, OriginFinder, not_finite_error
-from omnitrain.train.prepare import prepare_model
+from omnitrain.train.prepare import open_data, prepare_model
 from omnitrain.train.process_groups import Ranks, join_ranks
 from omnitrain.train.run_state.run_folder import Resume, RunFolder, require_free, require_same_rows
-from omnitrain.train.run_state.save import Saver, checkpoint_bytes
+from omnitrain.train.run_state.save import Saver, TrainingState, checkpoint_bytes, read_state
 from omnitrain.train.run_state.snapshot import EMA_FOLDER, OPTIMIZER
-from omnitrain.train.run_state.state import TrainingState, read_state
 from omnitrain.train.saves import Saves
 
 
@@ -404,11 +400,7 @@ class Trainer:
         return loss, norm
 
     def train_step(self, batch: StepBatch) -> tuple[float, float]:
-        """One optimizer step over ``batch`` and the batches of all other ranks.
-
-        Returns the total loss and the gradient norm before clipping, the same on all ranks. Raises NonFiniteError: on
-        all ranks, before the update: no weight changes. The message names the samples.
-        """
+        """Return loss and gradient norm of a step, equal on all ranks; NonFiniteError: no weight changed."""
         settings, measures = self.recipe.train.optimizer, self.measures
         packs: list[PackLosses] = []
         part = self._accumulate(batch, self.watch.at, lambda pack, output: packs.append(PackLosses.of(pack, output)))

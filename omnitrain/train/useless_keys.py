@@ -22,8 +22,19 @@ _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kw
 def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> None:
     """Raise a UserError with one line for each key that ``recipe`` sets without an effect on its model."""
     idle = [*_of_parts(recipe, model), *_of_data(recipe, model, processor), *_of_experts(model)]
-    if problems := idle_problems(recipe, idle):
+    if problems := [*idle_problems(recipe, idle), *_impossible_sizes(recipe, model)]:
         raise UserError(*dict.fromkeys(problems))
+
+
+def _impossible_sizes(recipe: Recipe, model: OmniModel) -> Iterator[str]:
+    for name, sampling in recipe.evaluation.sampling.items() if recipe.evaluation else ():
+        try:
+            if name in model.decoders:
+                model.decoders[name].next_classes([], sampling.size)
+            elif sampling.size is not None:
+                raise UserError("text has no size; leave it out")
+        except UserError as error:
+            yield f"evaluation.sampling.{name}.size: {error}"
 
 
 def _of_parts(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:
@@ -37,7 +48,7 @@ def _of_parts(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:
         decoder = model.decoders[name]
         assert isinstance(decoder, TokenDecoder)
         kind = type(decoder.tokenizer).__name__
-        for key in {"image_size", "num_codebooks", "max_tokens"} - settings_of(decoder.codec):
+        for key in {"image_size", "image_sizes", "num_codebooks", "max_tokens"} - settings_of(decoder.codec):
             yield Idle(f"model.decoders.{name}.{key}", f"but a decoder with {kind} does not use it; remove it")
 
 

@@ -18,7 +18,7 @@ from omnitrain.ops.loss.cross_entropy import linear_cross_entropy
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.train.callbacks import Callback, CallbackError
-from omnitrain.train.metrics.early_stopping import StopWatcher
+from omnitrain.train.metrics.meter import StopWatcher
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.check import check_recipe

@@ -48,10 +48,7 @@ class ChatTemplate:
     """
 
     def __init__(self, owner: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Render short conversations to learn what the template of ``owner``, a processor or tokenizer, writes.
-
-        Raises UserError: there is no chat template, or it cannot render a plain question and answer.
-        """
+        """Learn what the template of ``owner`` writes; UserError: none, or no plain answer can be rendered."""
         if not getattr(owner, "chat_template", None):
             raise UserError(
                 f"{type(owner).__name__} has no chat template; set data.processor to a processor that has one, or "
@@ -70,11 +67,7 @@ class ChatTemplate:
         self.end = self._end()
 
     def render(self, messages: list[Message], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
-        """Return ``messages``, and the tools of :func:`~omnitrain.data.chat.parts.tools_of`, as text.
-
-        Raises ValueError: there are no messages, or the template refuses them; UserError: the template does not write
-        tools, or tool calls.
-        """
+        """Return messages and tools as text; ValueError: refused; UserError: no tools or calls are written."""
         if not messages:
             raise ValueError("the row has no messages")
         if tools and not self._takes_tools:

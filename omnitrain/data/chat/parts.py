@@ -62,10 +62,7 @@ def media_parts(messages: list[Message]) -> list[MediaPart]:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message is trained: those of the assistant are, unless their ``weight`` is 0.
-
-    Raises ValueError: a weight that this message cannot have.
-    """
+    """Whether a message is trained: an assistant's, unless its ``weight`` is 0; ValueError: a wrong weight."""
     is_assistant = message["role"] == "assistant"
     weight = message.get("weight")
     if weight is None:

@@ -20,10 +20,7 @@ _MIN_SHARE = 0.5
 
 
 def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
-    """Load the text tokenizer of a folder or Hub id, which ``key`` of the recipe names.
-
-    Raises UserError: there is no tokenizer, or it is incomplete (:func:`require_whole`).
-    """
+    """Load the tokenizer that ``key`` of the recipe names; UserError: none, or an incomplete one."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # each tokenizer class fails differently on missing or broken files
@@ -69,11 +66,7 @@ def require_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str)
 
 
 class TextEncoder:
-    """Encodes untrusted text, in which control tokens that are spelled out stay text.
-
-    Control tokens are the tokenizer's special tokens and the added tokens of the chat format. Other added tokens, such
-    as runs of blanks, are ordinary text.
-    """
+    """Encodes untrusted text, in which spelled special tokens, and tokens of the chat format, stay text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format_texts: Iterable[str]) -> None:
         """Find the control tokens. ``format_texts`` of the chat format delimit messages and media."""
@@ -96,10 +89,7 @@ class TextEncoder:
 
 
 def load_hf_processor(path: str | Path) -> ProcessorMixin | PreTrainedTokenizerBase:
-    """Load the processor of a folder or Hub id, or its tokenizer if it has no processor.
-
-    Raises UserError: there is no processor, a package that it needs is missing, or its tokenizer is incomplete.
-    """
+    """Load the processor of a folder or Hub id, or else its tokenizer; UserError: neither can be loaded."""
     try:
         processor = AutoProcessor.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
@@ -123,10 +113,7 @@ _GROUPS: dict[str, tuple[str, Any]] = {
 
 
 def require_known_arguments(processor: object, arguments: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise for arguments (by group) that the HF processor does not have; transformers would silently ignore them.
-
-    Raises UserError: an argument does not exist; the message suggests the nearest one.
-    """
+    """Raise UserError for arguments (by group) that transformers' processor would ignore."""
     for group, values in arguments.items():
         attribute, common = _GROUPS[group]
         typed_dict = getattr(getattr(processor, attribute, None), "valid_kwargs", None) or common

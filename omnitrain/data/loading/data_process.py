@@ -144,11 +144,7 @@ def end_with_parent() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process use the memory of freed arrays again, instead of giving it back to the kernel (glibc).
-
-    Decoded media and features are large arrays that live for milliseconds. A third of the time of preparing an image
-    would be page faults of new memory.
-    """
+    """Reuse freed memory (glibc): new pages would take a third of the time of preparing an image."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
@@ -156,10 +152,7 @@ def keep_freed_memory() -> None:
 
 
 def follow_main_process() -> None:
-    """Ignore signals, use one thread, and end when the parent process ends.
-
-    Ctrl-C, a hang-up and a scheduler's SIGTERM reach the whole process group; only the main process handles them.
-    """
+    """Ignore signals, which the main process handles, use one thread, and end when the parent ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()

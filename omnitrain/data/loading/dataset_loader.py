@@ -249,11 +249,7 @@ class DatasetLoader:
         return {"epoch": self.epoch, "steps": self.steps, "rows": rows, "length": length, "seed": seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step of :meth:`state_dict`. Of an iterable dataset, ``rows`` rows are read and dropped.
-
-        Raises UserError: the dataset had another length, or ``global_batch_size``, ``shuffle`` or ``seed`` were others,
-        so the steps had other rows.
-        """
+        """Continue after :meth:`state_dict`'s step; UserError: its steps had other rows."""
         own = self.state_dict()
         if own["seed"] != state["seed"]:
             raise UserError(

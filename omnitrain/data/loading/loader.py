@@ -15,7 +15,7 @@ from typing import Any, overload
 import numpy as np
 
 from omnitrain.data.loading.data_process import run_ahead
-from omnitrain.data.loading.dataset_loader import Collate, DatasetLoader, MapDataset
+from omnitrain.data.loading.dataset_loader import DatasetLoader, MapDataset
 from omnitrain.data.loading.order import SampleOrder, SourceShare
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.row_processes import PreparedRows, SlotRows, prepare_some
@@ -50,7 +50,7 @@ class LoaderOptions:
 
     Attributes:
         seed: seed of the data order.
-        state: state to resume from: that of :meth:`StepLoader.state`, merged if there are several ranks.
+        state: state to resume from: the result of :meth:`StepLoader.state`, merged if there are several ranks.
         alone: make packs of one sample, for a model that cannot keep several samples apart (``not
             model.runner.contract.packs``).
         without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
@@ -102,11 +102,7 @@ class _Steps:
     same: SameSamples | None  # if one of several ranks prepares their samples
 
     def make(self) -> Generator[MadeStep, None, None]:
-        """Yield steps without end. One of ``data.workers`` processes runs this; the others prepare rows for it.
-
-        Raises UserError: the model cannot use the data; TrainingError: a process that prepares rows was killed, or
-        another rank failed.
-        """
+        """Yield steps without end; UserError: unusable data; TrainingError: a process or another rank failed."""
         context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
         with context, contextlib.closing(self._packed()) as own:
             steps: Generator[MadeStep, None, None] = own
@@ -158,8 +154,8 @@ class StepLoader:
         sources: the open data sets.
         order: order of their rows.
         rows: prepares the rows.
-        rejected: id -> row that this rank has skipped so far, after those of the state from which it continues. Of
-            ranks that hold the same samples, the one that prepares them has these rows.
+        rejected: id -> row that this rank has skipped so far, after rows of the state from which it continues. Of
+            ranks that hold the same samples, the rank that prepares them has these rows.
         reasons: source -> kind of reason -> number of these rows, each counted in its first epoch.
     """
 
@@ -170,10 +166,7 @@ class StepLoader:
         data: Data,
         options: LoaderOptions = LoaderOptions(),
     ) -> None:
-        """Prepare the steps of a rank from the open data sets of ``data``.
-
-        Raises UserError: ``data.pack_elements`` has a component that the model does not have.
-        """
+        """Prepare a rank's steps from open data sets; UserError: ``data.pack_elements`` has an unknown name."""
         rank, ranks, slots, peers = options.rank, options.ranks, options.slots, options.peers
         share, start = share_of_rank(rank, ranks, slots), options.state or LoaderState()
         if share.num_shares > 1 and options.idle is None:
@@ -316,11 +309,7 @@ def first_samples(
     without_tails: bool = False,
     may_ask: bool = False,
 ) -> list[tuple[str, Sample | Rejected | UserError]]:
-    """Prepare the first usable row of every metrics source of each data set, and return it with the source's name.
-
-    This shows quickly whether a model can use the data. A row's ``index`` is its position in the source. If all of the
-    first rows are rejected, the first one is returned. Arguments as of :class:`PreparedRows`.
-    """
+    """Prepare the first usable row of each metrics source (else the first row), with the source's name."""
     rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong, may_ask=may_ask)
     groups = [(s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items()]
     firsts = prepare_some(rows, [(0, s, group[0]) for s, _, group in groups])
@@ -333,10 +322,7 @@ def first_samples(
 
 
 def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
-    """Prepare the first row of each kind, to find media that no component reads or writes before training.
-
-    Raises UserError: the model cannot use the data; the message has one line per problem.
-    """
+    """Prepare the first row of each kind; UserError: one line for each way the model cannot use the data."""
     rows = PreparedRows(sources, processor, budget=None)
     firsts = [(s, position) for s, table in enumerate(sources) for position in table.first_of_each_kind()]
     tried = prepare_some(rows, [(i, s, position) for i, (s, position) in enumerate(firsts)])
@@ -351,27 +337,10 @@ def build_dataloader(data: Data, processor: OmniProcessor, **options: Any) -> St
 
 @overload
 def build_dataloader(
-    data: MapDataset | Iterable[Any],
-    processor: OmniProcessor | None = None,
-    *,
-    micro_batch_size: int | None = None,
-    pack_tokens: int | None = None,
-    global_batch_size: int | None = None,
-    collate_fn: Collate | Sequence[Collate] | None = None,
-    shuffle: bool | None = None,
-    num_workers: int = 0,
-    seed: int = 0,
-    max_tokens: int | None = None,
-    without_tails: bool = False,
-    rank: int | None = None,
-    ranks: int | None = None,
+    data: MapDataset | Iterable[Any], processor: OmniProcessor | None = None, **options: Any
 ) -> DatasetLoader: ...
-
-
 @overload
 def build_dataloader(*, dataset: MapDataset | Iterable[Any], **options: Any) -> DatasetLoader: ...
-
-
 def build_dataloader(
     data: Any = None, processor: OmniProcessor | None = None, *, dataset: Any = None, **options: Any
 ) -> StepLoader | DatasetLoader:

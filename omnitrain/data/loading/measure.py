@@ -153,10 +153,7 @@ class _MeasuredRows:
 def rows_read(
     lengths: Sequence[int], measured: Sequence[Sequence[Measured]], data: Data, steps: int, rows_per_step: float
 ) -> list[float]:
-    """Return how many rows of each data set a run of ``steps`` reads, by the weights of its stages, up to their epochs.
-
-    Data sets have ``lengths`` rows; some rows are ``measured``.
-    """
+    """Return the rows that ``steps`` read of each data set, of ``lengths`` rows, some of them ``measured``."""
     weights = np.array(data.stage_weights())  # [stages, data sets]
     if data.weights_by == "tokens":
         weights = weights / [_tokens_per_draw(rows) for rows in measured]

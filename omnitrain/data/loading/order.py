@@ -38,11 +38,7 @@ def shuffled(positions: np.ndarray, length: int, key: str) -> np.ndarray:
 
 
 def shuffled_in_blocks(positions: np.ndarray, blocks: Sequence[int], key: str) -> np.ndarray:
-    """Return the rows at ``positions`` of a permutation that keeps few blocks of rows in use at a time.
-
-    It shuffles the ``blocks`` (rows of each), and then the rows of every four that follow each other; else as
-    :func:`shuffled`.
-    """
+    """Permute blocks of rows, then the rows of every four of them, so that few blocks are in use."""
     if len(blocks) <= _BLOCKS_AT_A_TIME:
         return shuffled(positions, sum(blocks), key)
     order = shuffled(np.arange(len(blocks)), len(blocks), key)
@@ -115,7 +111,7 @@ class _Draws(NamedTuple):
 
     before: np.ndarray  # [sources], draws of each source before the first of them
     sources: np.ndarray  # [n], source of each draw
-    counts: np.ndarray  # [n], number from 0 of the draw among those of its source in this slot
+    counts: np.ndarray  # [n], number from 0 of the draw among the draws of its source in this slot
 
 
 class SampleOrder:
@@ -157,10 +153,7 @@ class SampleOrder:
         return bisect_right(self.stage_steps, step)
 
     def first_needed(self, source: int, index: int, held: Sequence[int] = (), begun: Sequence[int] = ()) -> int:
-        """Return the first position in the endless order of a source's rows that a slot may still draw.
-
-        Its next index is ``index``, and the samples of the indices ``held`` are drawn again.
-        """
+        """Return the first position of a source that a slot may still draw, ``held`` ones again."""
         following = int(self._drawn(index, 0, begun).before[source]) * self.slots + index % self.slots
         again = (self._position(one, begun) for one in held)
         return min([following, *(position for drawn, position in again if drawn == source)])

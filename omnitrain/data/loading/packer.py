@@ -78,10 +78,7 @@ class SlotPacker(Generic[Held]):
         )
 
     def choose(self) -> list[Held]:
-        """Return the samples of the next pack.
-
-        Raises UserError: the model cannot use a row, or all rows have been drawn in all their epochs.
-        """
+        """Return the samples of the next pack; UserError: an unusable row, or all epochs have ended."""
         for _ in range(self._num_unread):
             self._draw()
         self._num_unread, self._unread_pieces = 0, {}

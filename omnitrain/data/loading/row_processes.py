@@ -215,10 +215,7 @@ class RowProcesses:
             self._processes.append(_RowProcess(rows))
 
     def prepare(self, requests: Iterator[Sequence[Draw | Rejected]]) -> Generator[list[Prepared], None, None]:
-        """Yield batches of prepared rows in the order of ``requests``; rejected rows stay as they are.
-
-        Raises TrainingError: a process was killed, or a row raised an error that is no reason to reject it.
-        """
+        """Yield batches of prepared rows in order; TrainingError: a process was killed, or a row failed."""
         ahead: deque[_Batch] = deque()
         while True:
             while len(ahead) < self._most and (rows := next(requests, None)) is not None:
@@ -330,10 +327,7 @@ class SlotRows:
         self._batches = self._prepare()
 
     def take(self, slot: int) -> Sample | Rejected | None:
-        """Return the next row of a slot; None if its draws have ended.
-
-        Raises UserError: the model cannot use the row; TrainingError: a helper was killed.
-        """
+        """Return a slot's next row; None: the end; UserError: it is unusable; TrainingError: a helper was killed."""
         self._ahead[slot] -= 1  # must come first: without rows ahead the batch is requested in `next` below
         while not self._ready[slot]:
             if slot in self._arrived:

@@ -78,7 +78,7 @@ class LoaderState:
     Attributes:
         slots: slot -> its state. The state of one loader has the slots of its rank; :func:`merge_states` merges those
             of all ranks. Empty: the beginning of a run.
-        rejected: rows skipped so far, each once. The state of one loader has those that its rank met, after those of
+        rejected: rows skipped so far, each once. The state of one loader has rows that its rank met, after the rows of
             the state from which it continues.
         tokens_per_draw: mean tokens of a draw of each source, by which weights of tokens become shares of draws.
             Empty: weights are shares of draws.
@@ -94,10 +94,7 @@ class LoaderState:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the state that ``asdict`` turned into ``saved``.
-
-        Raises UserError: the run began with another order, of an earlier version of omnitrain.
-        """
+        """Return the state that ``asdict`` made ``saved``; UserError: it is of another order of data."""
         if (version := saved.get("order_version", 1)) != ORDER_VERSION:
             raise UserError(
                 f"the run began with version {version} of the order of data, and this version of omnitrain has only "
@@ -138,10 +135,7 @@ def merge_states(states: Sequence[LoaderState]) -> LoaderState:
 def reasons_by_source(
     of_ranks: Iterable[tuple[Iterable[int], Mapping[str, Mapping[str, int]]]],
 ) -> dict[str, dict[str, int]]:
-    """Add up how many rows all ranks have skipped, by source and kind of reason.
-
-    Each rank gives its slots and :attr:`StepLoader.reasons`; of ranks with the same slots the first counts.
-    """
+    """Add up rows skipped on all ranks by source and reason; of ranks with the same slots, the first's."""
     firsts: dict[tuple[int, ...], Mapping[str, Mapping[str, int]]] = {}
     for slots, reasons in of_ranks:
         firsts.setdefault(tuple(slots), reasons)
@@ -184,11 +178,7 @@ class SameSamples:
 
     @classmethod
     def of(cls, data_ranks: Sequence[int | None], size: int, slots: int, rank: int, swap: Swap) -> SameSamples | None:
-        """Return which ranks hold the same samples; None if every rank holds other ones.
-
-        ``data_ranks`` has each rank's rank among the ``size`` that draw different samples; None: it draws none. All
-        ranks must call ``swap``, which sends a parcel to every rank and returns those of all ranks.
-        """
+        """Return which ranks hold the same samples, by their ranks among ``size`` that draw; None: none do."""
         shares = tuple(share_of_rank(data_rank, size, slots) for data_rank in data_ranks)
         first_of: dict[tuple[int, ...], int] = {}
         firsts = tuple(first_of.setdefault(share.slots, i) if share.slots else i for i, share in enumerate(shares))
@@ -206,7 +196,7 @@ class SameSamples:
             yield pickle.loads(self.swap(nothing)[self.firsts[self.rank]])
 
     def send(self, steps: Iterator[MadeStep]) -> Generator[MadeStep, None, None]:
-        """Yield the steps of this rank, and send those of other ranks that hold the same samples to them."""
+        """Yield this rank's steps, and send the steps of ranks that hold the same samples to these ranks."""
         others = [rank for rank, first in enumerate(self.firsts) if first == self.rank != rank]
         for step in steps:
             of_shares = {self.shares[rank].share for rank in others}

@@ -64,7 +64,7 @@ Held = TypeVar("Held", bound=Sample | Measure)
 def fill_pack(held: Sequence[Held], budget: PackBudget, *, alone: bool = False) -> list[Held]:
     """Return the oldest sample and the largest others that still fit, so packs are dense and no sample waits forever.
 
-    The largest sample is the longest one. If encoders have budgets, it is the one that leaves the least room, by the
+    The largest sample is the longest one. If encoders have budgets, it is the sample that leaves the least room, by the
     sum of the squares of the free shares of all budgets (norm-based greedy of Panigrahy et al., 2011): a pack that has
     many images already takes texts.
 
@@ -102,10 +102,7 @@ def _largest_by_all_budgets(first: Held, others: Sequence[Held], budget: PackBud
 
 
 def balanced_shares(samples: Sequence[Sample], num_shares: int) -> list[list[Sample]]:
-    """Divide the samples of a pack among several ranks, with about as many tokens for every rank, or none.
-
-    Equal arguments give equal results on every machine.
-    """
+    """Divide a pack's samples among ranks, about equal in tokens, in the same way on every machine."""
     if num_shares == 1:
         return [list(samples)]
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
@@ -114,11 +111,7 @@ def balanced_shares(samples: Sequence[Sample], num_shares: int) -> list[list[Sam
 
 
 def pack_all(samples: Iterable[Sample], capacity: int | PackBudget, *, alone: bool = False) -> Iterator[Pack]:
-    """Yield packs of a finite stream, for evaluation. Every sample is used once.
-
-    ``capacity``: the most that a pack may hold, or the most tokens. A sample whose media exceed it has its own pack.
-    Raises ValueError: a sample has more tokens than a pack may hold.
-    """
+    """Yield packs of a finite stream, within ``capacity`` if a sample is; ValueError: one has too many tokens."""
     budget = PackBudget(capacity) if isinstance(capacity, int) else capacity
     held: list[Sample] = []
     room = budget.limits

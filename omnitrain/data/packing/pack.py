@@ -47,11 +47,7 @@ class MediaGroup:
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """All items of one component in a pack.
-
-    ``positions``: ``[rows]`` int64, index of the token that each output row of the component fills, in order of groups
-    and items; always on the host.
-    """
+    """All items of a component; ``positions``: ``[rows]`` int64, token of each output row, in order, on the host."""
 
     groups: tuple[MediaGroup, ...]  # the items by shape; usually one group, and no item is ever padded
     positions: torch.Tensor
@@ -149,11 +145,7 @@ class Pack:
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> Pack:
-        """Concatenate samples, sorted by length so that attention can batch samples of equal length.
-
-        Raises ValueError: there are no samples, their position axes or per-token arguments differ, or one of several
-        must be alone.
-        """
+        """Concatenate samples, sorted by length; ValueError: there are none, or they cannot share a pack."""
         if not samples:
             raise ValueError("a pack needs at least one sample")
         _check_alike(samples)

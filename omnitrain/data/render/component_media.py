@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from omnitrain.data.chat.parts import MediaPart
 from omnitrain.data.packing.sample import Features, MediaItem
@@ -15,22 +15,22 @@ from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.errors import UserError
 
 
-class MediaAdapter(Protocol):
-    """Prepares media for a component, without its weights."""
+class ComponentAdapter:
+    """Converts media to the inputs of a component; it has no weights and runs in data workers."""
 
-    modalities: tuple[str, ...]
-    max_frames: int
-    fps: float | None
+    modalities: tuple[str, ...] = ()  # of ``image``, ``audio``, ``video``
+    max_frames: int = 1  # the most frames to read from a video
+    fps: float | None = None  # frames to read from a second of a video; None: all, up to ``max_frames``
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """Return the arguments of one item (arrays that concatenate along axis 0) and its number of tokens."""
-        ...
+        """Return features and tokens of an image, ``Waveform`` or frames; ValueError: not this item."""
+        raise NotImplementedError
 
 
 class AttachedMedia:
     """The attached encoders (``readers``) and decoders: modality -> name and adapter."""
 
-    def __init__(self, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]) -> None:
+    def __init__(self, readers: Mapping[str, ComponentAdapter], writers: Mapping[str, ComponentAdapter]) -> None:
         """Index adapters, given by component name; UserError: two of them handle the same modality."""
         self.readers = _by_modality("encoders", readers)
         self.writers = _by_modality("decoders", writers)
@@ -45,10 +45,7 @@ class AttachedMedia:
         return part.modality in (self.writers if part.is_target else self.readers)
 
     def prepare(self, row: Row, part: MediaPart) -> tuple[str, MediaItem]:
-        """Return the component's name and the item of a part that :meth:`handles` accepts.
-
-        Raises ValueError: the medium is missing or damaged, or the component cannot use it.
-        """
+        """Return name and item of a part that :meth:`handles` accepts; ValueError: its medium is unusable."""
         name, adapter = (self.writers if part.is_target else self.readers)[part.modality]
         with row.open_media(part.modality, part.position) as file:
             if file.reading.min_pixels or file.reading.max_pixels:
@@ -71,8 +68,8 @@ class AttachedMedia:
         return FrameChoice(None, {}, file.reading.over(own))
 
 
-def _by_modality(kind: str, adapters: Mapping[str, MediaAdapter]) -> dict[str, tuple[str, MediaAdapter]]:
-    owners: dict[str, tuple[str, MediaAdapter]] = {}
+def _by_modality(kind: str, adapters: Mapping[str, ComponentAdapter]) -> dict[str, tuple[str, ComponentAdapter]]:
+    owners: dict[str, tuple[str, ComponentAdapter]] = {}
     for name, adapter in adapters.items():
         for modality in adapter.modalities:
             if modality in owners:

@@ -69,12 +69,7 @@ class MediaExpander:
         audio_in_video: bool,
         reading: Reading,
     ) -> None:
-        """Check that the processor knows the modalities that the foundation reads.
-
-        Every call of ``processor`` has the ``arguments``. ``reading`` holds if neither part nor data set says another.
-        Raises UserError: the processor has no token for a modality, cannot read videos with their sound, or does not
-        read what ``reading`` says.
-        """
+        """Check the processor; UserError: it lacks a modality's token, or cannot read as it should."""
         self._processor, self.name = processor, type(processor).__name__
         self._arguments = {**arguments, "return_tensors": "pt"}
         self._audio_in_video, self._reading = audio_in_video, reading

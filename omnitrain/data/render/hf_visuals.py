@@ -23,11 +23,7 @@ _SIDE, _PIXELS = 1 << 16, 1 << 18  # of a picture that is reduced, and of what i
 
 @dataclass(frozen=True)
 class FrameChoice:
-    """Which frames of a video a HF video processor gets.
-
-    Without a number of frames in ``reading``, the processor's own ``sample_frames`` chooses them, as if the video had
-    a constant rate.
-    """
+    """Which frames a HF video processor gets: a number of them, or as its ``sample_frames`` chooses."""
 
     component: Any  # the video processor; None: there is none
     arguments: Mapping[str, Any]  # of its call in the recipe
@@ -106,12 +102,7 @@ class FrameChoice:
 def pixel_arguments(
     component: Any, arguments: Mapping[str, Any], reading: Reading, num_frames: int = 0
 ) -> dict[str, Any]:
-    """Return arguments of a HF image or video processor that keep ``min_pixels`` and ``max_pixels`` of each picture.
-
-    Without limits in ``reading``, nothing is returned. ``num_frames``: of the video; 0: it is an image. Raises
-    UserError: the processor does not choose the size of a picture by its pixels, or ``min_pixels`` is above
-    ``max_pixels``.
-    """
+    """Return arguments that keep limits of pixels (``num_frames`` 0: of an image); UserError: it has no such."""
     least, most = reading.min_pixels, reading.max_pixels
     if least is None and most is None:
         return {}

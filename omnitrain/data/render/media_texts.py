@@ -147,12 +147,7 @@ class ForwardEncoder:
     def encode(
         self, row: Row, text: str, answers: Sequence[Span], inserts: Sequence[Insert], *, adds_special: bool
     ) -> Sample:
-        """Encode the template's ``text`` with the processor's outputs that the forward takes.
-
-        ``answers`` are its characters that are trained, and ``inserts`` every medium, in the order of the text. Raises
-        ValueError: this conversation cannot be used; UserError: no conversation can be used, because the processor does
-        not fit.
-        """
+        """Encode ``text`` with media in place; ValueError: not this conversation; UserError: none."""
         pieces = list(_pieces(text, inserts))
         media = [insert.medium for insert in inserts if isinstance(insert, ForwardInsert)]
         shown = [self._expander.tokens[medium.modality] for medium in media]

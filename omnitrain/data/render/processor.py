@@ -15,7 +15,7 @@ from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trai
 from omnitrain.data.chat.text_tokenizer import TextEncoder, load_tokenizer
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import NATIVE_PREFIX, Rejected, Sample
-from omnitrain.data.render.component_media import AttachedMedia, MediaAdapter
+from omnitrain.data.render.component_media import AttachedMedia, ComponentAdapter
 from omnitrain.data.render.condition import CONDITION, without_condition
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import ChatRenderer, Renderer
@@ -46,7 +46,7 @@ class OmniProcessor:
     """
 
     def __init__(
-        self, renderer: Renderer, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]
+        self, renderer: Renderer, readers: Mapping[str, ComponentAdapter], writers: Mapping[str, ComponentAdapter]
     ) -> None:
         """Check that each modality has at most one of ``readers`` (encoder name -> adapter) and of ``writers``.
 
@@ -207,15 +207,11 @@ class OmniProcessor:
     def from_pretrained(
         cls,
         folder: str | Path,
-        readers: Mapping[str, MediaAdapter],
-        writers: Mapping[str, MediaAdapter],
+        readers: Mapping[str, ComponentAdapter],
+        writers: Mapping[str, ComponentAdapter],
         native: NativeInputs | None = None,
     ) -> OmniProcessor:
-        """Load a processor that :meth:`save_pretrained` saved. ``model.media_adapters()`` gives the adapters.
-
-        ``native`` are the native media of the foundation; None: it has none. Raises UserError: ``folder`` has no omni
-        processor, or no complete tokenizer.
-        """
+        """Load what :meth:`save_pretrained` saved; UserError: it is not in ``folder``."""
         settings_file = Path(folder, _SETTINGS_FILE)
         if not settings_file.is_file():
             raise UserError(f"{settings_file} is missing: {folder} is not a checkpoint that omnitrain saved")
@@ -252,10 +248,7 @@ def _not_trained(row: Row, sample: Sample) -> str:
 
 
 def parts_of_items(components: Sequence[str], row: Row, processor: OmniProcessor) -> list[MediaPart | None]:
-    """Return the part that each item of the sample of ``row`` shows. None: it is not known, as for a video's sound.
-
-    ``components`` has the component of each item, in the order of the sample.
-    """
+    """Return the part that each item shows, by the ``components`` of the items in order; None: unknown."""
     by_component: dict[str, list[MediaPart]] = {}
     for part in media_parts(row.messages):
         attached = (processor.writers if part.is_target else processor.readers).get(part.modality)

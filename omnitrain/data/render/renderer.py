@@ -24,7 +24,7 @@ from omnitrain.recipe import ChatFormat
 
 
 class Renderer(ABC):
-    """A chat format: that of the recipe (:class:`ChatRenderer`), or a HF template (:class:`TemplateRenderer`).
+    """A chat format: the recipe's own (:class:`ChatRenderer`), or a HF template (:class:`TemplateRenderer`).
 
     Attributes:
         tokenizer: the text tokenizer.
@@ -43,18 +43,12 @@ class Renderer(ABC):
     reads: frozenset[str] = frozenset()
 
     def start_token(self, modality: str) -> int:
-        """Return the id of the token before a medium that an attached component reads or writes.
-
-        Raises UserError: it is not one token of the tokenizer.
-        """
+        """Return the id of the token before an attached medium; UserError: it is not one token."""
         return single_token(self.tokenizer, modality, getattr(self.chat, modality))
 
     @abstractmethod
     def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
-        """Encode ``messages`` with the media of ``row``; for generation, append the opening of an assistant message.
-
-        Raises ValueError: this row cannot be used; UserError: no such row can be used.
-        """
+        """Encode ``messages`` with the row's media; ValueError: not this row; UserError: no such row."""
 
     @abstractmethod
     def encode_text(self, row: Row, ids: list[int]) -> Sample:
@@ -95,10 +89,7 @@ class ChatRenderer(Renderer):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, refused: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Check that the end is one token of the tokenizer, or raise UserError.
-
-        ``refused``: modality that the foundation could read with another format -> why not with this one.
-        """
+        """Check that the end is one token; ``refused``: modality that other formats can have read -> why."""
         self.tokenizer, self.chat = tokenizer, chat
         self.refused_modalities = dict(refused)  # a copy that can be pickled
         self.end_token = single_token(tokenizer, "end", chat.end)
@@ -169,11 +160,7 @@ def _sample(row: Row, ids: list[int], trained: list[bool], spans: Sequence[Media
 
 
 def _render(messages: list[Message], chat: ChatFormat) -> list[_Text | MediaPart]:
-    """Return messages as a sequence of texts and media. Assistant content and its ``end`` are trained.
-
-    Raises UserError: a message has a role or field that the format cannot write; ValueError: a message has an invalid
-    weight.
-    """
+    """Return messages as texts and media; UserError: no such role or field; ValueError: a wrong weight."""
     pieces: list[_Text | MediaPart] = []
     media = iter(media_parts(messages))
     for message in messages:

@@ -286,10 +286,7 @@ class TemplateRenderer(Renderer):
 
     @classmethod
     def from_recipe(cls, data: Data, foundation: str, native: NativeInputs | None) -> TemplateRenderer:
-        """Build the renderer of a recipe; of the ``foundation`` (a folder or Hub id) if ``data`` names no processor.
-
-        Raises UserError: there is no processor, or it does not fit.
-        """
+        """Build a recipe's renderer, of ``foundation`` unless ``data`` names a processor."""
         processor = load_hf_processor(data.processor or foundation)
         arguments = {kind: values for kind, values in data.processor_arguments.model_dump().items() if values}
         require_known_arguments(processor, arguments)

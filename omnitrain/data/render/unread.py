@@ -35,10 +35,7 @@ _SUFFIXES = {
 def require_shown(
     train: Sequence[RowSource], heldout: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]
 ) -> None:
-    """Check that messages show all media of data sets, and that all but the ``spared`` components get ``train`` data.
-
-    Raises UserError: media or components would not be trained; the message has one line per problem.
-    """
+    """Raise UserError for media that no message shows, and for components (but ``spared``) without data."""
     hidden = chain.from_iterable(_hidden(source, processor) for source in (*train, *heldout))
     if problems := dict.fromkeys([*hidden, *_unfed(train, processor, spared)]):
         raise UserError(*problems)
@@ -142,11 +139,7 @@ _SHOWN_COLUMNS = 12  # of a note
 
 
 def unread_notes(sources: Iterable[RowSource], renderer: Renderer, recipe: Recipe) -> list[str]:
-    """Return a line for each data set with keys that nothing reads, and for each whose format was recognised.
-
-    The chat format may read further keys, and a scorer of the recipe all columns. Raises UserError: see
-    :meth:`RowSource.__getitem__`.
-    """
+    """Return a line for each data set with keys that nothing reads, or with a recognised format."""
     scored = recipe.evaluation is not None and recipe.evaluation.scorer is not None
     known = renderer.reads | HARMLESS
     return [line for source in sources for line in (_recognised(source), _note(source, known, scored)) if line]

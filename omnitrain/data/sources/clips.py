@@ -98,10 +98,7 @@ def animation_clip(animation: ImageFile.ImageFile, choose: Choose, start: float,
 
 
 def _animation_times(animation: ImageFile.ImageFile, decoded: dict[int, Image.Image]) -> list[float]:
-    """Return when each frame begins, in seconds, and keep the frames that are decoded to find it, if there is room.
-
-    Of AVIF the last one is enough: the first begins at 0, and the others count as even.
-    """
+    """Return when frames begin, in seconds, and keep those decoded for it; of AVIF, the last is enough."""
     total = getattr(animation, "n_frames", 1)
     if animation.format == "AVIF":
         decoded[total - 1] = _frame_at(animation, total - 1)
@@ -166,10 +163,7 @@ def _clip_without_times(container: Any, stream: Any, total: int, choose: Choose,
 
 
 def _choose(times: Sequence[float], choose: Choose, start: float, stop: float) -> _Chosen:
-    """Choose frames that begin from ``start`` to ``stop``, both in seconds after the first.
-
-    Raises ValueError: there are none, or the file does not say when its frames begin.
-    """
+    """Choose frames that begin from ``start`` to ``stop``, seconds after the first; ValueError: none, or no times."""
     if not times:
         raise ValueError("video without frames")
     if len(times) > 1 and times[-1] <= times[0]:
@@ -200,10 +194,7 @@ def _nearest(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _frames_from(container: Any, stream: Any, key: tuple[int, int | None], time: int) -> Iterator[Any]:
-    """Return the frames from a key frame on, or from one before it, but not after ``time``.
-
-    ``key`` is when the key frame is shown, and when it is decoded, by which some formats seek (AVI).
-    """
+    """Return frames from a key frame on, not after ``time``; ``key``: when it is shown, and decoded (for AVI)."""
     for start in key:
         if start is not None:
             container.seek(start, stream=stream)

@@ -45,18 +45,12 @@ class FileVersion:
 
 @dataclass(frozen=True)
 class FileReader:
-    """Reads files by path or URL: http and https by itself, other URLs (s3, gs, hf, memory, ...) with fsspec.
-
-    It keeps no connection and can be used in any process.
-    """
+    """Reads files by path or URL, in any process: http and https by itself, other URLs (s3, gs, ...) with fsspec."""
 
     seconds: float = 60.0  # for one call with a URL, all tries together
 
     def version(self, file: str) -> FileVersion:
-        """Return the size and version of a file.
-
-        Raises FileNotFoundError: there is no such file; ReadError: the URL could not be read in time.
-        """
+        """Return size and version of a file; FileNotFoundError: none there; ReadError: not read in time."""
         if not is_url(file):
             found = os.stat(file)
             return FileVersion(found.st_size, str(found.st_mtime_ns))
@@ -68,11 +62,7 @@ class FileReader:
         return FileVersion(int(info["size"]), str(next(filter(None, tags), "")))
 
     def read(self, file: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes from ``start`` to ``stop`` (None: the end).
-
-        Raises FileNotFoundError: there is no such file; OSError: a file of this machine cannot be read; ReadError: the
-        URL could not be read in time.
-        """
+        """Return bytes from ``start`` to ``stop``; FileNotFoundError: none there; else OSError, ReadError."""
         if not is_url(file):
             with open(file, "rb") as stream:
                 stream.seek(start)

@@ -49,10 +49,7 @@ def suffix_of(file: str) -> str:
 
 
 def files_of(source: DataSource) -> tuple[list[str], str | None]:
-    """Return the files of a data set (none: it is one of the Hub), and the folder of its media.
-
-    Raises DataError: the files have several formats, or the path leads to nothing.
-    """
+    """Return files (none: a data set of the Hub) and media folder; DataError: several formats, or no file."""
     folder = Path(source.path)
     if not is_url(source.path) and folder.is_dir():
         for name in _MANIFESTS:
@@ -85,10 +82,7 @@ def _require_one_format(path: str, files: Sequence[str]) -> None:
 
 
 def open_table(source: DataSource, files: Sequence[str], reader: FileReader) -> Table:
-    """Open the files of a data set, which have one format, or the Hub's data set if there are none.
-
-    Raises DataError: they cannot be read.
-    """
+    """Open files of one format, or the Hub's data set if there are none; DataError: they cannot be read."""
     kind = FORMATS[suffix_of(files[0])] if files else "Hub"
     try:
         return _open(source, files, kind, reader)

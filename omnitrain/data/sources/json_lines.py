@@ -34,14 +34,11 @@ _PART = 1 << 24  # bytes of a URL that are read at once for the index of its lin
 class JsonLines(Table):
     """Reads rows from their files on demand. Blank lines are skipped, and rows may have different columns.
 
-    Values keep their JSON types, so digits in quotes stay text. ``kinds`` of large data sets are those of some rows.
+    Values keep their JSON types, so digits in quotes stay text. Some rows show the ``kinds`` of large data sets.
     """
 
     def __init__(self, files: Sequence[str], choose: Choose, *, reader: FileReader) -> None:
-        """Find the rows, check them (some of them if there are many), and keep the source and kinds of these.
-
-        Raises DataError: lines are not rows; the message gives their files and line numbers. Or ``choose`` raises it.
-        """
+        """Find and check the rows; DataError: wrong lines, by file and number, or what ``choose`` raises."""
         self._reader = reader
         self._files = [file if is_url(file) else str(Path(file).absolute()) for file in files]
         self._spans = [row_spans(file, self._reader) for file in self._files]
@@ -93,10 +90,7 @@ class JsonLines(Table):
                 position += 1
 
     def _some(self, length: int, most: int) -> Iterator[tuple[int, bytes]]:
-        """Yield position and content of some of the first ``length`` rows, about ``most``, evenly spaced.
-
-        From a URL come some rows that follow each other with each read.
-        """
+        """Yield position and content of about ``most`` of the first ``length`` rows, evenly spaced."""
         reads = min(most, URL_READS) if is_url(self._files[0]) else most
         for first, following in pairwise([*evenly_spaced(length, reads), length]):
             file, begin = self._place(first)

@@ -26,10 +26,7 @@ _TO_THE_END = (0, 0xFFFFFFFF)  # what a writer that cannot go back leaves in a R
 
 
 def require_uncut(stream: BinaryIO) -> None:
-    """Check that a video file has all bytes that its container promises. Other containers pass.
-
-    Raises ValueError: it was cut.
-    """
+    """Check that a video file has all bytes that its container promises; ValueError: it was cut."""
     size = stream.seek(0, io.SEEK_END)
     stream.seek(0)
     head = stream.read(12)
@@ -145,10 +142,7 @@ class Waveform:
 
 
 def decode_image(file: MediaFile) -> Image.Image:
-    """Decode an upright RGB image of any format that Pillow reads; see :func:`as_rgb`.
-
-    Raises ValueError: ``file`` is not an image, or is damaged.
-    """
+    """Decode an upright RGB image (:func:`as_rgb`); ValueError: ``file`` is not an image, or is damaged."""
     with _readable("image", file):
         image: Image.Image = Image.open(file.begun())
         image.load()
@@ -156,11 +150,7 @@ def decode_image(file: MediaFile) -> Image.Image:
 
 
 def decode_audio(file: MediaFile) -> Waveform:
-    """Decode a sound of any format that libsndfile reads (wav, flac, ogg, mp3), and average its channels.
-
-    Of a part of a file, only the part is read and decoded. It ends with the file if ``stop`` is later. Raises
-    ValueError: ``file`` is not a sound file, is damaged, has no samples, or ends before the part.
-    """
+    """Decode a sound, or its part, to mono as libsndfile does; ValueError: damaged, empty, ends before the part."""
     with _readable("audio", file), soundfile.SoundFile(file.begun()) as sound:
         rate = sound.samplerate
         length = -1 if file.stop is None else round((file.stop - file.start) * rate)
@@ -202,20 +192,14 @@ def _animation(file: MediaFile) -> ImageFile.ImageFile | None:
 
 
 def decode_medium(modality: str, file: MediaFile, choose: Choose) -> Image.Image | Waveform | Clip:
-    """Decode an image, a sound, or the frames of a video that ``choose`` chooses.
-
-    Raises ValueError: ``file`` is damaged, or not of ``modality``.
-    """
+    """Decode an image, a sound, or frames that ``choose`` chooses; ValueError: damaged, or no ``modality``."""
     if modality == "video":
         return decode_clip(file, choose)
     return decode_image(file) if modality == "image" else decode_audio(file)
 
 
 def decode_soundtrack(file: MediaFile) -> Waveform | None:
-    """Decode the sound of a video, from when its first frame (or that of the part) is shown; None if it has no sound.
-
-    Raises ValueError: as of :func:`decode_clip`.
-    """
+    """Decode a video's sound from its first frame (of the part) on; None: it has none; ValueError: damaged."""
     if _animation(file) is not None:
         return None  # Pillow's formats have no sound; all others need PyAV
     sound = _with_av(file, lambda container: film_sound(container, *file.part))
@@ -232,10 +216,7 @@ def _readable(kind: str, file: MediaFile) -> Iterator[None]:
 
 @contextmanager
 def costing_one_row(what: str) -> Iterator[None]:
-    """Turn errors of a third-party processor into a ValueError, so that a bad medium costs one row and not the run.
-
-    Errors that concern every medium (``UserError``, ``ImportError``) stay. ``what`` names the processor and the medium.
-    """
+    """Turn errors of a HF processor, which ``what`` names, into a ValueError, which costs one row."""
     try:
         yield
     except (ValueError, ImportError):

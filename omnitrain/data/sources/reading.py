@@ -9,7 +9,7 @@ from typing import Any
 
 from omnitrain.recipe.data import VISUAL_KEYS
 
-# Key of a part or a file -> (field it sets, modalities that have it). Our own keys, and those of Qwen's utilities.
+# Key of a part or a file -> (field it sets, modalities that have it). Our own keys, and the keys of Qwen's utilities.
 _KEYS = {
     "start": ("start", ("audio", "video")),
     "stop": ("stop", ("audio", "video")),
@@ -33,10 +33,7 @@ class Reading:
     max_pixels: int | None = None
 
     def over(self, other: Reading) -> Reading:
-        """Return what is said here, and for the rest what ``other`` says, unless it contradicts.
-
-        A number of frames replaces a rate, and a limit of pixels one that is on its wrong side.
-        """
+        """Return what is said here, and for the rest what ``other`` says, unless it contradicts."""
         said = {name: value for name, value in asdict(self).items() if value is not None}
         if self.num_frames is not None:
             other = replace(other, fps=None, max_frames=None)
@@ -58,10 +55,7 @@ def reading_keys(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part_and_reading(value: Any, modality: str, place: str) -> tuple[float, float | None, Reading]:
-    """Return where the part of a file to decode starts and stops, in seconds, and how it is read.
-
-    Raises ValueError: a key has a wrong value, is of another modality, or two keys say the same.
-    """
+    """Return start and stop of a file's part in seconds, and how it is read; ValueError: wrong keys."""
     given = reading_keys(value) if isinstance(value, dict) else {}
     keys: dict[str, str] = {}  # what is said -> the key that says it
     for key in given:

@@ -182,10 +182,7 @@ class RowSource(Sequence[Row]):
             self._table.skip(rows)
 
     def __getitem__(self, position: int) -> Row:  # type: ignore[override]
-        """Return a row; one that cannot be read has a ``problem``.
-
-        Raises UserError: a message has a role that nobody knows.
-        """
+        """Return a row; one that cannot be read has a ``problem``; UserError: an unknown role."""
         return self._read(self._table.__getitem__, position)
 
     def outline(self, position: int) -> Row:
@@ -217,10 +214,7 @@ class RowSource(Sequence[Row]):
         return {"messages": messages, "media": {m: self._located(files[m]) for m in MODALITIES}}
 
     def _lacking(self, record: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> list[str]:
-        """Return the columns without the file that a row with a response needs, with the keys that name them.
-
-        In a tar shard, each media column is a file that belongs to the row. Elsewhere a row with a prompt needs none.
-        """
+        """Return file columns that a row with a response lacks: in a tar shard any, else all without a prompt."""
         names = {m: getattr(self.columns, f"{m}s") for m in MODALITIES}
         held = [m for m, name in names.items() if name in self._table.column_names]
         empty = [f"{names[m]!r} (columns.{m}s)" for m in held if not any(map(is_file, media[m]))]
@@ -251,7 +245,7 @@ class RowSource(Sequence[Row]):
     def kinds(self) -> Mapping[tuple[Any, Any], int]:
         """Kind of messages -> position of the first row that has it; see :class:`Table`.
 
-        Types of parts are modalities here. If the table has no messages of its own, the kinds are those of some rows.
+        Types of parts are modalities here. If the table has no messages of its own, some rows show the kinds.
         """
         if self._has_documents:
             return {("document", None): 0}
@@ -297,11 +291,7 @@ def _or_data_error(name: str) -> Iterator[None]:
 
 
 def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
-    """Open every data set.
-
-    Raises DataError: data sets cannot be used; the message has one line per problem; UserError: ``sources`` are not
-    data sources.
-    """
+    """Open every data set; DataError: one line per unusable one; UserError: ``sources`` are not data sources."""
     if [one for one in sources if not isinstance(one, DataSource)]:  # a string would iterate over its letters
         raise UserError(
             f"sources: found {sources!r}; expected a list of DataSource, such as [DataSource(path='rows.jsonl')]"
@@ -360,10 +350,7 @@ def _missing_columns(found: Sequence[str], source: DataSource, columns: Columns,
 
 
 def row_of(record: dict[str, Any], columns: Columns, name: str, source: str) -> tuple[Row, dict[str, list[Any]]]:
-    """Return the row of a record without its content, and its files by modality; take their columns out of the record.
-
-    ``name`` and ``source`` are for a record without an id or a source.
-    """
+    """Take a row without content, and files by modality, out of a record; ``name``, ``source``: if it has none."""
     held = {m: record.pop(getattr(columns, f"{m}s"), None) for m in MODALITIES}
     media = {m: list(one) if isinstance(one, (list, tuple)) else [one] * (one is not None) for m, one in held.items()}
     row = Row(

@@ -44,10 +44,7 @@ class Table(ABC):
 
     @abstractmethod
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """Return a record.
-
-        Raises ReadError: this record cannot be read; DataError: no later record can be read, either.
-        """
+        """Return a record; ReadError: not this one; DataError: no later one either."""
 
     @abstractmethod
     def examples(self, length: int) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -39,10 +39,7 @@ class TarShards(Table):
     """
 
     def __init__(self, files: Sequence[str], choose: Choose, *, reader: FileReader) -> None:
-        """Read the index of each shard, or build it.
-
-        Raises DataError: a file is no tar file, or a compressed one; or ``choose`` raises it.
-        """
+        """Read or build the index of each shard; DataError: no tar file, or a compressed one."""
         self._files, self._reader = list(files), reader
         self._indexes = [index_of(file, _INDEX, reader.version(file), partial(_index, file, reader)) for file in files]
         self._ends = list(accumulate(map(len, self._indexes)))
@@ -124,11 +121,7 @@ def _neighbours(members: Sequence[_Member]) -> Iterator[list[_Member]]:
 
 
 def _index(file: str, reader: FileReader) -> pa.Table:
-    """Return the key of each row and where its files are, in the order of the rows' first files.
-
-    A file joins the last row of its key, wherever that is. If it is no neighbour and that row has its suffix already,
-    it begins another row.
-    """
+    """Return key and files of each row: a file joins its key's last row, unless that is apart and has its suffix."""
     keys: list[str] = []
     members: list[list[dict[str, Any]]] = []
     last: dict[str, int] = {}  # key -> its last row

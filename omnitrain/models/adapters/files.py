@@ -2,7 +2,7 @@
 
 Of ``E`` experts, our A ``[E, r, in]`` is peft's ``[E*r, in]``; our B ``[E, out, r]`` is peft's ``[out, r*E]``, where
 column ``j*E + e`` is column j of expert e. peft wraps a module once for each of its parameters with adapters: the
-adapters of the last parameter are at the module, those of the parameter before it at its ``base_layer``.
+adapters of the last parameter are at the module, the adapters of the parameter before it at its ``base_layer``.
 """
 
 from __future__ import annotations
@@ -96,10 +96,7 @@ def save_adapter_configs(model: PreTrainedModel, folder: Path) -> None:
 
 
 def stored_adapters(model: ComponentModel, path: str | Path) -> dict[str, Adapters]:
-    """Return component of ``model`` -> its adapters in a checkpoint (folder or Hub id), without reading weights.
-
-    Raises UserError: the checkpoint is missing, a file cannot be read, or the model lacks a layer that has adapters.
-    """
+    """Return component -> its adapters in a checkpoint, without weights; UserError: missing, or no such layer."""
     return _stored(model, _folders_at(path))
 
 

@@ -147,10 +147,7 @@ def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) ->
 
 
 def _candidates(model: ComponentModel, component: str) -> tuple[list[str], list[str]]:
-    """Linear layers and matrices of experts that can get adapters.
-
-    The loss reads the weights of heads without calling the module, and media tokenizers run without gradients: none.
-    """
+    """Linear layers and expert matrices that can get adapters: none of heads and media tokenizers."""
     if component in model.decoder_names:
         return [], []
     parameters = model.components[component]

@@ -81,10 +81,7 @@ _SHORTEST = 2  # tokens: one to read, one to predict
 
 @torch.no_grad()
 def skipped_modules_of(trial: Trial) -> tuple[SkippedModule, ...]:
-    """Return the outermost modules with parameters that the forward calls for some samples and not for others.
-
-    A size of arguments that differs between calls is a number of rows, which becomes zero in empty arguments.
-    """
+    """Return outermost modules that only some samples call; a size that varies is a number of rows."""
     calls = [_calls_of(trial, case) for case in trial.cases]
     always = set.intersection(*(set(seen) for seen in calls))
     everything = max(calls, key=len)

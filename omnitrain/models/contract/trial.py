@@ -123,10 +123,7 @@ class Trial:
 
     @property
     def telling_cases(self) -> list[PlainRun]:
-        """A few cases that cover everything: two texts, mixtures of media, and modalities that no mixture has.
-
-        Gradients take most of a check's time, so they are computed only for these cases.
-        """
+        """Two texts, mixtures, and modalities that no mixture has: enough for gradients, which take long."""
         texts = [case for case in self.cases if not case.probe.modalities]
         several = [case for case in self.cases if len(case.probe.modalities) > 1]
         covered = {modality for case in several for modality in case.probe.modalities}

@@ -8,11 +8,13 @@ implement :class:`MediaTokenizer` itself.
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import PreTrainedModel
 
 from omnitrain.data.packing.sample import Features
@@ -29,7 +31,10 @@ class MediaTokenizer(Protocol):
 
     modality: str  # ``image`` or ``audio``
     num_codes: int  # size of the vocabulary
-    fixed_length: int | None  # number of codes of every item; None: items differ in length and end with an extra class
+
+    def length(self, codes: Sequence[int]) -> int | None:
+        """Return the number of codes of an item that begins with ``codes``; None: items end with an extra class."""
+        ...
 
     def adapter(self) -> ComponentAdapter:
         """Return the converter from media to input features; it has no weights, for data workers."""
@@ -51,7 +56,9 @@ class MediaTokenizer(Protocol):
         ...
 
 
-def media_tokenizer(model: PreTrainedModel, image_size: int | None, num_codebooks: int) -> MediaTokenizer:
+def media_tokenizer(
+    model: PreTrainedModel, image_size: int | None, num_codebooks: int, image_sizes: Sequence[str] = ()
+) -> MediaTokenizer:
     """Return the :class:`MediaTokenizer` for ``model``.
 
     Raises UserError: ``model`` is no media tokenizer, or a setting is missing.
@@ -67,16 +74,16 @@ def media_tokenizer(model: PreTrainedModel, image_size: int | None, num_codebook
         )
     if "pixel_values" in inspect.signature(model.encode).parameters:
         _require_settings(model, ("channel_multiplier",), ("num_embeddings", "codebook_size"))
-        return _ImageVQTokenizer(model, image_size)
+        return _SizedVQTokenizer(model, image_sizes) if image_sizes else _ImageVQTokenizer(model, image_size)
     _require_settings(model, ("codebook_size",), ("sampling_rate",), ("hop_length", "frame_rate"))
     return _CodecTokenizer(model, num_codebooks)
 
 
 def settings_of(codec: MediaTokenizer) -> set[str]:
     """Return the keys of a recipe's decoder that a media tokenizer uses."""
-    if isinstance(codec, _ImageVQTokenizer):
-        return {"image_size"}
-    ends = set() if codec.fixed_length else {"max_tokens"}
+    if isinstance(codec, _ImageVQTokenizer | _SizedVQTokenizer):
+        return {"image_size", "image_sizes"}
+    ends = {"max_tokens"} if codec.length(()) is None else set()
     return ends | ({"num_codebooks"} if isinstance(codec, _CodecTokenizer) else set())
 
 
@@ -103,8 +110,67 @@ class _ImageTargetAdapter(ComponentAdapter):
         image = media.convert("RGB")
         if image.size != (self.size, self.size):
             image = image.resize((self.size, self.size), Image.Resampling.BICUBIC)
-        pixels = np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1
-        return {"pixel_values": np.ascontiguousarray(pixels[None])}, self.num_tokens
+        return {"pixel_values": _pixels(image)[None]}, self.num_tokens
+
+
+def _pixels(image: Image.Image) -> np.ndarray:
+    """Return the values of an RGB image, float32 ``[3, height, width]`` in [-1, 1]."""
+    return np.ascontiguousarray(np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1)
+
+
+class _SizedTargetAdapter(ComponentAdapter):
+    """Convert an image to the nearest of several sizes: ``pixel_values`` ``[3 * height * width]``, ``size`` ``[1]``.
+
+    The nearest one has the most similar shape, and among these the most similar area. What exceeds it is cut off.
+    """
+
+    modalities = ("image",)
+
+    def __init__(self, sizes: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
+        self.sizes, self.lengths = sizes, lengths
+
+    def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
+        image = media.convert("RGB")
+        which = min(range(len(self.sizes)), key=lambda place: _difference(image.size, self.sizes[place]))
+        fitted = ImageOps.fit(image, self.sizes[which], Image.Resampling.BICUBIC)
+        return {"pixel_values": _pixels(fitted).reshape(-1), "size": np.array([which])}, self.lengths[which]
+
+
+def _difference(size: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
+    width, height = (math.log(have / want) for have, want in zip(size, other, strict=True))
+    return abs(width - height), abs(width + height)
+
+
+def _stride(model: PreTrainedModel) -> int:
+    """Return the pixels of a code along a side."""
+    return int(2 ** (len(model.config.channel_multiplier) - 1))
+
+
+def _encoded(model: PreTrainedModel, pixels: torch.Tensor) -> torch.Tensor:
+    """Encode images ``[n, 3, height, width]`` -> codes ``[n * rows * columns]``, row by row."""
+    pixels = pixels.to(model.dtype)
+    takes_sizes = "image_sizes" in inspect.signature(model.encode).parameters
+    sizes = {"image_sizes": torch.tensor([pixels.shape[-2:]] * len(pixels))} if takes_sizes else {}
+    tokens = model.encode(pixels, **sizes).image_tokens
+    return torch.cat([t.flatten() for t in tokens]) if isinstance(tokens, list) else tokens.flatten()
+
+
+def _takes_rows(model: PreTrainedModel) -> bool:
+    """Whether the model decodes codes in rows and columns, and so any shape; UserError: it has no decoder."""
+    if not hasattr(model, "decode"):
+        raise UserError(
+            f"{type(model).__name__} has no `decode`: it can be trained with, but to generate images use the VQ model "
+            "of Janus or Emu3"
+        )
+    return "image_tokens" not in inspect.signature(model.decode).parameters
+
+
+def _decoded(model: PreTrainedModel, codes: torch.Tensor) -> Image.Image:
+    """Decode codes ``[rows, columns]`` to an RGB image."""
+    codes = codes[None] if _takes_rows(model) else codes.view(1, -1)
+    pixels = model.decode(codes)[0]
+    values = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return Image.fromarray(values.permute(1, 2, 0).cpu().numpy())
 
 
 class _ImageVQTokenizer:
@@ -113,46 +179,96 @@ class _ImageVQTokenizer:
     modality = "image"
 
     def __init__(self, model: PreTrainedModel, image_size: int | None) -> None:
-        """Check ``image_size``, in pixels.
-
-        Raises UserError: ``image_size`` is missing or no multiple of the model's stride.
-        """
-        config = model.config
-        self.model = model
-        stride = 2 ** (len(config.channel_multiplier) - 1)
+        """Check ``image_size``, pixels; UserError: missing, or no multiple of the stride."""
+        self.model, stride = model, _stride(model)
         if image_size is None or image_size % stride:
             raise UserError(
                 f"an image decoder needs image_size, a multiple of {stride} for this tokenizer; found {image_size}"
             )
         self.image_size, self.side = image_size, image_size // stride
-        self.fixed_length: int | None = self.side**2
-        self.num_codes = getattr(config, "num_embeddings", None) or config.codebook_size
+        self.num_codes = _num_codes(model)
+
+    def length(self, codes: Sequence[int]) -> int:
+        return int(self.side**2)
 
     def adapter(self) -> _ImageTargetAdapter:
         return _ImageTargetAdapter(self.image_size, self.side**2)
 
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode ``pixel_values`` ``[n, 3, size, size]`` -> ``[n * side * side]`` codes, row-major."""
-        pixels = features["pixel_values"].to(self.model.dtype)
-        takes_sizes = "image_sizes" in inspect.signature(self.model.encode).parameters
-        sizes = {"image_sizes": torch.tensor([pixels.shape[-2:]] * len(pixels))} if takes_sizes else {}
-        tokens = self.model.encode(pixels, **sizes).image_tokens
-        return torch.cat([t.flatten() for t in tokens]) if isinstance(tokens, list) else tokens.flatten()
+        return _encoded(self.model, features["pixel_values"])
 
     def decode(self, codes: torch.Tensor) -> Image.Image:
-        """Decode ``[side * side]`` codes to an RGB image.
+        """Decode ``[side * side]`` codes to an RGB image; UserError: the tokenizer has no decoder (Chameleon's)."""
+        return _decoded(self.model, codes.view(self.side, self.side))
 
-        Raises UserError: the tokenizer has no decoder (Chameleon's in transformers).
+    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
+        return one_item(self.adapter(), "image", Image.new("RGB", (1, 1)))
+
+
+def _num_codes(model: PreTrainedModel) -> int:
+    return int(getattr(model.config, "num_embeddings", None) or model.config.codebook_size)
+
+
+class _SizedVQTokenizer:
+    """An HF VQ model for images of several sizes. An item begins with a code of its size; these follow the model's."""
+
+    modality = "image"
+
+    def __init__(self, model: PreTrainedModel, sizes: Sequence[str]) -> None:
+        """``sizes``: ``WIDTHxHEIGHT`` in pixels.
+
+        Raises UserError: a side is no multiple of the model's stride, or the model decodes one shape alone.
         """
-        if not hasattr(self.model, "decode"):
+        self.model, self.stride, self.names = model, _stride(model), tuple(sizes)
+        self.sizes = [(int(width), int(height)) for width, height in (size.split("x") for size in sizes)]
+        if wrong := [f"{w}x{h}" for w, h in self.sizes if w % self.stride or h % self.stride or not w * h]:
             raise UserError(
-                f"{type(self.model).__name__} has no `decode`: it can be trained with, but to generate images use the "
-                "VQ model of Janus or Emu3"
+                f"image_sizes: found {', '.join(wrong)}; expected sides that are multiples of {self.stride} for this "
+                "tokenizer"
             )
-        is_flat = "image_tokens" in inspect.signature(self.model.decode).parameters
-        pixels = self.model.decode(codes[None] if is_flat else codes.view(1, self.side, self.side))[0]
-        values = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-        return Image.fromarray(values.permute(1, 2, 0).cpu().numpy())
+        if not _takes_rows(model):
+            raise UserError(
+                f"image_sizes: {type(model).__name__} decodes images of one shape alone; use `image_size`, or the VQ "
+                "model of Emu3"
+            )
+        self.first_size = _num_codes(model)
+        self.num_codes = self.first_size + len(self.sizes)
+        self.lengths = [1 + width // self.stride * (height // self.stride) for width, height in self.sizes]
+
+    def length(self, codes: Sequence[int]) -> int:
+        return self.lengths[codes[0] - self.first_size] if codes else 1
+
+    def next_codes(self, codes: Sequence[int], size: str | None) -> range:
+        """See :meth:`DecoderMixin.next_classes`."""
+        if size is not None and size not in self.names:
+            raise UserError(f"size {size!r}: the model writes images of {', '.join(self.names)}; use one of them")
+        if codes:
+            return range(self.first_size)
+        if size is None:
+            return range(self.first_size, self.num_codes)
+        place = self.first_size + self.names.index(size)
+        return range(place, place + 1)
+
+    def adapter(self) -> _SizedTargetAdapter:
+        return _SizedTargetAdapter(self.sizes, self.lengths)
+
+    def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
+        """Encode images, equal sizes together; an item is its size, and its codes row by row."""
+        sizes = features["size"].tolist()
+        images = features["pixel_values"].split([3 * math.prod(self.sizes[size]) for size in sizes])
+        codes: dict[int, Iterator[torch.Tensor]] = {}
+        for size, (width, height) in enumerate(self.sizes):
+            if own := [image for image, of_image in zip(images, sizes, strict=True) if of_image == size]:
+                pixels = torch.stack(own).view(-1, 3, height, width)
+                codes[size] = iter(_encoded(self.model, pixels).split(self.lengths[size] - 1))
+        items = [(features["size"][place : place + 1] + self.first_size, size) for place, size in enumerate(sizes)]
+        return torch.cat([part for first, size in items for part in (first, next(codes[size]))])
+
+    def decode(self, codes: torch.Tensor) -> Image.Image:
+        """Decode the codes of an item to an RGB image."""
+        width, height = self.sizes[int(codes[0]) - self.first_size]
+        return _decoded(self.model, codes[1:].view(height // self.stride, width // self.stride))
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         return one_item(self.adapter(), "image", Image.new("RGB", (1, 1)))
@@ -177,11 +293,13 @@ class _MelTokenizer:
     """Encode mel frames by the nearest vector of a codebook, and decode codes by Griffin-Lim."""
 
     modality = "audio"
-    fixed_length: int | None = None
 
     def __init__(self, model: MelVQ) -> None:
         self.model = model
         self.num_codes = model.config.codebook_size
+
+    def length(self, codes: Sequence[int]) -> None:
+        return None
 
     def adapter(self) -> _MelTargetAdapter:
         return _MelTargetAdapter(self.model.config)
@@ -215,13 +333,9 @@ class _CodecTargetAdapter(ComponentAdapter):
 
 
 class _CodecTokenizer:
-    """An HF residual codec; the code of codebook ``q`` in frame ``t`` is token ``t * num_codebooks + q``.
-
-    Each codebook has its own range of the vocabulary.
-    """
+    """An HF residual codec; codebook ``q``, with ids of its own, of frame ``t`` is token ``t * num_codebooks + q``."""
 
     modality = "audio"
-    fixed_length: int | None = None
 
     def __init__(self, model: PreTrainedModel, num_codebooks: int) -> None:
         """``num_codebooks``: use the first ``num_codebooks`` codebooks."""
@@ -233,15 +347,14 @@ class _CodecTokenizer:
         hop = getattr(config, "hop_length", None)
         self.hop = int(hop if hop is not None else round(config.sampling_rate / config.frame_rate))
 
+    def length(self, codes: Sequence[int]) -> None:
+        return None
+
     def adapter(self) -> _CodecTargetAdapter:
         return _CodecTargetAdapter(self.sampling_rate, self.hop, self.num_codebooks)
 
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
-        """Encode ``waveform`` ``[samples of all clips]`` -> ``[n]`` codes.
-
-        Clips are encoded one by one: in a batch the codec's convolutions would see the padding of other clips. Raises
-        UserError: the codec has fewer than ``num_codebooks`` codebooks.
-        """
+        """Encode ``waveform`` ``[samples]`` -> ``[n]`` codes, clip by clip, so that none sees others' padding."""
         num_samples = [(count - 1) // self.num_codebooks * self.hop for count in num_tokens]
         clips = features["waveform"].to(self.model.dtype).split(num_samples)
         return torch.cat([self._clip_codes(clip[None, None]) for clip in clips])

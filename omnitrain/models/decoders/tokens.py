@@ -38,7 +38,7 @@ class TokenDecoder(ContainerModel, DecoderMixin):
         tokenizer_config = as_config(config.tokenizer or {})
         self.tokenizer = tokenizer if tokenizer is not None else model_class(tokenizer_config)(tokenizer_config)
         self.tokenizer.requires_grad_(False)
-        classes = self.codec.num_codes + (not self.codec.fixed_length)
+        classes = self.codec.num_codes + self._has_ends
         self.embedding = nn.Embedding(classes, config.hidden_size)
         self.head = nn.Linear(config.hidden_size, classes, bias=False)
         self.post_init()
@@ -46,7 +46,12 @@ class TokenDecoder(ContainerModel, DecoderMixin):
     @cached_property
     def codec(self) -> MediaTokenizer:
         """The :class:`MediaTokenizer` for the HF model."""
-        return media_tokenizer(self.tokenizer, self.config.image_size, self.config.num_codebooks)
+        config = self.config
+        return media_tokenizer(self.tokenizer, config.image_size, config.num_codebooks, config.image_sizes or ())
+
+    @property
+    def _has_ends(self) -> bool:
+        return self.codec.length(()) is None
 
     @property
     def modality(self) -> str:
@@ -70,7 +75,7 @@ class TokenDecoder(ContainerModel, DecoderMixin):
         return self.embedding(labels), labels
 
     def _with_ends(self, codes: torch.Tensor, num_tokens: tuple[int, ...]) -> torch.Tensor:
-        ends = 0 if self.codec.fixed_length else len(num_tokens)
+        ends = len(num_tokens) if self._has_ends else 0
         if codes.numel() + ends != sum(num_tokens):
             raise ValueError(
                 f"{type(self.tokenizer).__name__} gave {codes.numel()} codes for {sum(num_tokens) - ends} placeholders"
@@ -101,10 +106,16 @@ class TokenDecoder(ContainerModel, DecoderMixin):
         return self.embedding(tokens), tokens
 
     def is_complete(self, tokens: list[int]) -> bool:
-        """Whether an item has its fixed length, or ends with the end token, or has ``max_tokens`` tokens."""
-        if self.codec.fixed_length:
-            return len(tokens) >= self.codec.fixed_length
+        """Whether an item has its length, or ends with the end token, or has ``max_tokens`` tokens."""
+        if (length := self.codec.length(tokens)) is not None:
+            return len(tokens) >= length
         return bool(tokens) and (tokens[-1] == self.codec.num_codes or len(tokens) >= self.config.max_tokens)
+
+    def next_classes(self, tokens: list[int], size: str | None) -> range | None:
+        """See :class:`DecoderMixin`: of an image of several sizes, its size comes first, and nowhere else."""
+        next_codes = getattr(self.codec, "next_codes", super().next_classes)
+        allowed: range | None = next_codes(tokens, size)
+        return allowed
 
     def lm_generate(self, tokens: list[int]) -> Any:
         """Decode ``tokens`` to a ``PIL.Image`` or ``Waveform``; an end token is ignored."""

@@ -108,10 +108,7 @@ class FoundationRunner:
         return apart
 
     def encode_call(self, name: str, items: MediaGroup) -> MediaFeatures:
-        """Run one call of a modality (``foundation.image``, ...); features are in the order of the items.
-
-        Raises UserError: the model does not read the modality, or the numbers of features and placeholders differ.
-        """
+        """Run a modality's call; UserError: it is unread, or features and placeholders differ."""
         modality = name.removeprefix(NATIVE_PREFIX)
         interface = self.native.interfaces.get(modality)
         if interface is None:

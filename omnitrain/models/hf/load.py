@@ -57,7 +57,7 @@ def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], pat
     if not is_tied(config) or not isinstance(pairs, Mapping) or len(pairs) != 1:
         return False
     tensors = stored_tensors(_files(path))
-    # In files of older classes, other modules are around the one that has the weight.
+    # In files of older classes, other modules are around the module that has the weight.
     ends = [".".join(name.rsplit(".", 2)[-2:]) for name in next(iter(pairs.items()))]
     found = [[name for name in tensors if f".{name}".endswith(f".{end}")] for end in ends]
     has_own = False
@@ -153,10 +153,7 @@ def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def take_own_configs(models: Iterable[nn.Module]) -> None:
-    """Replace the configs of all modules in ``models`` by copies; a config shared by modules stays shared.
-
-    We write choices (attention, experts) into configs; transformers would hand these to the next model of a config.
-    """
+    """Replace the configs of modules by copies (shared ones stay shared), since choices are written there."""
     copies: dict[int, Any] = {}
     for module in dict.fromkeys(module for model in models for module in model.modules()):
         for name, value in [*vars(module).items()]:

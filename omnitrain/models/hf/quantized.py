@@ -40,10 +40,7 @@ def dequantizing(path: str) -> dict[str, Any] | None:
 
 @contextmanager
 def partial_blocks_are_dequantized() -> Iterator[None]:
-    """Within this context, transformers dequantizes fp8 matrices whose last blocks are not full.
-
-    It divides rows by the number of blocks, so it refuses 576 rows in 5 blocks of 128, and takes 192 rows in 2 of 96.
-    """
+    """Within this context, transformers dequantizes fp8 matrices with partial last blocks."""
 
     def of_full_blocks(
         dequantize: Any, self: Any, matrix: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None

@@ -410,6 +410,7 @@ def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         tokenizer=as_dict(tokenizer.config),
         hidden_size=hidden_size,
         image_size=spec.image_size,
+        image_sizes=spec.image_sizes,
         num_codebooks=spec.num_codebooks,
         max_tokens=spec.max_tokens,
     )

@@ -231,7 +231,7 @@ def _decode(
     step = _Foundation(model, batch, processor.end_token, use_cache)
     for _ in range(max_new_tokens):
         by_mode = _rows_by_mode(sequences)
-        tokens, embeds = model.inference.from_first(partial(heads.draw, by_mode, *step.last()))
+        tokens, embeds = model.inference.from_first(partial(heads.draw, by_mode, sequences, *step.last()))
         next_tokens = [processor.end_token] * len(embeds)
         for mode, rows in by_mode:
             for row in rows:
@@ -271,11 +271,14 @@ class _Heads:
     ) -> None:
         self._decoders, self._text_embedding = model.decoders, model.foundation.get_input_embeddings()
         self._samplers = {name: _sampler(sampling.get(name, Sampling())) for name in ("text", *self._decoders)}
-        self._guidance = {name: sampling.get(name, Sampling()).guidance for name in self._samplers}
-        self._uniform, self._copies = uniform, copies
+        self._settings, self._uniform, self._copies = sampling, uniform, copies
 
     def draw(
-        self, by_mode: Sequence[tuple[str, list[int]]], hidden: torch.Tensor, text_logits: torch.Tensor
+        self,
+        by_mode: Sequence[tuple[str, list[int]]],
+        sequences: Sequence[_Sequence],
+        hidden: torch.Tensor,
+        text_logits: torch.Tensor,
     ) -> tuple[dict[int, int], torch.Tensor]:
         """Return sequence -> its next token, and embeddings ``[batch, hidden]``; zeros for finished sequences."""
         drawn: dict[int, int] = {}
@@ -283,8 +286,9 @@ class _Heads:
         embeds = hidden.new_zeros(size, dtype=self._text_embedding.weight.dtype)
         for mode, rows in by_mode:
             copies = torch.tensor([[copy[row] for row in rows] for copy in self._copies], device=hidden.device)
-            read = copies.flatten() if self._guidance[mode] != 1 else copies[0]
-            sample = partial(self._sample, mode, rows)
+            read = copies.flatten() if self._sampling(mode).guidance != 1 else copies[0]
+            allowed = [self._allowed(mode, sequences[row].item) for row in rows]
+            sample = partial(self._sample, mode, rows, allowed)
             if mode == "text":
                 tokens = sample(text_logits[read].float())
                 rows_embeds = self._text_embedding(tokens)
@@ -294,14 +298,27 @@ class _Heads:
             drawn |= zip(rows, tokens[: len(rows)].tolist(), strict=True)
         return drawn, embeds
 
-    def _sample(self, mode: str, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """Return a token for each row of ``logits``: of ``rows``, and if they are guided of the same again."""
-        scale, uniform = self._guidance[mode], partial(self._uniform.next, rows)
-        if scale == 1:
-            return self._samplers[mode](uniform, logits)
-        conditional, unconditional = logits.chunk(2)
-        guided = unconditional + scale * (conditional - unconditional)
-        return self._samplers[mode](uniform, guided).repeat(2)
+    def _allowed(self, mode: str, item: list[int]) -> range | None:
+        return None if mode == "text" else self._decoders[mode].next_classes(item, self._sampling(mode).size)
+
+    def _sample(
+        self, mode: str, rows: Sequence[int], allowed: Sequence[range | None], logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a token for each row of ``logits``: of ``rows``, and if they are guided of the same again.
+
+        ``allowed`` are the tokens that each of ``rows`` may get; None: any.
+        """
+        scale, copies = self._sampling(mode).guidance, len(logits) // len(rows)
+        if copies > 1:
+            conditional, unconditional = logits.chunk(2)
+            logits = unconditional + scale * (conditional - unconditional)
+        for of_row, classes in zip(logits, allowed, strict=True):
+            if classes is not None:
+                of_row[: classes.start], of_row[classes.stop :] = -torch.inf, -torch.inf
+        return self._samplers[mode](partial(self._uniform.next, rows), logits).repeat(copies)
+
+    def _sampling(self, mode: str) -> Sampling:
+        return self._settings.get(mode, Sampling())
 
 
 def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]:

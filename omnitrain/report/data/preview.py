@@ -17,8 +17,7 @@ from omnitrain.data.sources.media import MediaFile, Waveform, decode_medium
 from omnitrain.data.sources.rows import Row
 from omnitrain.report.curves import Curve
 from omnitrain.report.data.pack_view import GapView, ItemView, PackView, RejectedView, SampleView, TokenView
-from omnitrain.report.data.shown import Shown
-from omnitrain.report.html import rendered, tag
+from omnitrain.report.html import Shown, rendered, tag
 from omnitrain.report.media import MediaBudget
 from omnitrain.report.svg import Bar, draw_bars, draw_curves
 
@@ -34,7 +33,7 @@ class ShownMedium:
 
 
 def medium_of(row: Row, part: MediaPart, frames: FramesOf) -> ShownMedium:
-    """Decode the medium of a part of a row; ``frames`` chooses those of a video. ValueError: missing or damaged."""
+    """Decode the medium of a part of a row; ``frames`` chooses frames of a video. ValueError: missing or damaged."""
     with row.open_media(part.modality, part.position) as file:
         content = decode_medium(part.modality, file, frames(part, file))
     if isinstance(content, Image.Image):

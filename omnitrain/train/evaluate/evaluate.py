@@ -71,11 +71,7 @@ class Evaluator:
         self._rejected: dict[int, Rejected] = {}  # those found unreadable so far
 
     def losses(self, notify: Progress = lambda _: None) -> dict[str, Any]:
-        """Return the weighted total and :meth:`LossMeter.read`, and leave the model in training mode.
-
-        ``notify`` is called with the progress before every pack and batch, on all ranks. It may raise, on all ranks
-        together, to end the evaluation. A row that the model cannot use is a UserError on all ranks.
-        """
+        """Return the total and :meth:`LossMeter.read`, in training mode again; ``notify`` may end it anywhere."""
         self._model.eval()
         try:
             return self._losses(notify)
@@ -137,12 +133,6 @@ class Evaluator:
         prepared = [self._processor.prompt(self._places[index].row(), index, is_guided=guided) for index in indices]
         return [sample for one in prepared for sample in self._readable(one)]
 
-    def _batches(self, size: int) -> list[list[int]]:
-        """Return batches of readable rows that ask something, by source: prompts of one have similar lengths."""
-        without = self._documents | self._rejected.keys()
-        order = _by_source((index for index in self._indices if index not in without), self._places)
-        return [order[start : start + size] for start in range(0, len(order), size)]
-
     def _readable(self, prepared: Sample | Rejected) -> list[Sample]:
         if isinstance(prepared, Sample):
             return [prepared, *prepared.more]
@@ -152,7 +142,9 @@ class Evaluator:
     def _answers(self, notify: Progress) -> dict[int, Answer]:
         """Return index -> answer for the readable rows of this rank, while the other ranks answer theirs."""
         settings = self._settings
-        batches = self._batches(settings.batch_size)
+        without = self._documents | self._rejected.keys()
+        order = _by_source((index for index in self._indices if index not in without), self._places)
+        batches = [order[start : start + settings.batch_size] for start in range(0, len(order), settings.batch_size)]
         rounds = self._peers.most({"batches": len(batches)})["batches"]
         answers: dict[int, Answer] = {}
         for count, batch in enumerate(batches + [[]] * (rounds - len(batches)), 1):

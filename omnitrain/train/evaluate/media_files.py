@@ -25,11 +25,7 @@ _SHOWN_WIDTH = 128  # pixels; generated digits are 8 wide
 def save_samples(
     answers: Sequence[Answered], folder: Path, per_source: int, step: int
 ) -> tuple[Path, list[ShownSample]]:
-    """Write the first answers of each source: ``samples.md`` with prompts and texts, and files of images and sounds.
-
-    ``samples.json`` has the same for programs. Samples of an earlier step move to the folder ``step-N``. Returns the
-    path of the markdown file, and the samples in it.
-    """
+    """Write ``samples.md``, ``samples.json`` and media of each source's first answers; return page and samples."""
     folder.mkdir(parents=True, exist_ok=True)
     _set_earlier_aside(folder, step)
     counts: dict[str, int] = {}

@@ -62,11 +62,7 @@ def name_to_launcher(rank: int) -> None:
 
 
 def own_words(message: str) -> str | None:
-    """Return the text that this rank prints when it ends with ``message``, or None.
-
-    All ranks find an error in a recipe, but it should be printed once. Rank 0 prints it; another rank prints its
-    message only if rank 0 has none within a few seconds, or a different one.
-    """
+    """Return what this rank prints of ``message``: rank 0 all, others what rank 0 does not say in time; or None."""
     if world_size() == 1:
         return message
     rank = global_rank()

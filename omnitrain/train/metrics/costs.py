@@ -49,10 +49,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of profiled steps, which took ``seconds``; the most expensive first.
-
-    They are the times of kernels on the device, or else of the host.
-    """
+    """Costs of profiled steps of ``seconds``, the largest first: times of the device's kernels, or of the host."""
 
     rows: Sequence[Cost]
     seconds: float
@@ -93,11 +90,7 @@ def costs_of(events: Iterable[FunctionEvent]) -> Costs:
 
 
 def _placed(events: Iterable[FunctionEvent]) -> Iterator[tuple[FunctionEvent, str, str]]:
-    """Yield each record with its part of the model (the innermost label around it) and its pass.
-
-    The node of a backward has the number of the record in the forward whose gradient it computes, and its part. Only a
-    forward has labels and numbers: inside of a node, they tell that it computes again what it needs.
-    """
+    """Yield each record with its part (innermost label, or of the forward that a backward belongs to) and pass."""
     places: dict[int, tuple[str, int | None, bool]] = {}  # record -> its label, its node, whether it is computed again
     parts: dict[int, str] = {}  # number of a record in a forward -> its part
     for event in events:

@@ -62,11 +62,7 @@ def kept_by_source(
 
 
 def measure_kept_memory(model: OmniModel, samples: Sequence[Sample]) -> KeptMemory:
-    """Run the forward of small packs and count what autograd saves. The model's weights and gradients do not change.
-
-    ``model``: on its device, in training mode, in one process and not compiled. ``samples``: at least one with each
-    kind of media that packs will have. Packs of two copies are made.
-    """
+    """Count what the forward of small packs saves, with a sample of each kind of media in ``samples``."""
     _kept(model, Pack.from_samples(samples[:1]))  # warm-up: tensors that a first forward caches do not count
     few, many = ([Pack.from_samples([sample] * copies) for sample in samples] for copies in _COPIES)
     units = [_units(pack) for pack in few]

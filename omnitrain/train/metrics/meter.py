@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -20,11 +20,51 @@ from omnitrain.errors import TrainingError
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.ops.device import to_device
 from omnitrain.peers import SINGLE_PROCESS, Peers
+from omnitrain.recipe.train import EarlyStopping
 from omnitrain.report.curves import numbers_in
-from omnitrain.train.metrics.early_stopping import read_lines
 from omnitrain.train.metrics.trackers import ShownSample, Tracker, tell
 
-# Head -> source -> sum of its losses, tokens. The values of a metric are those of METRIC/HEAD. `data:` -> source ->
+
+class StopWatcher:
+    """Counts measurements of a metric without improvement.
+
+    ``reason``: why the run should end, in words; None: it should go on.
+    """
+
+    def __init__(self, settings: EarlyStopping, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Continue from the ``lines`` that the run has written so far."""
+        self._settings = settings
+        self._best, self._best_step, self._missed = float("nan"), 0, 0
+        self.reason: str | None = None
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Take in a line of metrics; one without the metric does not count."""
+        value: Any = line
+        for part in self._settings.metric.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None:
+            return
+        gain = (self._best - value) if self._settings.mode == "min" else (value - self._best)
+        if not self._best_step or gain > self._settings.min_delta:
+            self._best, self._best_step, self._missed, self.reason = value, line["step"], 0, None
+            return
+        self._missed += 1
+        if self._missed >= self._settings.patience:
+            self.reason = (
+                f"{self._settings.metric} has not improved in {self._missed} measurement{'s' * (self._missed > 1)} "
+                f"since {self._best:.4g} at step {self._best_step} (train.early_stopping)"
+            )
+
+
+def read_lines(file: Path, last_step: int) -> list[str]:
+    """Return the lines of a ``metrics.jsonl`` up to a step, without an incomplete last one; none without a file."""
+    whole = file.read_text().rpartition("\n")[0] if file.is_file() and last_step else ""
+    return [line for line in whole.splitlines() if json.loads(line)["step"] <= last_step]
+
+
+# Head -> source -> sum of its losses, tokens. METRIC/HEAD has the values of a metric. `data:` -> source ->
 # samples, their tokens; `data:COMPONENT` -> source -> media items that the component reads or writes, their tokens.
 Totals = dict[str, dict[str, list[float]]]
 
@@ -82,11 +122,7 @@ class LossMeter:
         self._data: Totals = {}
 
     def add_samples(self, packs: Sequence[Pack], media: Mapping[str, Sequence[str]]) -> None:
-        """Count the samples of packs and their media, by source. Of ranks that hold the same packs, one calls this.
-
-        ``media`` is the model's ``media_of_data``. What packs have under other names, for teachers and projectors, is
-        not counted.
-        """
+        """Count samples and media (of ``media_of_data``) by source, on one of the ranks that hold them."""
         names = {name for of_component in media.values() for name in of_component}
         for pack in packs:
             sources = pack.info.sources
@@ -128,10 +164,7 @@ class LossMeter:
         return self._totals[name]
 
     def read(self, peers: Peers = SINGLE_PROCESS) -> dict[str, Any]:
-        """Return mean loss and tokens, per head and per source and head, means of metrics, and samples; and reset.
-
-        All peers must call this, and get the same result.
-        """
+        """Return means by head and by source, metrics and samples, the same on all peers, which call it; and reset."""
         found: dict[str, list[tuple[str, list[float]]]] = {}
         for totals in peers.gather(self._own()):
             for name, of_sources in totals.items():
@@ -235,10 +268,7 @@ class MetricsFile:
         os.replace(unfinished, path)  # a kill in between leaves all lines
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line.
-
-        Raises TrainingError: the disk is full, or cannot be written.
-        """
+        """Append one line; TrainingError: the disk is full, or cannot be written."""
         try:
             with self._path.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")

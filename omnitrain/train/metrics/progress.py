@@ -158,11 +158,7 @@ class _Lines:
 
 
 class StepProgress:
-    """Shows the steps of a run while it trains.
-
-    A terminal has a bar, and so has a notebook. Elsewhere (a file, a pipe, a narrow terminal) each line of metrics is
-    printed, and one line where none came for 30 seconds.
-    """
+    """Shows the steps of a run: a bar on terminals and in notebooks, else lines, at least every 30 seconds."""
 
     def __init__(self, console: Console, steps: int, done: int) -> None:
         """Show ``steps`` in total; an earlier start made the first ``done`` of them."""
@@ -182,7 +178,7 @@ class StepProgress:
     def advance(self, step: int, loss: float, values: Sequence[str] = ()) -> None:
         """Show that ``step`` steps are done, the last with a total loss of ``loss``.
 
-        ``values`` are those of its line of metrics, such as ``loss 1.234``, if it has one.
+        ``values``: values of its line of metrics, such as ``loss 1.234``, if it has a line.
         """
         self._state.advance(step)
         self._state.values = tuple(values) or self._state.values

@@ -60,11 +60,7 @@ def require_trackers(recipe: Recipe) -> None:
 
 
 def open_trackers(recipe: Recipe, folder: Path, resume_step: int) -> list[Tracker]:
-    """Open the trackers of ``train.track``, for a run in an existing folder with ``resume_step`` steps done.
-
-    Values that an earlier start logged after these steps are replaced if the tracker can do so. Raises UserError: a
-    package is missing, or a tracker cannot start.
-    """
+    """Open ``train.track``'s trackers after ``resume_step`` steps; UserError: one is missing or cannot start."""
     return [_begun(name, recipe, folder, resume_step) for name in recipe.train.track.to]
 
 

@@ -21,7 +21,7 @@ from omnitrain.errors import DamagedCheckpointError, TrainingError, UserError
 from omnitrain.peers import Peers, all_or_raise
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.metrics.console import console
-from omnitrain.train.metrics.early_stopping import StopWatcher, read_lines
+from omnitrain.train.metrics.meter import StopWatcher, read_lines
 
 LOCK_FILE = ".lock"  # the file is never removed; only a process's lock on it counts
 
@@ -84,7 +84,7 @@ class RunFolder:
     """The folder that a run writes to, and the ``store`` of its checkpoints. Nothing is written before :meth:`open`."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """Check ``recipe.output_dir``: a UserError if it cannot be created, or has other files than those of a run."""
+        """Check ``recipe.output_dir``: a UserError if it cannot be created, or has files that belong to no run."""
         self.recipe, self.path = recipe, Path(recipe.output_dir)
         kept = Retention(recipe.train.keep_last, recipe.train.keep_every, recipe.train.keep_best)
         self.store = CheckpointStore(self.path / "checkpoints", kept)
@@ -119,10 +119,7 @@ class RunFolder:
             require_same_run(Recipe.load(str(begun)), self.recipe, self.path)
 
     def finished(self) -> str | None:
-        """Return that the run in this folder has nothing left to do, or None.
-
-        It has all steps of the recipe, or stopped early, an intact checkpoint, and the evaluation of the recipe.
-        """
+        """Return that the run here has done its steps and evaluation, and is intact; None: it has not."""
         self._require_same_run()
         steps, (done, evaluated) = self.recipe.train.steps, (self._steps_saved(), self._steps_evaluated())
         stopped = None  # why the run ended before its last step
@@ -160,11 +157,7 @@ class RunFolder:
             return None
 
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
-        """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
-
-        ``resumed``: the run in the folder goes on, from a checkpoint or from its start. Raises UserError: another run
-        writes or has meanwhile written there, the folder cannot be written, or has no space for a checkpoint.
-        """
+        """Create and lock the folder, as ``resumed`` or new; UserError: another run is there, or no room."""
         self._checkpoint_bytes = checkpoint_bytes
         try:
             if resumed:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +15,17 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint.model_files import ADAPTERS, ModelFiles
-from omnitrain.checkpoint.optimizer import optimizer_state
+from omnitrain.checkpoint.optimizer import load_optimizer, optimizer_state
 from omnitrain.checkpoint.pieces import PieceOwners
 from omnitrain.checkpoint.shared_memory import require_sendable
 from omnitrain.checkpoint.store import write_metrics
+from omnitrain.data.loading.slots import LoaderState
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import files_of, model_pieces, small_files
+from omnitrain.parallel.step.item_costs import UNUSED_STEPS
 from omnitrain.peers import all_or_raise, parameters_at_rest, raise_on_all
 from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.report.run_record import ENVIRONMENT_FILE, LAYOUT_FILE
@@ -29,8 +33,62 @@ from omnitrain.train.metrics.console import console
 from omnitrain.train.process_groups import Ranks
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.run_state.snapshot import Snapshot, write_snapshot
-from omnitrain.train.run_state.state import TrainingState, trainable, write_state
 from omnitrain.train.run_state.writer import CheckpointWriter
+
+_FILE = "trainer.pt"
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The state of a run, from which it resumes.
+
+    Attributes:
+        expert_shares: layer with experts -> the experts' shares of the last step's tokens.
+        quadratic_costs: component -> the quadratic part of its items' cost. None: it was not measured.
+        section_seconds: component -> seconds of its work (:class:`Measured`). None: it was not measured.
+        losses: head -> source -> sum of its losses and tokens, since the last line of metrics.
+    """
+
+    step: int = 0
+    seconds: float = 0.0  # training time so far, over all starts
+    steps_without_targets: int = 0
+    data: LoaderState = field(default_factory=LoaderState)  # state of the data, over all ranks
+    rows: tuple[int, ...] = ()  # rows of each training data set
+    expert_shares: dict[str, list[float]] = field(default_factory=dict)
+    expert_chunks: dict[str, int] | None = None  # component -> the fastest number of chunks. None: it was not measured
+    quadratic_costs: dict[str, float] | None = None
+    section_seconds: dict[str, float] | None = None
+    measured_costs_unused_until: int = UNUSED_STEPS  # the last step that is planned without these two
+    losses: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    mean_loss: float = 0.0  # mean total loss of the same steps, over ``loss_tokens`` predicted tokens of all heads
+    loss_tokens: int = 0
+    samples: int = 0
+
+
+def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) -> None:
+    """Write ``state`` and the names of the trained parameters to ``folder``, the folder of a checkpoint."""
+    torch.save({"state": asdict(state), "trainable": list(trainable)}, folder / _FILE)
+
+
+def read_state(folder: Path, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
+    """Read what :func:`write_state` wrote, and each optimizer's state; UserError: other trained parameters."""
+    saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
+    if changed := sorted(set(saved["trainable"]) ^ set(trainable(model))):
+        raise UserError(
+            f"{folder}: this recipe trains other parameters than the run did; {len(changed)} differ, such as "
+            f"{', '.join(changed[:_SHOWN])}; resume with the `freeze` and `lora` that the run was started with, or "
+            "start a new run from its weights"
+        )
+    for name, optimizer in optimizers.items():
+        load_optimizer(model, optimizer, folder / name)
+    return TrainingState(**(saved["state"] | {"data": LoaderState.from_saved(saved["state"]["data"])}))
+
+
+def trainable(model: torch.nn.Module) -> list[str]:
+    """Return the names of the trained parameters."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
 
 _OF_RUN = ("recipe.yaml", LAYOUT_FILE, ENVIRONMENT_FILE)  # copied from the folder of the run as they are then
 _POLL_SECONDS = 0.01
@@ -80,7 +138,7 @@ class Saver:
             self._in_background = False
 
     def save(self, state: TrainingState, line: Mapping[str, Any] | None, *, waits: bool) -> None:
-        """Write the checkpoint of ``state.step``, atomically, after the one that was begun.
+        """Write the checkpoint of ``state.step``, atomically, after the checkpoint that was begun.
 
         ``state``: state of the run. Only the first rank, which writes it, needs its data. ``line``: the line of
         ``metrics.jsonl`` of that step. None: there is none. ``waits``: return when it is written. Otherwise, if that is

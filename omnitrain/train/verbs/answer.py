@@ -32,11 +32,12 @@ class Answerer:
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         guidance: float = 1.0,
+        size: str | None = None,
         seed: int = 0,
     ) -> None:
         """Load the model.
 
-        Raises UserError: the checkpoint does not exist, or has no decoder to guide.
+        Raises UserError: the checkpoint does not exist, or has no decoder that these ask for.
 
         Args:
             checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
@@ -44,6 +45,7 @@ class Answerer:
             max_new_tokens: the limit.
             temperature: of sampling; 0 is greedy.
             guidance: of media that decoders write; 1 is none.
+            size: of images that decoders write, ``WIDTHxHEIGHT``; None: the model chooses.
             seed: of sampling.
         """
         quiet_libraries()
@@ -51,16 +53,18 @@ class Answerer:
         self.limit, self._seed = max_new_tokens, seed
         if guidance != 1 and not self._model.decoders:
             raise UserError(f"guidance {guidance:g}: the model writes no media; leave it out")
+        of_images = {modality: name for modality, (name, _) in self._processor.writers.items()}.get("image")
+        if size is not None and of_images is None:
+            raise UserError(f"size {size!r}: the model writes no images; leave it out")
         self._sampling = {"text": Sampling(temperature=temperature)}
-        self._sampling |= {name: Sampling(temperature=temperature, guidance=guidance) for name in self._model.decoders}
+        for name, decoder in self._model.decoders.items():
+            own = size if name == of_images else None
+            decoder.next_classes([], own)  # raises for a size that it cannot write
+            self._sampling[name] = Sampling(temperature=temperature, guidance=guidance, size=own)
         self._folder = Path(output_dir)
 
     def answers(self, rows: Sequence[Row], first: int = 0) -> list[Answer | Rejected]:
-        """Return the answer to each prompt, or why it has none.
-
-        ``rows``: conversations that end with the user; all are answered in one batch. ``first``: number of the first
-        one. With sampling, an answer follows from the seed and its number alone.
-        """
+        """Answer all rows in one batch; ``first``: number of the first, which its draws follow from."""
         guided, prompt = is_guided(self._sampling), self._processor.prompt
         prepared = [prompt(row, index, is_guided=guided) for index, row in enumerate(rows, first)]
         prompts = [prompt for prompt in prepared if not isinstance(prompt, Rejected)]
@@ -80,10 +84,7 @@ class Answerer:
         return [prompt if isinstance(prompt, Rejected) else next(generated) for prompt in prepared]
 
     def answer(self, prompt: str, media: Mapping[str, Sequence[str]]) -> tuple[Answer, list[str | Path]]:
-        """Answer one prompt with files of ``media``, and return the answer and what :meth:`write` does.
-
-        Raises UserError: a file does not exist, or the model cannot read a modality.
-        """
+        """Answer one prompt with files; return the answer and what :meth:`write` does; UserError: no such file."""
         require_files(media)
         of_row = {modality: list(media.get(modality, ())) for modality in MODALITIES}
         row = Row(id="prompt", source="prompt", messages=[user_message(prompt, of_row)], media=of_row, extra={})
@@ -93,10 +94,7 @@ class Answerer:
         return answered, self.write(answered)
 
     def write(self, answer: Answer, stem: str | None = None) -> list[str | Path]:
-        """Write generated media as ``STEM_N.png`` and ``STEM_N.wav``; return the texts, and paths of written files.
-
-        The stem is ``answer``, or ``answer2`` and so on if an earlier answer has files of that name.
-        """
+        """Write media as ``STEM_N.png`` and ``.wav``, under a free stem; return texts and paths."""
         self._folder.mkdir(parents=True, exist_ok=True)
         return write_parts(answer.parts, self._folder, stem or free_stem(self._folder, "answer"))
 

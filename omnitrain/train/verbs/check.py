@@ -52,7 +52,6 @@ from omnitrain.train.build_from_recipe import (
     use_own_functions,
 )
 from omnitrain.train.callbacks import Callbacks, load_callbacks
-from omnitrain.train.data import show_unread, spared
 from omnitrain.train.device import compute_dtype, machines_for, mixed_precision, require_devices, use_device
 from omnitrain.train.epochs import counts_samples, in_steps
 from omnitrain.train.evaluate.evaluate import load_scorer
@@ -68,6 +67,7 @@ from omnitrain.train.metrics.display import (
 )
 from omnitrain.train.metrics.trackers import require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
+from omnitrain.train.prepare import show_unread, spared
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.useless_keys import require_effect
 
@@ -215,11 +215,7 @@ def _model_checks(
 
 
 def check_model(path: str) -> None:
-    """Check a HF model or a saved omni model as a foundation, without its weights; print components and findings.
-
-    ``path``: Hub id, folder of a model, or folder of a run (its newest checkpoint is used). Raises UserError: there is
-    no model, or it cannot be trained here; the message gives the measurements.
-    """
+    """Check a HF or omni model (Hub id, folder, or a run's newest) without weights; UserError: it is untrainable."""
     quiet_libraries()
     if Path(path, "checkpoints").is_dir():
         path = str(newest_checkpoint(path))
@@ -303,10 +299,7 @@ def _check_rows(
 
 
 def weights_problems(recipe: Model) -> list[str]:
-    """Compare names and shapes in a recipe's weight files with the models; return one message per misfit.
-
-    It prints tensors of a foundation's files that the foundation does not have.
-    """
+    """Return a message for each tensor of a recipe's weight files that does not fit; print unused ones."""
     problems = []
     for key, path in _weight_folders(recipe):
         try:
@@ -336,11 +329,7 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
 
 
 def forward_problems(model: OmniModel) -> list[str]:
-    """Run every encoder and decoder on its smallest input without content; return one message per failure.
-
-    Some configs only fail in the model's forward. The contract check runs the foundation and teachers. A forward that
-    depends on the content of a tensor runs up to that point. The tensors of ``model``, on ``meta``, are replaced.
-    """
+    """Run each encoder and decoder on its smallest input, without content; return a message per failure."""
     components = {name: part for name, part in (model.encoders | model.decoders).items() if name not in model.teachers}
     return [problem for name, component in components.items() if (problem := _problem(name, component))]
 

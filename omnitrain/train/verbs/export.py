@@ -214,10 +214,7 @@ def _save_whole(whole: Any, model: OmniModel, processor: OmniProcessor, folder: 
 
 
 def template_of(chat: ChatFormat, media: Mapping[str, str]) -> str:
-    """Return the Jinja template that writes messages as ``chat`` does.
-
-    ``media``: modality -> the text that stands for an item of it; others are left out.
-    """
+    """Return a Jinja template that writes as ``chat`` does; ``media``: modality -> text of an item; no others."""
     openings = {role: getattr(chat, role) for role in ("system", "user", "assistant")}
     return (
         f"{{%- set openings = {_literal(openings)} -%}}{{%- set media = {_literal(media)} -%}}"
@@ -230,10 +227,7 @@ def template_of(chat: ChatFormat, media: Mapping[str, str]) -> str:
 
 
 def template_with_media(template: str, media: Mapping[str, str]) -> str:
-    """Return a chat template that shows ``media`` parts as text parts to ``template``.
-
-    ``media``: modality -> the text that stands for an item of it; other parts stay as they are.
-    """
+    """Return a template that shows ``media`` (modality -> text of an item) as text to ``template``."""
     return (
         f"{{%- set media = {_literal(media)} -%}}{{%- set shown = namespace(messages=[]) -%}}"
         "{%- for m in messages -%}{%- if m['content'] is string or not m['content'] -%}"

@@ -79,10 +79,7 @@ def _is_processor_of(processor: OmniProcessor, source: Path) -> bool:
 def _change_configs(
     folder: Path, whole: PreTrainedConfig, model: PreTrainedModel, end: int, dtype: torch.dtype | None
 ) -> None:
-    """Write what is not that of the source into the configs; where nothing is, the files stay as they are.
-
-    That may be the vocabulary, the end token, ``dtype``, and a head of its own.
-    """
+    """Write vocabulary, end token, ``dtype`` and own head into the configs, where they differ."""
     raw = json.loads((folder / CONFIG_NAME).read_text())
     part = foundation_config(whole)
     text = _node(raw, _path_of(whole, part.get_text_config(decoder=True)) or [])

@@ -48,10 +48,7 @@ def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs
 
 
 def recipe_and_name(recipe: Recipe | str | Path, overrides: Sequence[str]) -> tuple[Recipe, str]:
-    """Return a recipe that counts in steps and packs, as its run does, and what to call it.
-
-    Raises UserError: overrides of a recipe that is loaded already, or the recipe has mistakes.
-    """
+    """Return a recipe in steps and packs, and its name; UserError: mistakes, or overrides of a loaded one."""
     if not isinstance(recipe, Recipe):
         return in_steps(Recipe.load(recipe, list(overrides))), Path(recipe).stem
     if overrides:

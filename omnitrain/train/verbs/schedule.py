@@ -49,10 +49,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of each action: by kind and stage; by encoder of a section, in which its section encodes a window.
-
-    The backwards of encoders in ``twice`` repeat their forward.
-    """
+    """Seconds of actions by kind and stage, and of encoding a window; ``twice``: encoders that repeat forwards."""
 
     stages: Mapping[tuple[Kind, int], float]
     encodes: Mapping[str, float]
@@ -273,7 +270,7 @@ def _stage_rows(
 
 
 def _durations(shares: Sequence[float], forward: float, backward: float) -> Mapping[tuple[Kind, int], float]:
-    """Return the time of each kind of action of each stage: its share of that of all stages."""
+    """Return the time of each kind of action of each stage: its share of the time of all stages."""
     whole = {Kind.F: forward, Kind.B: backward, Kind.I: backward / 2, Kind.W: backward / 2}
     return {(kind, stage): time * share for kind, time in whole.items() for stage, share in enumerate(shares)}
 

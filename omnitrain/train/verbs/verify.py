@@ -154,10 +154,7 @@ def _factory(recipe: Recipe, shapes: OmniModel, nproc: int, memory: float | None
 
 
 def first_usable(loader: StepLoader, number: int) -> list[Sample]:
-    """Return the first samples of a run's data order, without rows that cannot be used.
-
-    Raises UserError: none of the first ``10 * number`` rows can be used.
-    """
+    """Return the first samples of a run; UserError: none of ``10 * number`` rows can be used."""
     drawn = (loader.rows[draw] for draw in islice(loader.order.draws(0), 10 * number))
     samples = list(islice((sample for sample in drawn if isinstance(sample, Sample)), number))
     if not samples:

@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -135,13 +137,16 @@ class Shades(PreTrainedModel):
     """A media tokenizer of a user's own: an image is two shades of grey."""
 
     config_class = ShadesConfig
-    modality, fixed_length = "image", 2
+    modality = "image"
 
     def __init__(self, config: ShadesConfig) -> None:
         super().__init__(config)
         self.num_codes = config.num_codes
         self.levels = torch.nn.Parameter(torch.linspace(0, 255, config.num_codes))
         self.post_init()
+
+    def length(self, codes: Sequence[int]) -> int:
+        return 2
 
     def adapter(self) -> ComponentAdapter:
         return ShadesAdapter()

@@ -157,8 +157,8 @@ class PlainDecoder(nn.Module):
     def forward_codes(self, features: Mapping[str, Tensor]) -> Tensor:
         """Return the codes of an item; those of sound end with a class of their own."""
         (codec,) = self._codec
-        if codec.fixed_length:
-            return codec.encode(features, (codec.fixed_length,))
+        if (length := codec.length(())) is not None:
+            return codec.encode(features, (length,))
         codes = codec.encode(features, ())
         return torch.cat([codes, codes.new_tensor([codec.num_codes])])
 

@@ -12,8 +12,8 @@ from omnitrain.plan import (
     encode_table,
     plan_step,
 )
-from omnitrain.train.metrics import throughput
-from omnitrain.train.metrics.throughput import Stopwatch
+from omnitrain.train.metrics import step_timing
+from omnitrain.train.metrics.step_timing import Stopwatch
 
 
 def plan_of_two_ranks() -> StepPlan:
@@ -31,7 +31,7 @@ def plan_of_two_ranks() -> StepPlan:
 
 def test_speed_fill_and_imbalance_follow_from_the_plans_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(step_timing.time, "perf_counter", lambda: now[0])
     stopwatch = Stopwatch()
     for _ in range(2):
         stopwatch.add(plan_of_two_ranks(), waited=0.5)
