@@ -28,11 +28,7 @@ def _imported_with_first(module: str, function: str) -> Callable[[Any], str]:
 def on_first_use(
     package: str, homes: Mapping[str, str], elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package.
-
-    ``package``: name of the package. ``homes``: name -> the module that has it. ``elsewhere``: name that another
-    library's package of this kind has -> what an ImportError says to write instead.
-    """
+    """Return a package's ``__getattr__``; ``homes``: name -> module; ``elsewhere``: name -> what to write instead."""
 
     def get(name: str) -> Any:
         if name in elsewhere:

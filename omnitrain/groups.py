@@ -42,10 +42,10 @@ def new_group(
     Args:
         ranks: global ranks of the group.
         name: its description.
-        backend: None: that of the default group.
-        timeout: of its collectives; None: that of the default group.
+        backend: None: the default group's.
+        timeout: of its collectives; None: the default group's.
         high_priority: whether NCCL's kernels run in streams of high priority.
-        max_ctas: the most multiprocessors that a kernel of NCCL occupies; None: that of NCCL.
+        max_ctas: the most multiprocessors that a kernel of NCCL occupies; None: NCCL's default.
     """
     if timeout is None and dist.group.WORLD is not None:  # torch itself gives 10 or 30 minutes, whatever the user set
         timeout = timeout_of(dist.group.WORLD)

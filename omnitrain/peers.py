@@ -89,7 +89,7 @@ class Peers:
         return [pickle.loads(parcel) for parcel in swap_bytes(self.group, [pickle.dumps(value) for value in values])]
 
     def of_first(self, value: T) -> T:
-        """Return the value of rank 0 (pickled); that of the others does not matter."""
+        """Return the value of rank 0 (pickled); the values of other ranks do not matter."""
         values = [value]
         if self.group is not None:
             dist.broadcast_object_list(values, group=self.group, group_src=0)

@@ -129,7 +129,7 @@ class ConversionsAlone:
 
 
 def conversions_of_weights(model: PreTrainedModel | ConversionsAlone) -> list[Any] | None:
-    """Return the conversions that loading applied, and saving reverts; None: those of the model's class."""
+    """Return the conversions that loading applied, and saving reverts; None: the class's conversions."""
     return getattr(model, "_weight_conversions", None)
 
 

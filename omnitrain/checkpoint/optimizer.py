@@ -1,6 +1,6 @@
 """Save and load the state of an optimizer. Each rank writes and reads its shards; nothing is gathered.
 
-The files are those of ``torch.distributed.checkpoint``. Tensors in them are named ``PARAMETER.KEY``
+``torch.distributed.checkpoint`` defines the files. Tensors in them are named ``PARAMETER.KEY``
 (``head.weight.exp_avg``) and have the shape of the whole parameter, so a run can continue under any layout.
 """
 
@@ -75,7 +75,7 @@ def optimizer_state(
 ) -> OptimizerState:
     """Return the part of the state of ``optimizer`` that this rank writes (:func:`save_optimizer`).
 
-    ``parameters`` are those of the model by their names (:func:`parameters_at_rest`), ``owners`` are theirs.
+    ``parameters``: the model's, by name (:func:`parameters_at_rest`); ``owners``: of these parameters.
     """
     names = _names(parameters, optimizer)
     state = optimizer.state_dict()
@@ -207,7 +207,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 def load_averages(model: nn.Module, folder: str | Path) -> None:
     """Write the averages that an ``EMA`` saved in ``folder`` over the weights of ``model``, which is not sharded.
 
-    Raises UserError: the folder has no averages, or those of other parameters.
+    Raises UserError: the folder has no averages, or averages of other parameters.
     """
     reader, parameters = dcp.FileSystemReader(folder), dict(model.named_parameters())
     with _ranks_of(model):

@@ -86,7 +86,8 @@ class CheckpointStore:
             self._with_disk_errors(lambda: write(temporary), final)
             on_all(lambda: None)  # all have written what they list
             listed = on_all(lambda: [str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file()])
-            names = _merged(listed, peers)
+            of_first = peers.of_first(listed)  # others tell what it lacks: a network disk may be late
+            names = sorted({*of_first, *chain.from_iterable(peers.gather(sorted(set(listed).difference(of_first))))})
             own = _names_of_rank(names, peers)
             checksums = peers.gather_on_first(on_all(lambda: _synced_checksums(own, temporary, self.saved)))
             on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
@@ -306,12 +307,6 @@ def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(exist_ok=True)  # `checkpoints/` only: never make the folder of a deleted run again
     folder.mkdir()
-
-
-def _merged(names: Sequence[str], peers: Peers) -> list[str]:
-    """Return the files that any rank lists, who tells only what the first lacks: a network disk may be late."""
-    of_first = peers.of_first(names)
-    return sorted({*of_first, *chain.from_iterable(peers.gather(sorted(set(names).difference(of_first))))})
 
 
 def _names_of_rank(names: Sequence[str], peers: Peers) -> Sequence[str]:

@@ -26,7 +26,7 @@ def roles_of(model: nn.Module) -> dict[nn.Parameter, Role]:
 
     Shapes do not tell: experts have biases ``[experts, features]``, and norms of heads weights ``[heads, features]``.
 
-    - ``matrix``: the weight of a linear layer ``[out, in]``, and those of all experts of a layer ``[experts, ...]``.
+    - ``matrix``: the weight of a linear layer ``[out, in]``, and of all experts of a layer ``[experts, ...]``.
     - ``vector``: a norm, a bias (by its name), and all else with fewer than two dims.
     - ``table``: all else: embeddings, positions, convolutions, LoRA adapters of experts.
 

@@ -16,11 +16,7 @@ _AVERAGE = "average"
 
 
 class EMA(torch.optim.Optimizer):
-    """Averages of the parameters of ``optimizer``, fp32 and sharded like them; a step moves each to its parameter.
-
-    An average is where its parameter is, or its fp32 copy, if the optimizer keeps one in host memory. The state dict is
-    that of an optimizer, so a checkpoint has it like one, under any layout.
-    """
+    """Averages of ``optimizer``'s parameters, fp32, sharded and placed like them; its state dict is an optimizer's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
         """Begin at the values that the parameters have now; ``decay``, below 1, is the weight of what was before."""

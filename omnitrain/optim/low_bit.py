@@ -32,7 +32,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, fused: bool = True
     ) -> None:
-        """Take parameter groups with ``weight_decay``; the other options are those of ``torch.optim.AdamW``."""
+        """Take parameter groups with ``weight_decay``; other options as of ``torch.optim.AdamW``."""
         self._format = _format()
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": fused})
 

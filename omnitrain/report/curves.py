@@ -29,11 +29,7 @@ class Curve:
 
 
 def styles(curves: Sequence[Curve]) -> list[tuple[int, int]]:
-    """Return colour and dashes of each curve.
-
-    Names differ in colour, and runs in dashes; of one name, runs differ in colour. Of more than 10 colours, dashes
-    differ.
-    """
+    """Return colour and dashes of each curve: names differ in colour, runs in dashes (of one name, in colour)."""
     places = {name: index for index, name in enumerate(dict.fromkeys(curve.name for curve in curves))}
     if len(places) == 1:
         return [(curve.run % 10, curve.run // 10) for curve in curves]

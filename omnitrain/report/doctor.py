@@ -97,7 +97,7 @@ def _versions(pyproject: Path = _PYPROJECT) -> list[DoctorLine]:
     wanted, supported = installed, metadata["Requires-Python"] or ""
     omnitrain = DoctorLine("versions", "omnitrain", metadata["Version"], True)
     project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {}) if pyproject.is_file() else {}
-    if project.get("name") == "omnitrain":  # not that of a project which has a copy of the package
+    if project.get("name") == "omnitrain":  # not a project which has a copy of the package
         wanted, supported = _requirements_of(project), project["requires-python"]
         if set(map(_normal, wanted)) != set(map(_normal, installed)):
             stale = f"{metadata['Version']}, installed with other requirements than those of {pyproject}"
@@ -110,7 +110,7 @@ def _versions(pyproject: Path = _PYPROJECT) -> list[DoctorLine]:
 
 
 def _requirements_of(project: Mapping[str, Any]) -> list[Requirement]:
-    """Return a project's requirements, those of its extras with the marker that installed metadata have."""
+    """Return a project's requirements; those of extras have the marker of installed metadata."""
     extras = project.get("optional-dependencies", {}).items()
     return [
         *map(Requirement, project["dependencies"]),

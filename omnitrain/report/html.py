@@ -104,11 +104,7 @@ def part_of_notebook(body: str) -> str:
 
 
 def write_page(name: str, kind: str, body: str, output: Path) -> Path:
-    """Write a page that needs nothing else, and return its file. An older page there is replaced.
-
-    ``name``: what it is about. ``kind``: what it is, such as ``report``. ``body``: its chapters. ``output``: the file;
-    its folder is created. Raises UserError: the file is something else, or cannot be written.
-    """
+    """Write a page of ``kind`` about ``name``, and return its file; UserError: it is no page, or not writable."""
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     links = [(anchor, Markup(title)) for anchor, title in _CHAPTER.findall(body)]
     text = rendered(

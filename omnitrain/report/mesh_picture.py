@@ -20,11 +20,7 @@ Axis = tuple[str, int]
 
 
 def mesh_picture(section: Mapping[str, Any], index: int) -> Markup:
-    """Return a picture of ranks as HTML.
-
-    ``section``: a section of a layout: ``name``, ``first_rank``, ``components``, ``axes`` (the size of each of
-    :data:`~omnitrain.plan.mesh.DENSE_AXES`) and ``ep``. ``index``: index of its first colour.
-    """
+    """Return a picture of a section (of ``layout.json``) as HTML; ``index``: of its first colour."""
     axes: list[Axis] = [(axis, section["axes"][axis]) for axis in DENSE_AXES if section["axes"][axis] > 1]
     drawn, mesh = _cut(axes), MeshShape(**section["axes"], ep=section["ep"])
     experts, stages = mesh.ranks_in("ep"), mesh.ranks_in("pp")

@@ -1,4 +1,4 @@
-"""Pictures as SVG: curves over steps, bars, histograms, boxes. Their colours are those of the page around them."""
+"""Pictures as SVG: curves over steps, bars, histograms, boxes. They take the colours of the page around them."""
 
 from __future__ import annotations
 

@@ -74,11 +74,7 @@ _MOST_CURVES = 24  # more in one figure cannot be told apart
 
 
 def report_at_end(folder: Path, say: Callable[[str], Any]) -> Callable[..., None]:
-    """Return an exit callback for an ``ExitStack``, which writes ``report.html`` unless an error ended the run.
-
-    Nothing that goes wrong with the report ends the run: ``say`` prints one line, which tells where the report is, or
-    why there is none.
-    """
+    """Return an exit callback that writes the report unless an error ended the run; it never raises, but says."""
 
     def write(kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is not None:
@@ -182,7 +178,7 @@ def _worst_load(runs: Sequence[RunRecord]) -> list[Curve]:
 
 
 def _skipped(run: RunRecord) -> list[tuple[str, str, int]]:
-    """Source, reason and number of rows skipped up to the last line; those of most rows first."""
+    """Source, reason and number of rows skipped up to the last line, the most frequent first."""
     reasons = run.last.get("rejected_reasons") or {}
     rows = [(source, reason, count) for source, counts in reasons.items() for reason, count in counts.items()]
     return sorted(rows, key=lambda row: -row[2])

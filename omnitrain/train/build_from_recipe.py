@@ -43,11 +43,7 @@ from omnitrain.train.run_state.snapshot import EMA_FOLDER, OPTIMIZER
 
 
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
-    """Build the model of a recipe, with frozen components and LoRA adapters as it says, and its processor.
-
-    On the device ``meta``, weights have only shapes; fresh weights follow from the recipe's seed. A UserError: parts of
-    the recipe do not fit together.
-    """
+    """Build a recipe's model (on ``meta``: shapes alone) and processor; UserError: parts do not fit."""
     parts = recipe.model
     if parts.checkpoint is not None:
         model, processor = load_checkpoint(
@@ -117,7 +113,7 @@ def load_checkpoint(
         chat: chat format that replaces the saved one.
         torch_dtype: dtype of the weights; None: as saved.
         teachers: component name -> folder or Hub id of a language model that is added as a teacher.
-        checked: verify the checksums of the files before reading weights, except those of the optimizer.
+        checked: verify the checksums of the files before reading weights, except files of the optimizer.
         averaged: load the averages of ``train.ema`` in place of the trained weights.
 
     Raises:
@@ -250,11 +246,7 @@ def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype
 
 
 def use_own_functions(model: OmniModel, train: Train) -> None:
-    """Install the losses and metrics of the user's own, in training and evaluation.
-
-    Raises UserError: one cannot be loaded, has a parameter that is no teacher, or a decoder of the user's own computes
-    its loss by itself; or no function has a teacher among its parameters.
-    """
+    """Install the user's losses and metrics; UserError: one cannot be loaded or lacks what it reads."""
     heads = {"text": model.runner, **model.decoders}
     losses = {name: load_function(function, f"train.losses.{name}") for name, function in train.losses.items()}
     metrics = {name: load_function(function, f"train.metrics.{name}") for name, function in train.metrics.items()}
@@ -302,7 +294,7 @@ def _require_teachers(
 
 
 def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> tuple[Renderer, list[int]]:
-    """Return the chat format of the HF processor if one is used, else that of the recipe; and ids of added tokens."""
+    """Return the HF processor's chat format if one is used, else the recipe's; and ids of added tokens."""
     data = recipe.data
     by_processor = _by_processor(recipe, _without_shared_sequences(recipe, model.native_inputs))
     starts = data.chat or ChatFormat()

@@ -31,7 +31,7 @@ class Callback:
     """
 
     def on_start(self, trainer: Any) -> None:
-        """Called before the first step, also that of a resumed run."""
+        """Called before the first step of a run, a resumed run included."""
 
     def on_step(self, trainer: Any, loss: float, grad_norm: float) -> None:
         """Called after each optimizer step, with the total loss of all ranks and the gradient norm before clipping."""
@@ -43,7 +43,7 @@ class Callback:
         """Called after an evaluation. Without generation, there are only ``result.losses``."""
 
     def on_save(self, trainer: Any, folder: Path) -> None:
-        """Called after a checkpoint is complete in ``folder``, which may be that of an earlier step."""
+        """Called after a checkpoint is complete in ``folder``, which may belong to an earlier step."""
 
     def on_end(self, trainer: Any, summary: Any) -> None:
         """Called at the end of :meth:`Trainer.fit`, with the :class:`RunSummary` that it returns; not after errors."""
@@ -67,11 +67,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
 
 class Callbacks:
-    """The callbacks of a run on one rank, in the order of their calls; ``peers`` are all ranks.
-
-    Raises:
-        UserError: one is no :class:`Callback`, or has a method for an event that does not exist, or ranks have others.
-    """
+    """Callbacks on one rank, in order; UserError: no :class:`Callback`, no such event, other ones on other ranks."""
 
     def __init__(self, callbacks: Sequence[Callback], peers: Peers) -> None:
         for callback in callbacks:

@@ -58,7 +58,7 @@ def matrices_of(model: OmniModel, settings: Optimizer) -> set[nn.Parameter]:
 def _of_parameters(
     model: OmniModel, values: Mapping[str, float], key: str, among: Collection[nn.Parameter] | None = None
 ) -> dict[nn.Parameter, float]:
-    """Return trained parameter, ``among`` these if given -> its value, that of the longest path."""
+    """Return trained parameter (``among`` these, if given) -> the value of its longest path."""
     key = f"{_NODE}.{key}"
     found: dict[nn.Parameter, float] = {}
     names: dict[nn.Parameter, str] = {}

@@ -73,7 +73,7 @@ class RunMeasures:
         self.encoder_metrics: dict[str, Any] = {}
 
     def follow(self, loader: StepLoader) -> None:
-        """Take the training data, whose state is that of the steps done."""
+        """Take the training data, whose state follows the steps done."""
         self.loader, self.data = loader, loader.state()
 
     @property

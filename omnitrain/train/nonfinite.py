@@ -32,7 +32,7 @@ class Origin(NamedTuple):
     """
 
     component: str  # the component that computed it, or ``the loss``
-    phase: str  # ``forward``, ``backward``, or ``weight gradients``: those of the component after a backward
+    phase: str  # ``forward``, ``backward``, or ``weight gradients``: gradients of the component's weights
     micro_batch: int  # index of the rank's micro-batch; for an encoder with its own actions, the first of a window
     samples: Sequence[str]
 

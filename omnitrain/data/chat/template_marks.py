@@ -34,11 +34,7 @@ _WITHOUT_OUTPUT = {"comment_begin", "comment", "comment_end", "raw_begin", "raw_
 
 @dataclass
 class MarkedText:
-    """A rendered conversation with the information of its marks.
-
-    ``pieces``: index of a message -> characters ``[start, stop)`` that the template wrote for this message; not empty,
-    and merged if adjacent.
-    """
+    """A rendered conversation; ``pieces``: index of a message -> characters ``[start, stop)``, none adjacent."""
 
     text: str = ""  # without the marks
     pieces: dict[int, list[Span]] = field(default_factory=dict)
@@ -170,7 +166,10 @@ class _Blocks:
         block = "{%+ " + "".join(tag) + " +%}"
         before, after = "", ""
         if words[0] in ("for", "if"):
-            after = self._begin(words)
+            is_loop = words[0] == "for" and words[2] == "in"  # loops over messages have one name for the item
+            name = f"omnitrain_item_{next(self._numbers)}" if is_loop else None
+            self._open.append((words[0], name))
+            after = f"{{% set {name} = {words[1]} %}}{{{{ {name}['{_BEGIN_KEY}'] }}}}" if name else ""
         elif words[0] in ("endif", "endfor"):
             before = _end_of(self._open.pop())
         elif words[0] == "else":
@@ -182,12 +181,6 @@ class _Blocks:
         elif words[0] == "endgeneration":
             before = _literal(_GENERATED)
         return before + block + after
-
-    def _begin(self, words: list[str]) -> str:
-        is_loop = words[0] == "for" and words[2] == "in"  # loops over messages have one name for the item
-        name = f"omnitrain_item_{next(self._numbers)}" if is_loop else None
-        self._open.append((words[0], name))
-        return f"{{% set {name} = {words[1]} %}}{{{{ {name}['{_BEGIN_KEY}'] }}}}" if name else ""
 
 
 def _end_of(block: tuple[str, str | None]) -> str:

@@ -66,7 +66,7 @@ def require_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str)
 
 
 class TextEncoder:
-    """Encodes untrusted text, in which special tokens and those of the chat format that it spells stay text."""
+    """Encodes untrusted text, in which spelled special tokens, and tokens of the chat format, stay text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format_texts: Iterable[str]) -> None:
         """Find the control tokens. ``format_texts`` of the chat format delimit messages and media."""

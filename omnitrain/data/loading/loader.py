@@ -50,7 +50,7 @@ class LoaderOptions:
 
     Attributes:
         seed: seed of the data order.
-        state: state to resume from: that of :meth:`StepLoader.state`, merged if there are several ranks.
+        state: state to resume from: the result of :meth:`StepLoader.state`, merged if there are several ranks.
         alone: make packs of one sample, for a model that cannot keep several samples apart (``not
             model.runner.contract.packs``).
         without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
@@ -154,8 +154,8 @@ class StepLoader:
         sources: the open data sets.
         order: order of their rows.
         rows: prepares the rows.
-        rejected: id -> row that this rank has skipped so far, after those of the state from which it continues. Of
-            ranks that hold the same samples, the one that prepares them has these rows.
+        rejected: id -> row that this rank has skipped so far, after rows of the state from which it continues. Of
+            ranks that hold the same samples, the rank that prepares them has these rows.
         reasons: source -> kind of reason -> number of these rows, each counted in its first epoch.
     """
 
@@ -309,11 +309,7 @@ def first_samples(
     without_tails: bool = False,
     may_ask: bool = False,
 ) -> list[tuple[str, Sample | Rejected | UserError]]:
-    """Prepare the first usable row of every metrics source of each data set, and return it with the source's name.
-
-    This shows quickly whether a model can use the data. A row's ``index`` is its position in the source. If all of the
-    first rows are rejected, the first one is returned. Arguments as of :class:`PreparedRows`.
-    """
+    """Prepare the first usable row of each metrics source (else the first row), with the source's name."""
     rows = PreparedRows(sources, processor, budget, without_tails=without_tails, overlong=overlong, may_ask=may_ask)
     groups = [(s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items()]
     firsts = prepare_some(rows, [(0, s, group[0]) for s, _, group in groups])

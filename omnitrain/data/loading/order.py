@@ -111,7 +111,7 @@ class _Draws(NamedTuple):
 
     before: np.ndarray  # [sources], draws of each source before the first of them
     sources: np.ndarray  # [n], source of each draw
-    counts: np.ndarray  # [n], number from 0 of the draw among those of its source in this slot
+    counts: np.ndarray  # [n], number from 0 of the draw among the draws of its source in this slot
 
 
 class SampleOrder:

@@ -78,7 +78,7 @@ class LoaderState:
     Attributes:
         slots: slot -> its state. The state of one loader has the slots of its rank; :func:`merge_states` merges those
             of all ranks. Empty: the beginning of a run.
-        rejected: rows skipped so far, each once. The state of one loader has those that its rank met, after those of
+        rejected: rows skipped so far, each once. The state of one loader has rows that its rank met, after the rows of
             the state from which it continues.
         tokens_per_draw: mean tokens of a draw of each source, by which weights of tokens become shares of draws.
             Empty: weights are shares of draws.
@@ -196,7 +196,7 @@ class SameSamples:
             yield pickle.loads(self.swap(nothing)[self.firsts[self.rank]])
 
     def send(self, steps: Iterator[MadeStep]) -> Generator[MadeStep, None, None]:
-        """Yield the steps of this rank, and send those of other ranks that hold the same samples to them."""
+        """Yield this rank's steps, and send the steps of ranks that hold the same samples to these ranks."""
         others = [rank for rank, first in enumerate(self.firsts) if first == self.rank != rank]
         for step in steps:
             of_shares = {self.shares[rank].share for rank in others}

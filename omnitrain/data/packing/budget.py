@@ -64,7 +64,7 @@ Held = TypeVar("Held", bound=Sample | Measure)
 def fill_pack(held: Sequence[Held], budget: PackBudget, *, alone: bool = False) -> list[Held]:
     """Return the oldest sample and the largest others that still fit, so packs are dense and no sample waits forever.
 
-    The largest sample is the longest one. If encoders have budgets, it is the one that leaves the least room, by the
+    The largest sample is the longest one. If encoders have budgets, it is the sample that leaves the least room, by the
     sum of the squares of the free shares of all budgets (norm-based greedy of Panigrahy et al., 2011): a pack that has
     many images already takes texts.
 

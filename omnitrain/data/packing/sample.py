@@ -79,7 +79,7 @@ class Sample:
         forward_inputs: set for a sample that the foundation's own forward reads, alone in its pack: all outputs of the
             HF processor except the ids, batch axis included. The model then computes its positions.
         num_inputs: number of tokens, from the first, that the model gets. None: all. Later tokens are labels at most.
-        piece: number of the sample among those of its row. A text that is longer than a pack gives several.
+        piece: number of the sample among the samples of its row: a text longer than a pack gives several.
         num_pieces: number of samples of its row.
         more: the other pieces of the row, if this is the first.
         unconditional: of a prompt, the same prompt without its condition, for guidance. None: it was not asked for.
@@ -146,7 +146,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measure:
-    """The size of a sample, which packs are filled by, too; further attributes as those of :class:`Sample`.
+    """The size of a sample, by which packs are filled, too; further attributes as in :class:`Sample`.
 
     ``tokens``: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
     `` predicted`` after them. They add up to ``length``.

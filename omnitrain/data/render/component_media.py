@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from omnitrain.data.chat.parts import MediaPart
 from omnitrain.data.packing.sample import Features, MediaItem
@@ -15,24 +15,24 @@ from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.errors import UserError
 
 
-class MediaAdapter(Protocol):
-    """Prepares media for a component, without its weights."""
+class ComponentAdapter:
+    """Converts media to the inputs of a component; it has no weights and runs in data workers."""
 
-    modalities: tuple[str, ...]
-    max_frames: int
-    fps: float | None
+    modalities: tuple[str, ...] = ()  # of ``image``, ``audio``, ``video``
+    max_frames: int = 1  # the most frames to read from a video
+    fps: float | None = None  # frames to read from a second of a video; None: all, up to ``max_frames``
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """Return the arguments of one item (arrays that concatenate along axis 0) and its number of tokens."""
-        ...
+        """Return features and tokens of an image, ``Waveform`` or frames; ValueError: not this item."""
+        raise NotImplementedError
 
 
 class AttachedMedia:
     """The attached components: ``readers``: modality -> name -> adapter of an encoder; ``writers``: of the decoder."""
 
-    def __init__(self, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]) -> None:
+    def __init__(self, readers: Mapping[str, ComponentAdapter], writers: Mapping[str, ComponentAdapter]) -> None:
         """Index adapters, given by component name; UserError: two decoders write the same modality."""
-        self.readers: dict[str, dict[str, MediaAdapter]] = {}
+        self.readers: dict[str, dict[str, ComponentAdapter]] = {}
         for name in sorted(readers):  # not in the order of a recipe, which a saved config does not keep
             for modality in readers[name].modalities:
                 self.readers.setdefault(modality, {})[name] = readers[name]
@@ -47,7 +47,7 @@ class AttachedMedia:
         """Whether an attached component reads (or writes, for a target) this part."""
         return part.modality in (self.writers if part.is_target else self.readers)
 
-    def adapters_of(self, row: Row, part: MediaPart) -> dict[str, MediaAdapter]:
+    def adapters_of(self, row: Row, part: MediaPart) -> dict[str, ComponentAdapter]:
         """Return those of the components that get a part that :meth:`handles` accepts: one decoder, or some encoders.
 
         Raises UserError: the data set of the row names other encoders.
@@ -62,7 +62,7 @@ class AttachedMedia:
             )
         return chosen
 
-    def _able(self, part: MediaPart) -> dict[str, MediaAdapter]:
+    def _able(self, part: MediaPart) -> dict[str, ComponentAdapter]:
         return dict([self.writers[part.modality]]) if part.is_target else self.readers[part.modality]
 
     def prepare(self, row: Row, part: MediaPart) -> list[tuple[str, MediaItem]]:
@@ -74,7 +74,7 @@ class AttachedMedia:
         return _frame_choice(next(iter(self._able(part).values())), file)
 
 
-def _item(row: Row, part: MediaPart, name: str, adapter: MediaAdapter) -> MediaItem:
+def _item(row: Row, part: MediaPart, name: str, adapter: ComponentAdapter) -> MediaItem:
     with row.open_media(part.modality, part.position) as file:
         if file.reading.min_pixels or file.reading.max_pixels:
             raise UserError(
@@ -90,12 +90,12 @@ def _item(row: Row, part: MediaPart, name: str, adapter: MediaAdapter) -> MediaI
     return MediaItem(features, num_tokens, is_lowered)
 
 
-def _frame_choice(adapter: MediaAdapter, file: MediaFile) -> FrameChoice:
+def _frame_choice(adapter: ComponentAdapter, file: MediaFile) -> FrameChoice:
     return FrameChoice(None, {}, file.reading.over(Reading(fps=adapter.fps, max_frames=adapter.max_frames)))
 
 
-def _by_modality(writers: Mapping[str, MediaAdapter]) -> dict[str, tuple[str, MediaAdapter]]:
-    owners: dict[str, tuple[str, MediaAdapter]] = {}
+def _by_modality(writers: Mapping[str, ComponentAdapter]) -> dict[str, tuple[str, ComponentAdapter]]:
+    owners: dict[str, tuple[str, ComponentAdapter]] = {}
     for name, adapter in writers.items():
         for modality in adapter.modalities:
             if modality in owners:

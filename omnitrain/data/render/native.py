@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-
-from omnitrain.data.packing.sample import Features
-
-
-class ComputePositions(Protocol):
-    """A function that computes the position ids of one sample as the foundation does."""
-
-    def __call__(
-        self,
-        input_ids: np.ndarray,
-        token_inputs: Mapping[str, np.ndarray],
-        features: Mapping[str, Sequence[Features]],
-        *,
-        audio_in_video: bool,
-    ) -> np.ndarray:
-        """Return ``[T]`` or ``[axes, T]`` int64; the number of axes is the same for all samples.
-
-        ``input_ids``: ``[T]`` int64. ``token_inputs``: ``[T]`` each; see :attr:`Sample.token_inputs`. ``features``:
-        modality -> features of each item, in order of appearance; absent if there are none. ``audio_in_video``: whether
-        the tokens of a video's sound lie between those of its pictures.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +18,8 @@ class NativeInputs:
         token_inputs: names of the foundation's per-token arguments that every sample must have.
         token_types: ``(input_ids, loss_mask) -> values`` of these arguments, ``[T]`` each. None: use the processor's
             values, which mark the modality of each token.
-        positions: computes the position ids of a sample. None: 0, 1, 2, ...
+        positions: ``(input_ids, token_inputs, modality -> features of each item, audio_in_video=...) -> position_ids``,
+            ``[T]`` or ``[axes, T]`` int64, as many axes for all samples. None: 0, 1, 2, ...
         in_forward: modalities that only the foundation's own forward reads, from the processor's outputs.
         forward_arguments: the arguments that the foundation's forward and its feature methods take, besides ids.
         refused: modality that the foundation could read, but not here -> why.
@@ -49,7 +28,7 @@ class NativeInputs:
 
     placeholders: Mapping[str, int]
     token_inputs: tuple[str, ...] = ()
-    positions: ComputePositions | None = None
+    positions: Callable[..., np.ndarray] | None = None
     token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None
     in_forward: frozenset[str] = frozenset()
     forward_arguments: frozenset[str] = frozenset()
@@ -64,7 +43,7 @@ class NativeInputs:
 def unpassed(given: Mapping[str, Any], passed: Collection[str], taken: Collection[str]) -> list[str]:
     """Return the names of arguments that a model would miss: they are ``taken``, or media, and are not ``passed``.
 
-    ``given`` are those of one sample, as a HF processor returns them. Masks that are true everywhere say nothing.
+    ``given`` are the arguments of one sample, from a HF processor. Masks that are true everywhere say nothing.
     """
     lost = {name: value for name, value in given.items() if value is not None and name not in passed}
     return sorted(name for name, value in lost.items() if _says_something(value, is_taken=name in taken))

@@ -15,7 +15,7 @@ from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trai
 from omnitrain.data.chat.text_tokenizer import TextEncoder, load_tokenizer
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import NATIVE_PREFIX, Rejected, Sample
-from omnitrain.data.render.component_media import AttachedMedia, MediaAdapter
+from omnitrain.data.render.component_media import AttachedMedia, ComponentAdapter
 from omnitrain.data.render.condition import CONDITION, without_condition
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import ChatRenderer, Renderer
@@ -47,7 +47,7 @@ class OmniProcessor:
     """
 
     def __init__(
-        self, renderer: Renderer, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]
+        self, renderer: Renderer, readers: Mapping[str, ComponentAdapter], writers: Mapping[str, ComponentAdapter]
     ) -> None:
         """Check that each modality has at most one of ``writers`` (decoder name -> adapter).
 
@@ -214,15 +214,11 @@ class OmniProcessor:
     def from_pretrained(
         cls,
         folder: str | Path,
-        readers: Mapping[str, MediaAdapter],
-        writers: Mapping[str, MediaAdapter],
+        readers: Mapping[str, ComponentAdapter],
+        writers: Mapping[str, ComponentAdapter],
         native: NativeInputs | None = None,
     ) -> OmniProcessor:
-        """Load a processor that :meth:`save_pretrained` saved. ``model.media_adapters()`` gives the adapters.
-
-        ``native`` are the native media of the foundation; None: it has none. Raises UserError: ``folder`` has no omni
-        processor, or no complete tokenizer.
-        """
+        """Load what :meth:`save_pretrained` saved; UserError: it is not in ``folder``."""
         settings_file = Path(folder, _SETTINGS_FILE)
         if not settings_file.is_file():
             raise UserError(f"{settings_file} is missing: {folder} is not a checkpoint that omnitrain saved")

@@ -24,7 +24,7 @@ from omnitrain.recipe import ChatFormat
 
 
 class Renderer(ABC):
-    """A chat format: that of the recipe (:class:`ChatRenderer`), or a HF template (:class:`TemplateRenderer`).
+    """A chat format: the recipe's own (:class:`ChatRenderer`), or a HF template (:class:`TemplateRenderer`).
 
     Attributes:
         tokenizer: the text tokenizer.

@@ -143,11 +143,7 @@ _SHOWN_COLUMNS = 12  # of a note
 
 
 def unread_notes(sources: Iterable[RowSource], renderer: Renderer, recipe: Recipe) -> list[str]:
-    """Return a line for each data set with keys that nothing reads, and for each whose format was recognised.
-
-    The chat format may read further keys, and a scorer of the recipe all columns. Raises UserError: see
-    :meth:`RowSource.__getitem__`.
-    """
+    """Return a line for each data set with keys that nothing reads, or with a recognised format."""
     scored = recipe.evaluation is not None and recipe.evaluation.scorer is not None
     known = renderer.reads | HARMLESS
     return [line for source in sources for line in (_recognised(source), _note(source, known, scored)) if line]

@@ -62,11 +62,7 @@ class FileReader:
         return FileVersion(int(info["size"]), str(next(filter(None, tags), "")))
 
     def read(self, file: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes from ``start`` to ``stop`` (None: the end).
-
-        Raises FileNotFoundError: there is no such file; OSError: a file of this machine cannot be read; ReadError: the
-        URL could not be read in time.
-        """
+        """Return bytes from ``start`` to ``stop``; FileNotFoundError: none there; else OSError, ReadError."""
         if not is_url(file):
             with open(file, "rb") as stream:
                 stream.seek(start)

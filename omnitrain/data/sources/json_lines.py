@@ -34,7 +34,7 @@ _PART = 1 << 24  # bytes of a URL that are read at once for the index of its lin
 class JsonLines(Table):
     """Reads rows from their files on demand. Blank lines are skipped, and rows may have different columns.
 
-    Values keep their JSON types, so digits in quotes stay text. ``kinds`` of large data sets are those of some rows.
+    Values keep their JSON types, so digits in quotes stay text. Some rows show the ``kinds`` of large data sets.
     """
 
     def __init__(self, files: Sequence[str], choose: Choose, *, reader: FileReader) -> None:

@@ -150,11 +150,7 @@ def decode_image(file: MediaFile) -> Image.Image:
 
 
 def decode_audio(file: MediaFile) -> Waveform:
-    """Decode a sound of any format that libsndfile reads (wav, flac, ogg, mp3), and average its channels.
-
-    Of a part of a file, only the part is read and decoded. It ends with the file if ``stop`` is later. Raises
-    ValueError: ``file`` is not a sound file, is damaged, has no samples, or ends before the part.
-    """
+    """Decode a sound, or its part, to mono as libsndfile does; ValueError: damaged, empty, ends before the part."""
     with _readable("audio", file), soundfile.SoundFile(file.begun()) as sound:
         rate = sound.samplerate
         length = -1 if file.stop is None else round((file.stop - file.start) * rate)

@@ -46,11 +46,7 @@ class ParquetRows(Table):
     """Reads rows from row groups, and keeps some of them in memory."""
 
     def __init__(self, files: Sequence[str], choose: Choose, *, reader: FileReader) -> None:
-        """Read the footer of each file.
-
-        Raises DataError: the files have different columns, or ``choose`` raises it; OSError, pa.ArrowInvalid: a file is
-        not parquet.
-        """
+        """Read footers; DataError: other columns, or of ``choose``; OSError, pa.ArrowInvalid: no parquet."""
         self._files, self._reader = list(files), reader
         self._footers: list[pq.FileMetaData] = []
         self._groups: list[_Group] = []
@@ -133,7 +129,7 @@ class ParquetRows(Table):
 
     @cached_property
     def kinds(self) -> dict[tuple[Any, Any], int]:  # type: ignore[override]  # found at its first use
-        """See :class:`Table`. Of large data sets, those of some row groups."""
+        """See :class:`Table`. Of large data sets, the kinds of some row groups."""
         if self._columns.messages not in self.column_names:
             return {}
         columns = self._columns

@@ -9,7 +9,7 @@ from typing import Any
 
 from omnitrain.recipe.data import VISUAL_KEYS
 
-# Key of a part or a file -> (field it sets, modalities that have it). Our own keys, and those of Qwen's utilities.
+# Key of a part or a file -> (field it sets, modalities that have it). Our own keys, and the keys of Qwen's utilities.
 _KEYS = {
     "start": ("start", ("audio", "video")),
     "stop": ("stop", ("audio", "video")),

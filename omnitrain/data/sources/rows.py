@@ -248,7 +248,7 @@ class RowSource(Sequence[Row]):
     def kinds(self) -> Mapping[tuple[Any, Any], int]:
         """Kind of messages -> position of the first row that has it; see :class:`Table`.
 
-        Types of parts are modalities here. If the table has no messages of its own, the kinds are those of some rows.
+        Types of parts are modalities here. If the table has no messages of its own, some rows show the kinds.
         """
         if self._has_documents:
             return {("document", None): 0}
@@ -294,11 +294,7 @@ def _or_data_error(name: str) -> Iterator[None]:
 
 
 def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
-    """Open every data set.
-
-    Raises DataError: data sets cannot be used; the message has one line per problem; UserError: ``sources`` are not
-    data sources.
-    """
+    """Open every data set; DataError: one line per unusable one; UserError: ``sources`` are not data sources."""
     if [one for one in sources if not isinstance(one, DataSource)]:  # a string would iterate over its letters
         raise UserError(
             f"sources: found {sources!r}; expected a list of DataSource, such as [DataSource(path='rows.jsonl')]"

@@ -32,11 +32,7 @@ class Schema:
     def conversation(
         self, record: dict[str, Any], media: Mapping[str, Sequence[Any]]
     ) -> tuple[list[Any], dict[str, list[Any]]]:
-        """Take the messages out of a record, and return them without files, and the row's files by modality.
-
-        Raises ValueError: the messages or their files cannot be read; UserError: see
-        :func:`~omnitrain.data.sources.turns.as_messages`.
-        """
+        """Take messages, without files, and files by modality out of a record; ValueError: unreadable."""
         columns = self.columns
         if columns.response is None:
             messages = self._messages(record.pop(columns.messages), media)
@@ -62,7 +58,7 @@ def required(text: Any, name: str | None) -> str:
 
 
 def _questions(record: dict[str, Any], columns: Columns) -> list[Any]:
-    """Take the turns before the answer out of a record: earlier ones, and those of the prompt's columns."""
+    """Take the turns before the answer out of a record: earlier turns, and the turns of the prompt's columns."""
     history = [] if columns.history is None else _earlier(record.pop(columns.history, None), columns.history)
     given = {name: record.pop(name, None) for name in columns.prompts}
     if len(given) == 1 and isinstance(turns := next(iter(given.values())), list):

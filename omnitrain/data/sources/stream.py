@@ -42,7 +42,7 @@ class Stream(Table):
 
     A row after the last one is a row of the next pass. The slots of a run ask for rows in about the order of the
     stream, so skipped rows are kept for a while. If a slot asks for a row that is no longer kept, a second cursor reads
-    up to that row, and serves that slot from then on. Its columns are those of the first rows.
+    up to that row, and serves that slot from then on. The first rows have all its columns.
     """
 
     def __init__(self, data: datasets.IterableDataset, choose: Choose) -> None:
@@ -112,7 +112,7 @@ class Stream(Table):
 
     def _begun_at(self, position: int) -> _Cursor:
         if not self._cursors and self._skipped <= position:
-            position = self._skipped  # a slot may be behind the one that asks first
+            position = self._skipped  # a slot may be behind the slot that asks first
         cursor = _Cursor(position, self._rows_from(position))
         self._cursors.append(cursor)
         return cursor

@@ -12,7 +12,7 @@ from typing import Any
 from omnitrain.errors import UserError
 from omnitrain.recipe.data import CALLS, ROLES
 
-# Field of a message -> its names in OpenAI's and ShareGPT's data and in those of other trainers.
+# Field of a message -> its names in the data of OpenAI, ShareGPT and other trainers.
 FIELDS = {
     "role": ("role", "from"),
     "content": ("content", "value"),

@@ -2,7 +2,7 @@
 
 Of ``E`` experts, our A ``[E, r, in]`` is peft's ``[E*r, in]``; our B ``[E, out, r]`` is peft's ``[out, r*E]``, where
 column ``j*E + e`` is column j of expert e. peft wraps a module once for each of its parameters with adapters: the
-adapters of the last parameter are at the module, those of the parameter before it at its ``base_layer``.
+adapters of the last parameter are at the module, the adapters of the parameter before it at its ``base_layer``.
 """
 
 from __future__ import annotations

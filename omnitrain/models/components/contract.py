@@ -36,7 +36,7 @@ class StageContract:
     """Where a foundation may be cut into pipeline stages. A cut is named by the index of the block after it."""
 
     problem: str = ""  # why it cannot be cut anywhere; empty: it can
-    cuts: tuple[int, ...] = ()  # the cuts at which the loss and all gradients equal those of the whole model
+    cuts: tuple[int, ...] = ()  # the cuts that leave the loss and all gradients of the whole model as they are
     refused: dict[int, str] = field(default_factory=dict)  # other cut -> what was measured there
     # every stage needs the input embeddings, with their media; otherwise only the first does
     needs_embeddings: bool = False

@@ -7,26 +7,11 @@ from typing import Any, ClassVar
 import torch
 
 from omnitrain.data.packing.sample import Features
+from omnitrain.data.render.component_media import ComponentAdapter as ComponentAdapter
 from omnitrain.errors import UserError
 from omnitrain.ops.loss.cross_entropy import LossTerm
 
 TensorFeatures = dict[str, torch.Tensor]
-
-
-class ComponentAdapter:
-    """Converts media to the inputs of a component; it has no weights and runs in data workers."""
-
-    modalities: tuple[str, ...] = ()  # of ``image``, ``audio``, ``video``
-    max_frames: int = 1  # the most frames to read from a video
-    fps: float | None = None  # frames to read from a second of a video; None: all, up to ``max_frames``
-
-    def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """Return the input features of one item, and its number of tokens.
-
-        ``media``: RGB ``PIL.Image`` (image), ``Waveform`` (audio), list of RGB images (video). Raises ValueError: this
-        item cannot be used; the data row is skipped.
-        """
-        raise NotImplementedError
 
 
 class ComponentMixin:
@@ -95,7 +80,7 @@ class DecoderMixin(ComponentMixin):
     def next_classes(self, tokens: list[int], size: str | None) -> range | None:
         """Return the classes that may follow the first ``tokens`` of an item of ``size``; None: all of them.
 
-        ``size`` is the one that was asked for (``320x192``); None: the model chooses. A UserError: it cannot write it.
+        ``size``: the requested size (``320x192``); None: the model chooses. A UserError: it cannot write it.
         """
         if size is not None:
             raise UserError(f"size {size!r}: {type(self).__name__} writes one size alone; leave it out")

@@ -1,7 +1,7 @@
 """Check that a foundation computes in bf16 as transformers' model in bf16 does.
 
-The loss and the gradients of a tiny model may differ from those of transformers by what rounding explains
-(:class:`~omnitrain.ops.rounding.Rounding`). Experts are those of the first run, since rounding changes some choices.
+The loss and the gradients of a tiny model may differ from transformers' loss and gradients by what rounding explains
+(:class:`~omnitrain.ops.rounding.Rounding`). All runs use the first run's experts, since rounding changes choices.
 """
 
 from __future__ import annotations

@@ -107,11 +107,7 @@ def _random_keys(node: PreTrainedConfig) -> list[str]:
 
 
 def build_tiny_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Build ``model_class`` from ``config`` in fp32 on the CPU, with weights that make each layer matter to the output.
-
-    HF's initial weights (standard deviation 0.02) make attention uniform, which hides wrong masks and positions, so we
-    draw other weights.
-    """
+    """Build ``model_class`` in fp32, with peaked weights, since HF's hide wrong masks and positions."""
     config = copy.deepcopy(config)
     for node in config_nodes(config):
         set_attention(node, None)  # let transformers choose, not the full model's setting

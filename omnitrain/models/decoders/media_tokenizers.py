@@ -254,7 +254,7 @@ class _SizedVQTokenizer:
         return _SizedTargetAdapter(self.sizes, self.lengths)
 
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
-        """Encode images, those of one size together; each item is its size, and its codes row by row."""
+        """Encode images, equal sizes together; an item is its size, and its codes row by row."""
         sizes = features["size"].tolist()
         images = features["pixel_values"].split([3 * math.prod(self.sizes[size]) for size in sizes])
         codes: dict[int, Iterator[torch.Tensor]] = {}

@@ -322,7 +322,7 @@ class SamplePositions:
         *,
         audio_in_video: bool,
     ) -> np.ndarray:
-        """See :class:`omnitrain.data.render.native.ComputePositions`."""
+        """See :attr:`~omnitrain.data.render.native.NativeInputs.positions`."""
         joined: dict[str, Any] = {}
         for items in features.values():
             for name in dict.fromkeys(name for item in items for name in item):

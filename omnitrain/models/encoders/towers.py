@@ -49,11 +49,7 @@ class ProjectorSettings(NamedTuple):
 
 
 class FeatureProjector(nn.Module):
-    """A ``linear``, ``mlp`` or ``pixel_shuffle`` projector (join neighbours, then MLP; Chen et al. 2024, InternVL 1.5).
-
-    The caller joins ``factor`` neighbours along a dim, by :func:`merge_grid` for images and :func:`merge_frames` for
-    sound. ``width``: size of its inputs.
-    """
+    """A ``linear``, ``mlp`` or ``pixel_shuffle`` projector (Chen et al. 2024), of inputs ``[..., width]``."""
 
     def __init__(self, settings: ProjectorSettings, dims: int, tower_size: int, hidden_size: int) -> None:
         """``dims``: number of dims along which neighbours are joined, 2 for images, 1 for sound."""

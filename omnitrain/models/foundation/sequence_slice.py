@@ -17,11 +17,7 @@ from omnitrain.ops.device import to_device
 
 
 def local_positions(sequence_slice: SequenceSlice | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which of the tokens ``positions`` ``[n]`` of the whole sequence are on this rank, and where in its slice.
-
-    All tensors are on the host: ``[m]`` int64, indices into ``positions``; ``[m]`` int64. ``sequence_slice``: None: all
-    tokens.
-    """
+    """Return which of the tokens ``positions`` this rank has, and where in its slice: ``[m]`` int64, on the host."""
     if sequence_slice is None:
         return torch.arange(len(positions)), positions
     on_rank = sequence_slice.host_positions

@@ -42,7 +42,7 @@ def compute_in(
 
     Buffers that transformers builds in the dtype of the weights have it while their module runs; others, such as the
     frequencies of rotary positions, stay as they are. A batch norm computes in the dtype of its statistics, which in
-    bf16 would lose most of their updates. ``dtype`` of each model is the one that it computes in.
+    bf16 would lose most of their updates. ``dtype`` of each model is its compute dtype.
 
     ``dtypes``: parameter -> the dtype in which the model, not sharded yet, computes with it; None: its own. ``around``:
     for modules whose parameters have several dtypes, and modules in them without parameters. ``stays_fp32``: name ->

@@ -57,7 +57,7 @@ def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], pat
     if not is_tied(config) or not isinstance(pairs, Mapping) or len(pairs) != 1:
         return False
     tensors = stored_tensors(_files(path))
-    # In files of older classes, other modules are around the one that has the weight.
+    # In files of older classes, other modules are around the module that has the weight.
     ends = [".".join(name.rsplit(".", 2)[-2:]) for name in next(iter(pairs.items()))]
     found = [[name for name in tensors if f".{name}".endswith(f".{end}")] for end in ends]
     has_own = False

@@ -204,7 +204,7 @@ def cast(value: StoredValue, dtype: torch.dtype) -> StoredValue:
 class Computed(StoredValue):
     """The result of an operation that needs whole tensors, of the shape and dtype of ``like``.
 
-    ``operation``: its name in torch, such as ``aten.mul.Tensor``, or that of any function: ``module:function``.
+    ``operation``: its name in torch, such as ``aten.mul.Tensor``, or the name of any function: ``module:function``.
     ``arguments``: its arguments and keyword arguments, values in the place of tensors. ``index``: which of its results;
     None: it has one.
     """

@@ -134,11 +134,7 @@ class RejectedView:
 
 
 def view_pack(pack: Pack, rows: Sequence[Row], processor: OmniProcessor, capacity: int) -> PackView:
-    """Return what a pack on the host shows.
-
-    ``pack``: the pack. ``rows``: the row of each sample, in the order of the pack. ``processor``: made the samples.
-    ``capacity``: the most tokens that a pack holds.
-    """
+    """Return what a pack on the host shows; ``rows``: of its samples; ``capacity``: tokens that a pack holds."""
     tokens, items = _Tokens(pack, processor.tokenizer), _items(pack)
     room = _MOST_TOKENS
     samples = []
@@ -197,7 +193,7 @@ class _Tokens:
         return tuple(self.position_ids[:, index].tolist())
 
     def texts(self, first: int, stop: int, start_of_sample: int) -> Iterator[TokenView]:
-        """Yield the tokens from ``first`` to ``stop``, those of one character together."""
+        """Yield the tokens from ``first`` to ``stop``, the tokens of one character together."""
         while first < stop:
             ends = range(first + 1, min(first + _TOKENS_OF_CHARACTER, stop) + 1)
             last = next((end for end in ends if "\ufffd" not in self._decoded(self._ids[first:end])), first + 1)

@@ -33,7 +33,7 @@ class ShownMedium:
 
 
 def medium_of(row: Row, part: MediaPart, frames: FramesOf) -> ShownMedium:
-    """Decode the medium of a part of a row; ``frames`` chooses those of a video. ValueError: missing or damaged."""
+    """Decode the medium of a part of a row; ``frames`` chooses frames of a video. ValueError: missing or damaged."""
     with row.open_media(part.modality, part.position) as file:
         content = decode_medium(part.modality, file, frames(part, file))
     if isinstance(content, Image.Image):

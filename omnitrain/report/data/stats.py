@@ -108,7 +108,7 @@ class DataStats(Shown):
     pack_tokens: int  # the most tokens of a pack
     data_sets: Sequence[DataSetStats]  # the data sets
     sources: Sequence[SourceStats]  # the sources in them, by name
-    rejected: Sequence[RejectedStats]  # reasons for which rows were rejected; those of most rows first
+    rejected: Sequence[RejectedStats]  # reasons for which rows were rejected, the most frequent first
     packing: PackingStats | None  # how packs are filled; None: all rows were rejected
     lengths: Histogram  # histogram of the samples' tokens, by source
     fills: Histogram  # histogram of the packs' tokens

@@ -115,7 +115,7 @@ class StepFlops:
         self._rank = 0 if layout is None else layout.state.rank
 
     def of(self, batch: StepBatch) -> PackFlops:
-        """Return the FLOPs of this rank's part of a step; those of all ranks add up to those of the step."""
+        """Return the FLOPs of this rank's part of a step; the parts of all ranks add up to the step."""
         found, topology = PackFlops(), batch.plan.topology
         lists = self._rank in topology.readers and topology.is_owner(self._rank)
         for pack, calls in zip(batch.packs if lists else (), batch.media_calls, strict=False):

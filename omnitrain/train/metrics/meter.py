@@ -64,7 +64,7 @@ def read_lines(file: Path, last_step: int) -> list[str]:
     return [line for line in whole.splitlines() if json.loads(line)["step"] <= last_step]
 
 
-# Head -> source -> sum of its losses, tokens. The values of a metric are those of METRIC/HEAD. `data:` -> source ->
+# Head -> source -> sum of its losses, tokens. METRIC/HEAD has the values of a metric. `data:` -> source ->
 # samples, their tokens; `data:COMPONENT` -> source -> media items that the component reads or writes, their tokens.
 Totals = dict[str, dict[str, list[float]]]
 
@@ -164,7 +164,7 @@ class LossMeter:
         return self._totals[name]
 
     def read(self, peers: Peers = SINGLE_PROCESS) -> dict[str, Any]:
-        """Return means by head and by source, metrics and samples, the same on all peers, who call it; and reset."""
+        """Return means by head and by source, metrics and samples, the same on all peers, which call it; and reset."""
         found: dict[str, list[tuple[str, list[float]]]] = {}
         for totals in peers.gather(self._own()):
             for name, of_sources in totals.items():

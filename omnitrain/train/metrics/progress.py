@@ -178,7 +178,7 @@ class StepProgress:
     def advance(self, step: int, loss: float, values: Sequence[str] = ()) -> None:
         """Show that ``step`` steps are done, the last with a total loss of ``loss``.
 
-        ``values`` are those of its line of metrics, such as ``loss 1.234``, if it has one.
+        ``values``: values of its line of metrics, such as ``loss 1.234``, if it has a line.
         """
         self._state.advance(step)
         self._state.values = tuple(values) or self._state.values

@@ -84,7 +84,7 @@ class RunFolder:
     """The folder that a run writes to, and the ``store`` of its checkpoints. Nothing is written before :meth:`open`."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """Check ``recipe.output_dir``: a UserError if it cannot be created, or has other files than those of a run."""
+        """Check ``recipe.output_dir``: a UserError if it cannot be created, or has files that belong to no run."""
         self.recipe, self.path = recipe, Path(recipe.output_dir)
         kept = Retention(recipe.train.keep_last, recipe.train.keep_every, recipe.train.keep_best)
         self.store = CheckpointStore(self.path / "checkpoints", kept)

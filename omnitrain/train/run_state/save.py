@@ -138,7 +138,7 @@ class Saver:
             self._in_background = False
 
     def save(self, state: TrainingState, line: Mapping[str, Any] | None, *, waits: bool) -> None:
-        """Write the checkpoint of ``state.step``, atomically, after the one that was begun.
+        """Write the checkpoint of ``state.step``, atomically, after the checkpoint that was begun.
 
         ``state``: state of the run. Only the first rank, which writes it, needs its data. ``line``: the line of
         ``metrics.jsonl`` of that step. None: there is none. ``waits``: return when it is written. Otherwise, if that is

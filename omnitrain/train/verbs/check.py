@@ -215,11 +215,7 @@ def _model_checks(
 
 
 def check_model(path: str) -> None:
-    """Check a HF model or a saved omni model as a foundation, without its weights; print components and findings.
-
-    ``path``: Hub id, folder of a model, or folder of a run (its newest checkpoint is used). Raises UserError: there is
-    no model, or it cannot be trained here; the message gives the measurements.
-    """
+    """Check a HF or omni model (Hub id, folder, or a run's newest) without weights; UserError: it is untrainable."""
     quiet_libraries()
     if Path(path, "checkpoints").is_dir():
         path = str(newest_checkpoint(path))

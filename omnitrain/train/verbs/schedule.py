@@ -270,7 +270,7 @@ def _stage_rows(
 
 
 def _durations(shares: Sequence[float], forward: float, backward: float) -> Mapping[tuple[Kind, int], float]:
-    """Return the time of each kind of action of each stage: its share of that of all stages."""
+    """Return the time of each kind of action of each stage: its share of the time of all stages."""
     whole = {Kind.F: forward, Kind.B: backward, Kind.I: backward / 2, Kind.W: backward / 2}
     return {(kind, stage): time * share for kind, time in whole.items() for stage, share in enumerate(shares)}
 
