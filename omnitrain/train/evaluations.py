@@ -54,7 +54,7 @@ class Evaluations:
             return
         with self.paused("evaluate"), self._eager():
             losses = self._unless_stopped(partial(self.evaluator.losses, lambda _: self._stop_if_interrupted()))
-            self._losses = {step: self.measures.ranks.of_first(losses)}
+            self._losses = {step: self.measures.ranks.peers.of_first(losses)}
         self.measures.stopwatch = Stopwatch()
         if (found := self._losses[step]) is None:
             return
@@ -90,11 +90,11 @@ class Evaluations:
 
             known = self._losses.get(self.measures.step)
             result = self._unless_stopped(partial(evaluator.evaluate, notify, known))
-        scores = self.measures.ranks.of_first(None if result is None else result.scores)
+        scores = self.measures.ranks.peers.of_first(None if result is None else result.scores)
         if scores is None:
             raise StoppedError
         scores |= {"seconds": self.measures.seconds}
-        losses = self.measures.ranks.of_first(None if result is None else result.losses)
+        losses = self.measures.ranks.peers.of_first(None if result is None else result.losses)
         skipped = merge_states(self.measures.ranks.peers.gather_on_first(self.measures.data)).rejected
         self.measures.ranks.first(partial(self._write, result, scores, skipped))
         self.tell("on_evaluate", result or EvaluationResult(losses or {}, [], scores, []))
