@@ -156,13 +156,13 @@ class Trainer:
         return recipe
 
     def _open_data(self, recipe: Recipe, saved: TrainingState) -> None:
-        costs, peers = self.measures.encoder_costs.of_planner(), self.ranks.loss_peers
+        costs = self.measures.encoder_costs.of_planner()
         self.loader, heldout = open_data(recipe, self.model, self.processor, self.ranks, saved.data, costs)
         if self.resumed:
             require_same_rows(saved.rows, self.loader.order.lengths, self.folder.path)
         self.evaluator = None
         if recipe.evaluation:
-            self.evaluator = Evaluator(self.model, self.processor, heldout, self.recipe, peers)
+            self.evaluator = Evaluator(self.model, self.processor, heldout, self.recipe, self.ranks)
         self.measures.follow(self.loader)
 
     @property
