@@ -11,7 +11,7 @@ from omnitrain.parallel.layout import ModelLayout
 from omnitrain.parallel.layout_table import LAYOUT_COLUMNS, LAYOUT_TITLE, LayoutTable
 from omnitrain.recipe import ParallelPlan
 from omnitrain.report.html import part_of_notebook, rendered, table
-from omnitrain.report.mesh_picture import mesh_picture
+from omnitrain.report.svg import mesh_picture
 
 _OF_PLAN = ("component", "section", "mode", "mesh", "units", "recompute", "offload", "sequence")
 

@@ -79,10 +79,6 @@ class Ranks:
         """Call ``make`` on the first rank and return its result there, else None. If it raises, all ranks raise."""
         return all_or_raise(self.peers, lambda: make() if self.is_first else None)
 
-    def of_first(self, value: T) -> T:
-        """Return the value of the first rank on all ranks."""
-        return self.peers.of_first(value)
-
     def rank_by_rank(self, make: Callable[[], T]) -> T:
         """Call ``make`` on the first rank, then on the others, which find its cached files. Return its result."""
         of_first = self.first(make)

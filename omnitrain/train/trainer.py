@@ -146,7 +146,7 @@ class Trainer:
         is_mixed = mixed_precision(recipe.train, self.device.type) is True
         self.ranks = join_ranks(recipe.parallel, self.device, lays_out=is_mixed)
         if counts_samples(recipe):
-            recipe = self.ranks.of_first(self.ranks.first(lambda: in_steps(recipe)) or recipe)
+            recipe = self.ranks.peers.of_first(self.ranks.first(lambda: in_steps(recipe)) or recipe)
         self.folder = RunFolder(recipe)
         self._advice = check_micro_batches(recipe, self.ranks.state_of_main)
         self.ranks.first(lambda: require_free(self.folder.path))  # opening it checks again, perhaps minutes later

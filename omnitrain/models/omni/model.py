@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.checkpoint.model_files import remove_adapters
+from omnitrain.checkpoint.store import set_default_modes
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.data.render.native import NativeInputs

@@ -22,8 +22,8 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.experts.routing_replay import Recording, Replayed
 from omnitrain.ops.experts.weights import experts_in
+from omnitrain.optim.adamw import gradient_shard, local_shard
 from omnitrain.optim.offload import OffloadedOptimizer
-from omnitrain.optim.shards import gradient_shard, local_shard
 from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.pipeline.whole import whole_over_stages
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients

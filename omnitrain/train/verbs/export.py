@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import LlavaProcessor, PreTrainedModel
 
-from omnitrain.checkpoint.disk import free_bytes, size_text
+from omnitrain.checkpoint.store import free_bytes, size_text
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.renderer import ChatRenderer
 from omnitrain.errors import TrainingError, UserError
