@@ -149,6 +149,8 @@ class DataSource(Strict):
     media_folder: str | None = None
     """Folder or URL that media paths are relative to. Unset: the working folder; for a folder with a file `metadata.*`
     of rows, this folder."""
+    encoders: list[str] | None = Field(None, min_length=1)
+    """Encoders that read its media. Unset: all of their modality."""
     fps: float | None = Field(None, gt=0)
     """Frames to read from a second of its videos. Unset: `fps` of `data` or of the encoder."""
     max_frames: int | None = Field(None, ge=1)

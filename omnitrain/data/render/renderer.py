@@ -113,10 +113,10 @@ class ChatRenderer(Renderer):
         for piece in pieces:
             if isinstance(piece, MediaPart):
                 new = self._token_ids(_Text(getattr(self.chat, piece.modality), piece.is_target))
-                name, item = media.prepare(row, piece)
-                spans.append(MediaSpan(name, len(ids) + 1, item, piece.is_target))
-                ids += new + new * item.num_tokens
-                trained += [piece.is_target] + [False] * item.num_tokens
+                for name, item in media.prepare(row, piece):
+                    spans.append(MediaSpan(name, len(ids) + 1, item, piece.is_target))
+                    ids += new + new * item.num_tokens
+                    trained += [piece.is_target] + [False] * item.num_tokens
             else:
                 new = self._token_ids(piece)
                 ids += new

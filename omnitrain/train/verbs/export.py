@@ -181,8 +181,8 @@ def _set_chat_template(processor: OmniProcessor) -> None:
 
 def _save_whole(whole: Any, model: OmniModel, processor: OmniProcessor, folder: Path) -> None:
     """Save a model that reads images: weights, and a processor that writes the start token and the placeholders."""
-    tokenizer, (_, reader) = processor.tokenizer, processor.readers["image"]
-    adapter = cast(VisionAdapter, reader)  # of the only encoder
+    tokenizer, (reader,) = processor.tokenizer, processor.readers["image"].values()
+    adapter = cast(VisionAdapter, reader)
     start = tokenizer.convert_ids_to_tokens(processor.start_tokens["image"])
     placeholder = getattr(tokenizer, "image_token", None) or _IMAGE
     if placeholder == start:
