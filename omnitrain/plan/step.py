@@ -311,10 +311,23 @@ def _producers(topology: Topology, tables: StepTables) -> np.ndarray:
     for component in topology.components:
         items = topology.items_of(component.name, tables.slot)
         if len(items):
-            micro_batch = tables.slot[items] // len(topology.media)
-            owner, cost = tables.owner[items], tables.cost[items]
-            producer[items] = _producers_of(topology, component, micro_batch, owner, cost)
+            first, unit = _units(tables, items)
+            micro_batch, owner = tables.slot[items[first]] // len(topology.media), tables.owner[items[first]]
+            cost = np.bincount(unit, tables.cost[items]).astype(np.int64)
+            producer[items] = _producers_of(topology, component, micro_batch, owner, cost)[unit]
     return producer
+
+
+def _units(tables: StepTables, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each unit that one rank encodes its first of ``items``, in their order, and for each item its unit."""
+    each = np.arange(len(items))
+    if not tables.together[items].any():
+        return each, each
+    shape = np.where(tables.together[items], tables.shape[items], -1 - each)
+    keys = np.stack([tables.slot[items], tables.owner[items], shape])
+    first, unit = np.unique(keys, axis=1, return_index=True, return_inverse=True)[1:]
+    order = np.argsort(first)
+    return first[order], np.argsort(order)[unit.ravel()]
 
 
 def _producers_of(

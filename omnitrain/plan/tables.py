@@ -30,12 +30,20 @@ class ItemFacts:
         cost: cost of encoding it, in any unit that all items of the component share.
         shape: key from :func:`shape_key`; items with the same key may be encoded in one call.
         elements: number of its input elements, which a call may limit.
+        together: items of this pack with the same key must be encoded by one rank, as their results depend on each
+            other (batch normalization).
     """
 
     num_tokens: int
     cost: int
     shape: int = 0
     elements: int = 0
+    together: bool = False
+
+    @property
+    def call_key(self) -> int:
+        """The key in a table: of ``shape`` and ``together``."""
+        return 2 * self.shape + self.together
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class StepTables:
         cost: ``[items]`` int64.
         elements: ``[items]`` int64, input elements.
         shape: ``[items]`` int64, index of the shape key among all distinct keys.
+        together: ``[items]`` bool, whether items of one owner, slot and shape must be encoded by one rank.
     """
 
     num_drawn: np.ndarray
@@ -84,6 +93,7 @@ class StepTables:
     cost: np.ndarray
     elements: np.ndarray
     shape: np.ndarray
+    together: np.ndarray
 
 
 def shape_key(*parts: object) -> int:
@@ -92,7 +102,7 @@ def shape_key(*parts: object) -> int:
     The hash is the same on all ranks.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # fits a positive int64
+    return int.from_bytes(digest, "little") >> 2  # a table has twice as much, which fits a positive int64
 
 
 def encode_table(topology: Topology, batches: Sequence[MicroBatchFacts]) -> np.ndarray:
@@ -111,7 +121,7 @@ def encode_table(topology: Topology, batches: Sequence[MicroBatchFacts]) -> np.n
     shapes: dict[int, int] = {}
     of_slots = [batch.items.get(medium, ()) for batch in batches for medium in media]
     items = [
-        (slot, item.num_tokens, item.cost, item.elements, shapes.setdefault(item.shape, len(shapes)))
+        (slot, item.num_tokens, item.cost, item.elements, shapes.setdefault(item.call_key, len(shapes)))
         for slot, of_slot in enumerate(of_slots)
         for item in of_slot
     ]
@@ -163,7 +173,7 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
     squares = np.bincount(of_samples, lengths.astype(np.float64) ** 2, most * ranks).astype(np.int64)
     slot, item_tokens, cost, elements, shape = np.ascontiguousarray(items.reshape(-1, _ITEM).T)
     owner = np.repeat(np.arange(ranks), num_items)
-    shape_index = np.unique(shapes, return_inverse=True)[1]
+    keys_of_all, shape_index = np.unique(shapes, return_inverse=True)
     first_shape = np.cumsum(keys) - keys
     shape = shape_index[first_shape[owner] + shape] if len(shape_index) else shape
     return StepTables(
@@ -178,6 +188,7 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
         cost=cost,
         elements=elements,
         shape=shape,
+        together=keys_of_all[shape] % 2 == 1 if len(shape) else np.zeros(0, dtype=bool),
     )
 
 

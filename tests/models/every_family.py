@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from omnitrain.data.packing.sample import Sample
+from omnitrain.data.packing.sample import Features, Sample
 from omnitrain.errors import UserError
 from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
@@ -168,7 +169,7 @@ def step_on_rank(
     model = build_omni_model(foundation=peaked_model(family)).train()
     try:
         state = init_state_of(plan)
-        table = micro_batches(model, samples, state.dp_size, 1)
+        table = micro_batches(model, [*map(_in_doubles, samples)] if in_fp64 else samples, state.dp_size, 1)
         with doubling() if in_fp64 else nullcontext():
             model = model.double() if in_fp64 else model
             build_parallelize_model(model, parallel_plan=plan, enable_mixed_precision=False)
@@ -176,6 +177,15 @@ def step_on_rank(
     except UserError as refusal:
         return str(refusal)
     return outcome.loss, {name.removeprefix("foundation."): value for name, value in outcome.gradients.items()}
+
+
+def _in_doubles(sample: Sample) -> Sample:
+    spans = [replace(span, item=replace(span.item, features=_doubles(span.item.features))) for span in sample.spans]
+    return replace(sample, spans=tuple(spans), forward_inputs=_doubles(sample.forward_inputs))
+
+
+def _doubles(features: Features) -> dict[str, np.ndarray]:
+    return {name: array.astype(np.float64) if array.dtype.kind == "f" else array for name, array in features.items()}
 
 
 def in_low_precision(family: str, pool: RankPool) -> dict[str, Ranked] | None:

@@ -67,14 +67,14 @@ def test_a_family_is_exact_in_stages_or_refused(family: str) -> None:
     assert found is None or found.verdict != "wrong", found
 
 
-def test_150_unnamed_families_are_bitwise_at_every_legal_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes = {family: found for family in unnamed_families() if (found := in_stages(family)) is not None}
+def test_160_families_are_bitwise_at_every_legal_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = {family: found for family in every_family() if (found := in_stages(family)) is not None}
     with capsys.disabled():
         print(f"\nin stages: {dict(Counter(found.verdict for found in outcomes.values()))}")
         for family, found in outcomes.items():
             if found.verdict != "bitwise" or found.refused:
                 print(f"  {family}: {found.verdict} {found.refusal or found.refused or found.wrong}"[:300])
-    assert sum(found.verdict == "bitwise" for found in outcomes.values()) >= 150
+    assert sum(found.verdict == "bitwise" for found in outcomes.values()) >= 160
 
 
 def test_twenty_unnamed_families_are_exact(capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,6 +197,19 @@ def plan_of_four(*costs: int, **encoder: object) -> StepPlan:
     return plan_of(topology, [(drew(*costs),), *[()] * 3])
 
 
+@pytest.mark.parametrize("place", ["group", "world"])
+def test_items_whose_results_depend_on_each_other_are_encoded_by_one_rank(place: str) -> None:
+    """Of three samples, two items each: batch normalization sees both in one call, as in one process."""
+    costs = {1: (5, 4), 2: (9, 1), 3: (7, 7)}
+    items = tuple(ItemFacts(2, cost, shape, together=True) for shape, both in costs.items() for cost in both)
+    drawn = MicroBatchFacts({"text": 5}, (9,), {"image": items})
+    topology = Topology(4, (Placement("encoder", FOUR, ("image",), place=place),), ("text",), (FOUR,))
+    plan = plan_of(topology, [(drawn,), *[()] * 3])
+    calls = [call.items for rank in FOUR for call in plan.calls_of(rank, "encoder", 0) if call.items]
+    assert sorted(calls) == [(0, 1), (2, 3), (4, 5)]
+    assert sorted(plan.loads("encoder")[0].tolist()) == [0, 9, 10, 14]
+
+
 def test_all_ranks_that_hold_a_sample_divide_its_items_and_get_the_features_of_each() -> None:
     plan = plan_of_four(7, 4, 2, 6, place="group")
     assert [own[0].items for own in (plan.calls_of(rank, "encoder", 0) for rank in FOUR)] == [(0,), (3,), (1,), (2,)]

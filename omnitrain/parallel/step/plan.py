@@ -90,7 +90,7 @@ def _items(batch: MediaBatch, indices: Sequence[int], apart: Apart | None, quadr
             call_key = {None: None, "samples": indices[owner], "items": (indices[owner], len(facts))}[apart]
             shape = shape_key(key, call_key)
             cost = item_cost(elements or num_tokens, quadratic)  # what a tower gives comes later, a row for each token
-            facts.append(ItemFacts(num_tokens=num_tokens, cost=cost, shape=shape, elements=elements))
+            facts.append(ItemFacts(num_tokens, cost, shape, elements, together=apart == "samples"))
     return facts
 
 

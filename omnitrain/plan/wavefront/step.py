@@ -125,4 +125,5 @@ def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -
         cost=tables.cost[order],
         elements=tables.elements[order],
         shape=tables.shape[order],
+        together=tables.together[order],
     )
