@@ -255,7 +255,7 @@ def draw_histogram(edges: Sequence[float], counts: Mapping[str, Sequence[int]], 
     return picture(_WIDTH, _HEIGHT, title, parts)
 
 
-_WIDTH, _HEIGHT = 44, 22  # of a rank
+_RANK_WIDTH, _RANK_HEIGHT = 44, 22  # of a rank
 _TITLE, _PAD = 17, 5  # above and around what is inside of a frame
 _DRAWN = 64  # ranks of a section; of more, the first ones along the outer axes stand for all
 _NAMES = {"sp": "ulysses"}  # the recipe's word for an axis
@@ -273,10 +273,16 @@ def mesh_picture(section: Mapping[str, Any], index: int) -> Markup:
         """Frames of the outermost axis with what is in them; ``rank``: the first one, counted in the section."""
         if not axes_here:
             yield tag(
-                "rect", x=x, y=y, width=_WIDTH, height=_HEIGHT, fill=color(index + int(stages[rank])), stroke=BACK
+                "rect",
+                x=x,
+                y=y,
+                width=_RANK_WIDTH,
+                height=_RANK_HEIGHT,
+                fill=color(index + int(stages[rank])),
+                stroke=BACK,
             )
             words = f"{section['first_rank'] + rank}" + (f", ep {experts[rank]}" if mesh.ep > 1 else "")
-            yield words_at(x + _WIDTH / 2, y + _HEIGHT / 2 + 3, words, "middle", fill=BACK)
+            yield words_at(x + _RANK_WIDTH / 2, y + _RANK_HEIGHT / 2 + 3, words, "middle", fill=BACK)
             return
         (name, size), inner = axes_here[0], axes_here[1:]
         width, height = _framed(inner)
@@ -315,7 +321,7 @@ def _is_across(axes: Sequence[Axis]) -> bool:
 def _size(axes: Sequence[Axis]) -> tuple[float, float]:
     """Width and height of everything inside of the outermost axis."""
     if not axes:
-        return _WIDTH, _HEIGHT
+        return _RANK_WIDTH, _RANK_HEIGHT
     width, height = _framed(axes[1:])
     size = axes[0][1]
     return (width * size, height) if _is_across(axes) else (width, height * size)
