@@ -37,13 +37,15 @@ def test_a_plan_is_written_in_python_as_in_yaml(recipe_file: Any) -> None:
 def test_what_a_component_leaves_unset_comes_from_the_default() -> None:
     plan = ot.ParallelPlan(
         default=ot.ComponentPlan(
-            mode="hsdp", dp_replicate=2, dp_shard=4, recompute="full", precision=ot.Precision(compute="bfloat16")
+            mode="hsdp", dp_replicate=2, dp_shard=4, recompute="full", precision=ot.recipe.Precision(compute="bfloat16")
         ),
-        components={"image_encoder": ot.ComponentPlan(mode="replicate", precision=ot.Precision(reduce="float32"))},
+        components={
+            "image_encoder": ot.ComponentPlan(mode="replicate", precision=ot.recipe.Precision(reduce="float32"))
+        },
     )
     image, foundation = plan.of("image_encoder"), plan.of("foundation")
     assert (image.mode, image.dp_replicate, image.dp_shard, image.recompute) == ("replicate", None, None, "full")
-    assert image.precision == ot.Precision(compute="bfloat16", reduce="float32")
+    assert image.precision == ot.recipe.Precision(compute="bfloat16", reduce="float32")
     assert foundation == plan.default
 
 
