@@ -270,12 +270,12 @@ COMMANDS_ELSEWHERE = {
     "run my.yaml --nproc 4": ".ci/run",
     "run quickstart output_dir=runs/mine train.micro_batches=6 --nproc 4": "tests/train/test_killed_runs.py",
     "verify quickstart": "tests/train/verbs/test_verify.py",
-    "schedule quickstart": "tests/train/verbs/test_schedule.py",
+    "show quickstart --schedule": "tests/train/verbs/test_schedule.py",
     "profile quickstart": "tests/train/test_profile.py",
     "generate runs/quickstart --prompts": "tests/train/verbs/test_answers.py",
     "generate runs/mine --prompt draw a 7 --guidance": "tests/train/test_guided_runs.py",
     "generate runs/mine --prompt draw a 7 --size": "tests/models/decoders/test_sizes.py",
-    "chat runs/quickstart": "tests/train/verbs/test_answers.py",
+    "generate runs/quickstart --chat": "tests/train/verbs/test_answers.py",
     "check finetune_vlm": "tests/test_recipes.py",
 }
 
