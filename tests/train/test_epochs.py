@@ -83,7 +83,7 @@ def test_the_command_line_counts_before_it_starts(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, ["run", str(path), *overrides, "--resume"])
     assert again.exit_code == 0 and "is finished" in again.output
     leave_process_groups()
-    refused = CliRunner().invoke(app, ["schedule", str(path), "train.samples_per_step=4", "--nproc", "2"])
+    refused = CliRunner().invoke(app, ["show", str(path), "--schedule", "train.samples_per_step=4", "--nproc", "2"])
     assert refused.exit_code == 2 and "use train.samples_per_step=null train.micro_batches=N" in refused.output
 
 
