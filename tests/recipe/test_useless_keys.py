@@ -110,6 +110,8 @@ STANDS: dict[str, Always | Idle] = {
     "Data.fps": idle("no HF processor prepares media", "data.fps=1", base="text"),
     "Data.min_pixels": idle("no HF processor prepares media", "data.min_pixels=9", base="text"),
     "Data.max_pixels": idle("no HF processor prepares media", "data.max_pixels=9", base="text"),
+    "DataSource.decoders": idle("no message shows a medium", "data.train.0.decoders=[image_decoder]", base="text"),
+    "ChatFormat.starts": idle("unknown name 'x'", "data.chat.starts={x: '<|image|>'}"),
     "DataSource.encoders": idle("no message shows a medium", "data.train.0.encoders=[image_encoder]", base="text"),
     "DataSource.fps": idle("no message shows video", "data.train.0.fps=1", base="text"),
     "DataSource.max_frames": idle("no message shows video", "data.train.0.max_frames=9", base="text"),

@@ -224,7 +224,7 @@ def _decode(
     use_cache: bool,
 ) -> list[Answer]:
     """Return the answers to the prompts of a batch, without parts."""
-    writers = {processor.start_tokens[modality]: name for modality, (name, _) in processor.writers.items()}
+    writers = {processor.start_of(m, name): name for m, decoders in processor.writers.items() for name in decoders}
     sequences = [_Sequence(writers) for _ in batch.places]
     decoders = model.decoders
     heads = _Heads(model, sampling, uniform, batch.copies)

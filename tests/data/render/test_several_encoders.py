@@ -78,7 +78,7 @@ def test_a_chat_template_writes_both(model: OmniModel) -> None:
 
 def test_a_data_set_that_names_no_encoder_of_its_media_is_refused(model: OmniModel) -> None:
     row: Row = replace(tiny_row("image_to_text", 0), encoders=("audio_encoder",))
-    expected = r"none that reads image: found audio_encoder; expected some of pixels, semantic"
+    expected = r"`encoders` of the data set: found audio_encoder; expected some of pixels, semantic for image"
     with pytest.raises(UserError, match=expected):
         tiny_processor(model).sample(row)
 
@@ -117,7 +117,7 @@ def test_both_train_and_a_saved_model_reads_with_both(recipe: Path) -> None:
 
 
 def test_unknown_encoders_of_a_data_set_are_refused(recipe: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.train\.0\.encoders: 'pixel' is no encoder; did you mean `pixels`"):
+    with pytest.raises(UserError, match=r"data\.train\.0\.encoders: unknown name 'pixel'; did you mean `pixels`"):
         Trainer(Recipe.load(str(recipe), ["data.train.0.encoders=[pixel]"]))
 
 
