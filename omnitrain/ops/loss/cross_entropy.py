@@ -126,13 +126,7 @@ def linear_cross_entropy(
     chosen = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device)
     group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None  # ranks that share the classes
     if group is not None:
-        if backend not in ("auto", "torch"):
-            raise UserError(f"cross_entropy: {backend} does not support a sharded vocabulary; use torch or auto")
-        if function is not None or metrics:
-            raise UserError(
-                "train.losses and train.metrics need the logits of all classes, but tensor parallel ranks share the "
-                "vocabulary; remove them, or set tp to 1"
-            )
+        _require_shardable(backend, function, metrics)
         chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
         weight, bias = _own(weight), _own(bias)
     if chunk_elements is None:
@@ -153,10 +147,29 @@ def linear_cross_entropy(
     total, rows = _LinearCrossEntropy.apply(
         hidden, weight, bias, labels, kept, chunk_rows, run, torch.is_grad_enabled()
     )
-    values = {name: torch.cat([rows[:0], *(chunk[name] for chunk in chunks)]) for name in metrics or {}}
-    if kept is not None:  # 0 where the label is ignored
-        values = {name: torch.zeros_like(rows).index_copy_(0, kept, found) for name, found in values.items()}
+    values = {name: _of_rows([chunk[name] for chunk in chunks], rows, kept) for name in metrics or {}}
     return LossTerm(total if group is None else add_up_gradients(total, group), count, rows, values)
+
+
+def _require_shardable(
+    backend: str,
+    function: token_functions.TokenFunction | None,
+    metrics: Mapping[str, token_functions.TokenFunction] | None,
+) -> None:
+    """Raise UserError for what a vocabulary that several ranks share does not support."""
+    if backend not in ("auto", "torch"):
+        raise UserError(f"cross_entropy: {backend} does not support a sharded vocabulary; use torch or auto")
+    if function is not None or metrics:
+        raise UserError(
+            "train.losses and train.metrics need the logits of all classes, but tensor parallel ranks share the "
+            "vocabulary; remove them, or set tp to 1"
+        )
+
+
+def _of_rows(chunks: list[Tensor], rows: Tensor, kept: Tensor | None) -> Tensor:
+    """The values of a metric for all rows; 0 where the label is ignored."""
+    found = torch.cat([rows[:0], *chunks])
+    return found if kept is None else torch.zeros_like(rows).index_copy_(0, kept, found)
 
 
 def _own(tensor: Any) -> Any:

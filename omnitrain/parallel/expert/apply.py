@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -109,7 +110,7 @@ def own_plan_problems(
 
 def ep_plan_problems(layers: Mapping[str, Sequence[ExpertLayer]], ep_plan: Mapping[str, int]) -> Iterator[str]:
     """Yield the problems of globs for experts; every glob matches some name of the model."""
-    every_layer = [layer for of_component in layers.values() for layer in of_component]
+    every_layer = [*chain.from_iterable(layers.values())]
     examples = ", ".join(f"`{name}`" for name in every_layer[0].weights) if every_layer else ""
     for glob, dim in ep_plan.items():
         if dim != 0:
@@ -118,10 +119,9 @@ def ep_plan_problems(layers: Mapping[str, Sequence[ExpertLayer]], ep_plan: Mappi
             allowed = f"expected for example {examples}" if examples else "the model has none"
             yield f"ep_plan: `{glob}` matches no weights of experts; {allowed}"
     for layer in every_layer:
-        is_matched = {name: any(matches_weight(glob, name) for glob in ep_plan) for name in layer.weights}
-        if any(is_matched.values()) and not all(is_matched.values()):
-            others = ", ".join(name for name, matched in is_matched.items() if not matched)
-            yield f"ep_plan: matches only some weights of {layer.name}; add {others}"
+        others = [name for name in layer.weights if not any(matches_weight(glob, name) for glob in ep_plan)]
+        if 0 < len(others) < len(layer.weights):
+            yield f"ep_plan: matches only some weights of {layer.name}; add {', '.join(others)}"
 
 
 def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None) -> None:

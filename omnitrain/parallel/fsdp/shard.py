@@ -83,8 +83,7 @@ def shard(
     ignored = fixed | elsewhere
     for component, of_component in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
         for name in of_component.all:
-            module, is_attached = model.get_submodule(name), name == component and component in attached
-            is_other = name in of_component.rest and name != FOUNDATION and not is_attached
+            module = model.get_submodule(name)
             if fill is not None:
                 fill(module)
             if component not in how or elsewhere.issuperset(module.parameters()):
@@ -95,10 +94,10 @@ def shard(
                 inner,
                 ignored,
                 # A module that stays fp32 casts its inputs itself, and its outputs back to their dtype.
-                casts_inputs=is_other and name not in of_component.fp32,
+                casts_inputs=name in of_component.rest and name not in {FOUNDATION, *attached, *of_component.fp32},
                 keeps_unsharded=name == FOUNDATION,  # its backward starts right after its forward ends
             )
-            if is_attached:
+            if name in attached:
                 dtype = inner.compute_dtype or next(p.dtype for p in module.parameters() if p not in ignored)
                 _gather_in_methods(model, component, dtype)
     if fill is not None:

@@ -144,7 +144,8 @@ def _degrees(request: Request) -> tuple[str, int, int] | None:
         request.problems.append(f"{path}.mode: hsdp needs dp_replicate or dp_shard; they multiply to {ranks} ranks")
         return None
     try:
-        copies, shards = (1 if mode == "fsdp2" else replicate), (1 if mode == "replicate" else shard)
+        of_mode = {"fsdp2": (1, shard), "replicate": (replicate, 1)}
+        copies, shards = of_mode.get(mode, (replicate, shard))
         shape = fit_mesh(ranks, dp_replicate=copies, dp_shard=shards)
     except UserError as error:
         request.problems.append(f"{path}: {' '.join(str(error).split())}")

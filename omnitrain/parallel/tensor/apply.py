@@ -31,13 +31,13 @@ def shard_matrices(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh
     modules = dict(model.named_modules())
     owners = dict.fromkeys(name.rpartition(".")[0] for name in styles if name not in modules)
     for name, style in styles.items():
-        inside, _, key = (name, "", None) if name in modules else name.rpartition(".")
-        module, kind = modules[inside], STYLES[style]
-        for path, parameter in module.named_parameters(recurse=False) if key is None else [(key, getattr(module, key))]:
-            dim = kind.dim(path, parameter)
+        kind, module = STYLES[style], modules.get(name)
+        listed = module.named_parameters(recurse=False) if module is not None else [(name, model.get_parameter(name))]
+        for path, parameter in listed:
+            dim = kind.dim(path.rpartition(".")[2], parameter)
             if dim is not None and not isinstance(parameter, DTensor):
                 sharded[parameter] = _shard(parameter, dim, mesh)
-        if key is None and kind.forward is not None:
+        if module is not None and kind.forward is not None:
             replace_forward(module, rows_of_region if name in ends else kind.forward, group)
     for owner in owners:
         replace_forward(modules[owner], own_part, group)

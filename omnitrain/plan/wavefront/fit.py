@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 from omnitrain.plan.wavefront.feeds import Wavefront
@@ -35,23 +35,23 @@ def fitted(wave: Wavefront, random: Random) -> list[int]:
             continue
         lane = min([k for k in range(wave.num_lanes) if rest[k]], key=lambda k: max(free[k], time) - balance * left[k])
         busy = [(end, end + backward[s] + pause) for end, s in kept]
-        least, chosen, chosen_end = float("inf"), -1, 0.0
-        drawn: Iterable[int] = range(len(rest[lane]))
-        if len(rest[lane]) > _NUM_CANDIDATES:
-            drawn = sorted({int(random.random() * len(rest[lane])) for _ in range(_NUM_CANDIDATES)})
-        for sample in [rest[lane][place] for place in drawn]:
-            end = max(free[lane], time + forward[sample]) + wave.work[sample]
-            waits = _overlap(end, end + backward[sample] + pause, busy)
-            if waits < least:
-                least, chosen, chosen_end = waits, sample, end
+        ends = {s: max(free[lane], time + forward[s]) + wave.work[s] for s in _candidates(rest[lane], random)}
+        chosen = min(ends, key=lambda s: _overlap(ends[s], ends[s] + backward[s] + pause, busy))
         rest[lane].remove(chosen)
         order.append(chosen)
         time += forward[chosen]
         left[lane] -= spans[chosen]
-        free[lane] = chosen_end
+        free[lane] = ends[chosen]
         if backward[chosen] > 0:
-            heapq.heappush(kept, (chosen_end, chosen))
+            heapq.heappush(kept, (ends[chosen], chosen))
     return order
+
+
+def _candidates(samples: Sequence[int], random: Random) -> Sequence[int]:
+    """All samples if they are few, else a few that are drawn."""
+    if len(samples) <= _NUM_CANDIDATES:
+        return samples
+    return [samples[i] for i in sorted({int(random.random() * len(samples)) for _ in range(_NUM_CANDIDATES)})]
 
 
 def _overlap(start: float, end: float, others: Sequence[tuple[float, float]]) -> float:

@@ -80,8 +80,7 @@ def by_need(wave: Wavefront, lanes: Lanes) -> list[int]:
 def _level(wave: Wavefront, load: Sequence[float]) -> Lanes:
     """Samples of all lanes so that at any time the feeders have had their share of the load, neither more nor less."""
     lanes = wave.lanes_of(range(wave.num_samples))
-    fed = [[s for s in lane if load[s] > 0] for lane in lanes]
-    plain = [[s for s in lane if load[s] <= 0] for lane in lanes]
+    fed, plain = ([[s for s in lane if (load[s] > 0) is has_load] for lane in lanes] for has_load in (True, False))
     orders: Lanes = [[] for _ in lanes]
     upcoming = [(0.0, k) for k, lane in enumerate(lanes) if lane]  # seconds of the samples so far, lane
     surplus, share = 0.0, sum(load) / (sum(wave.work) or 1.0)
@@ -95,6 +94,6 @@ def _level(wave: Wavefront, load: Sequence[float]) -> Lanes:
             fed[lane].remove(sample)
         orders[lane].append(sample)
         surplus += load[sample] - share * wave.work[sample]
-        if fed[lane] or plain[lane]:
+        if len(orders[lane]) < len(lanes[lane]):
             heapq.heappush(upcoming, (seconds + wave.work[sample], lane))
     return orders

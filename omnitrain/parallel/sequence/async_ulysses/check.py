@@ -154,11 +154,16 @@ def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
     hidden = [name for name, value in copied.arguments.items() if value is called[0].given]
     if not hidden:
         raise _NotAsyncError(f"{called[0].name} does not read the hidden states")
-    states = arguments.arguments[hidden[0]]
-    for name, value in arguments.arguments.items():  # others are gathered without a graph
-        if any(isinstance(x, Tensor) and x.requires_grad and x is not states for x in tree_leaves(value)):
-            raise _NotAsyncError(f"its argument {name} has gradients, too")
+    _require_one_with_gradients(arguments.arguments, hidden[0])
     return _Plain(hidden[0], called, calls[0], _results(module, copied.arguments[hidden[0]], output))
+
+
+def _require_one_with_gradients(arguments: Mapping[str, Any], hidden: str) -> None:
+    """Arguments but the hidden states are gathered without a graph."""
+    for name, value in arguments.items():
+        leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf is not arguments[hidden])
+        if any(leaf.requires_grad for leaf in leaves):
+            raise _NotAsyncError(f"its argument {name} has gradients, too")
 
 
 def _layout_of(module: nn.Module, plain: _Plain, heads_first: bool) -> AttentionLayout:
@@ -176,22 +181,15 @@ def _layout_of(module: nn.Module, plain: _Plain, heads_first: bool) -> Attention
     bare = [name for name, _ in module.named_parameters() if name.rpartition(".")[0] not in (*names, "")]
     if bare:
         raise _NotAsyncError(f"it reads {', '.join(bare)} without calling its module")
-    return AttentionLayout(
-        plain.hidden,
-        tuple(
-            Input(
-                call.name,
-                _is_key(call, plain.call),
-                norms[call.name].name if call.name in norms else "",
-                norms[call.name].given.size(-1) if call.name in norms else 0,
-                heads_first and call.name in norms,
-            )
-            for call in inputs
-        ),
-        output.name,
-        plain.call.query.size(1),
-        plain.call.key.size(1),
-    )
+    read = tuple(_input_of(call, norms.get(call.name), plain.call, heads_first) for call in inputs)
+    return AttentionLayout(plain.hidden, read, output.name, plain.call.query.size(1), plain.call.key.size(1))
+
+
+def _input_of(projection: _Called, norm: _Called | None, call: Call, heads_first: bool) -> Input:
+    is_key = _is_key(projection, call)
+    if norm is None:
+        return Input(projection.name, is_key, "", 0, False)
+    return Input(projection.name, is_key, norm.name, norm.given.size(-1), heads_first)
 
 
 def _source(norm: _Called, inputs: list[_Called]) -> str:
