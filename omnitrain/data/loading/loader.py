@@ -55,7 +55,7 @@ class LoaderOptions:
             model.runner.contract.packs``).
         without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
             (``model.runner.contract.without_tails``).
-        slots: packs of a step over all ranks, the recipe's ``train.micro_batches``.
+        slots: packs of a step over all ranks, the recipe's ``train.packs_per_step``.
         rank: rank among the ranks that draw data; None: it draws none, and its steps have no packs.
         ranks: number of ranks that draw data; see :func:`~omnitrain.data.loading.slots.share_of_rank`. With more ranks
             than slots, several ranks divide the samples of a pack by tokens. If ``ranks`` does not divide ``slots``,

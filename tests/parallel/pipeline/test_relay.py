@@ -23,7 +23,8 @@ from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of, loss_peers
 from omnitrain.peers import SINGLE_PROCESS, Peers
 from omnitrain.recipe import Sampling
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSchedule
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
+from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.evaluate.evaluate import heldout_loss
 from tests.parallel.factories import gemma3, qwen3_vl
 from tests.parallel.step.test_lockstep import flat

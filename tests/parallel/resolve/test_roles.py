@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from omnitrain.parallel.resolve.roles import REFUSALS, Refusal, refused
-from omnitrain.recipe.parallel import ComponentPlan, PipelineSchedule
+from omnitrain.recipe.parallel import ComponentPlan
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
 VALUES = {"place": "world", "features_on": "cpu", "schedule": PipelineSchedule(kind="zbv"), "quadratic_cost": 0.5}

@@ -31,7 +31,8 @@ from omnitrain.parallel.state import get_parallel_state, init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.recipe import ComponentPlan, ExpertsBalance, ParallelPlan
-from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.plan_groups import PipelineSchedule
 from tests.covering import covering
 from tests.families import FAMILIES
 from tests.models.staged import with_layers

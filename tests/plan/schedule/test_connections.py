@@ -20,7 +20,8 @@ from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.validate import problems_in, validate
 from omnitrain.recipe import ComponentPlan, ParallelPlan, Recipe
 from omnitrain.recipe.layout import parse_layout
-from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.plan_groups import PipelineSchedule
 from tests.parallel.schedule import paired, pipelines, separate
 from tests.parallel.sections import layouts
 from tests.plan.schedule.as_text import channels, text_of, unconnected
