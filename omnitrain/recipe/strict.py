@@ -108,7 +108,9 @@ class Strict(BaseModel):
     def _refuse_old_keys(cls, tree: Any) -> Any:
         old = {key: in_place_of(cls, key, value) for key, value in tree.items()} if isinstance(tree, dict) else {}
         found = [
-            InitErrorDetails(type=PydanticCustomError(OLD, "an old key; use `{now}`", {"now": now}), loc=(key,))
+            InitErrorDetails(
+                type=PydanticCustomError(OLD, "an old key; use `{now}`", {"now": now}), loc=(key,), input=None
+            )
             for key, now in old.items()
             if now is not None
         ]

@@ -1,7 +1,7 @@
 """Slots: the independent packers of a run, their states, and the ranks that run them.
 
-A step has one pack per slot (``train.packs_per_step`` slots), and each slot draws different samples. So the samples of a
-step follow from the recipe alone, and the ranks only divide the packs among themselves.
+A step has one pack per slot (``train.packs_per_step`` slots), and each slot draws different samples. So the samples of
+a step follow from the recipe alone, and the ranks only divide the packs among themselves.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def component_plan(request: Request) -> ComponentPlan | None:
 
 
 def _media_fields(request: Request) -> dict[str, Any]:
-    """Where and when the component's media are encoded; ``encode.window`` is None where forwards of micro-batches do it."""
+    """Where and when the component's media are encoded; ``encode.window`` is None where forwards do it."""
     merged, explicit, roles = request.merged, request.explicit, request.roles
     if request.is_foundation:
         return _fields_of_foundation(request)
