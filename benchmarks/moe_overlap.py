@@ -11,8 +11,8 @@ measures nothing.
 The sides take turns on the same ranks, with the same weights, tokens and routes:
 
 - ``plain``: dispatch, products and combine, one after the other;
-- ``overlap``: chunks of experts (``experts.chunks``) and ``experts.delay_wgrad``; outputs and gradients must have the same
-  bits;
+- ``overlap``: chunks of experts (``experts.chunks``) and ``experts.delay_wgrad``; outputs and gradients must have the
+  same bits;
 - ``transformers``: the ``all_to_all`` expert parallelism of transformers; its outputs must be equal to 1e-5;
 - ``compute``: ``overlap`` without all-to-alls: the same products and permutations in the same order;
 - ``communication``: only the all-to-alls of ``plain``.

@@ -100,7 +100,8 @@ def test_a_limit_that_is_too_small_is_refused_with_the_one_that_is_needed() -> N
     features = 3 * ones()
     needed = (
         r"components.tower.encode.feature_bytes: found 119, but with windows of one micro-batch 120 bytes wait on "
-        r"a rank at a time \(rank 0 has 3 features of 10 bytes in micro-batch 0\); allow 120, or make micro-batches smaller"
+        r"a rank at a time \(rank 0 has 3 features of 10 bytes in micro-batch 0\); allow 120, or make "
+        "micro-batches smaller"
     )
     with pytest.raises(UserError, match=needed):
         chosen(4, 119, features)

@@ -13,7 +13,7 @@ from omnitrain.recipe.plan_groups import PipelineSchedule
 PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
 VALUES = {
     "place": "world",
-    "encode": {"encode.features_on": "cpu"},
+    "encode.features_on": "cpu",
     "schedule": PipelineSchedule(kind="zbv"),
     "quadratic_cost": 0.5,
 }
