@@ -57,7 +57,7 @@ def test_a_plan_shows_what_it_sets() -> None:
         tp_plan={"layers.*.q<proj": "colwise"},
     )
     titles, default, foundation, vision, globs, glob = cells(as_html(plan))
-    assert titles == ["", "recompute", "tp", "precision", "components", "ranks"]
+    assert titles == ["", "memory", "tp", "precision", "components", "ranks"]
     assert default == ["default", "full", "", "", "", ""]
     assert foundation == ["foundation", "", "2", "compute: bfloat16", "", ""]
     assert vision == ["vision", "", "", "", "image_encoder", "2"]
