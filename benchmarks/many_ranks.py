@@ -293,7 +293,7 @@ def line_of(world: int) -> Values:
 
     def on_rank(rank: int) -> dict[str, Any]:
         peers = GlooGroup()
-        ranks_of_run = Ranks(None, peers, peers, peers, peers, Rendezvous("", 0, rank, world))
+        ranks_of_run = Ranks(None, peers, peers, peers, Rendezvous("", 0, rank, world))
         measures = SimpleNamespace(
             _recipe=recipe,
             step=1,

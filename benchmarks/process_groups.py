@@ -20,7 +20,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from omnitrain.parallel.pipeline.channel import connect_pairs, directions
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
-from omnitrain.parallel.sections.host_link import HostLink
 from omnitrain.parallel.state import forget_parallel_state
 from omnitrain.peers import GlooGroup
 from omnitrain.recipe import ParallelPlan
@@ -29,7 +28,7 @@ from omnitrain.train import process_groups
 from omnitrain.train.process_groups import join_ranks
 
 CPU = torch.device("cpu")
-HOST = ("peers", "link")  # groups that only gloo has
+HOST = ("peers",)  # groups that only gloo has
 FOUNDATION = {"foundation": {"pp": 8, "ep": 8}}
 SECTIONS = {"vision": {"components": ["image_encoder"], "ranks": 64}}
 PLANS = {"": {"components": FOUNDATION}, "_with_sections": {"components": FOUNDATION, "sections": SECTIONS}}
@@ -84,7 +83,6 @@ def groups_of(plan: ParallelPlan, rank: int, world: int) -> list[Group]:
             ends = state.of_section(section).ranks, main.ranks[: main.size("stage")]
             for senders, receivers in (ends, ends[::-1]):
                 torch_carrier(senders, receivers, CPU)
-            HostLink(CPU)
         forget_parallel_state()
         dist.destroy_process_group()
     return asked

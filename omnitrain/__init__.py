@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from omnitrain.ops.loss.cross_entropy import LossTerm as LossTerm
     from omnitrain.optim.gradients import clip_gradients as clip_gradients
     from omnitrain.optim.gradients import gradient_norm as gradient_norm
-    from omnitrain.parallel.fsdp.summon import gathered as gathered
     from omnitrain.parallel.layout import ComponentLayout as ComponentLayout
     from omnitrain.parallel.layout import ModelLayout as ModelLayout
     from omnitrain.parallel.layout import layout_of as layout_of
@@ -44,14 +43,12 @@ if TYPE_CHECKING:
     from omnitrain.parallel.schedule.accumulate import accumulate_gradients as accumulate_gradients
     from omnitrain.parallel.sequence.head_exchange import gather_heads_scatter_seq as gather_heads_scatter_seq
     from omnitrain.parallel.sequence.head_exchange import gather_seq_scatter_heads as gather_seq_scatter_heads
-    from omnitrain.parallel.serving import serving as serving
     from omnitrain.parallel.spawn.errors import RankError as RankError
     from omnitrain.parallel.spawn.launch import RankResults as RankResults
     from omnitrain.parallel.spawn.launch import launch as launch
     from omnitrain.parallel.state import ParallelState as ParallelState
     from omnitrain.parallel.state import get_parallel_state as get_parallel_state
     from omnitrain.parallel.state import init_parallel_state as init_parallel_state
-    from omnitrain.parallel.state import loss_peers as loss_peers
     from omnitrain.parallel.step.plan import step_planner as step_planner
     from omnitrain.parallel.verify.verify import VerifyReport as VerifyReport
     from omnitrain.parallel.verify.verify import VerifyRow as VerifyRow
@@ -93,15 +90,13 @@ _NAMES = {  # module -> the names that it has
     "models.omni.model": "OmniModel",
     "ops.loss.cross_entropy": "LossTerm",
     "optim.gradients": "clip_gradients gradient_norm",
-    "parallel.fsdp.summon": "gathered",
     "parallel.layout": "ComponentLayout ModelLayout layout_of",
     "parallel.parallelize": "build_parallelize_model",
     "parallel.schedule.accumulate": "accumulate_gradients",
     "parallel.sequence.head_exchange": "gather_heads_scatter_seq gather_seq_scatter_heads",
-    "parallel.serving": "serving",
     "parallel.spawn.errors": "RankError",
     "parallel.spawn.launch": "RankResults launch",
-    "parallel.state": "ParallelState get_parallel_state init_parallel_state loss_peers",
+    "parallel.state": "ParallelState get_parallel_state init_parallel_state",
     "parallel.step.plan": "step_planner",
     "parallel.verify.verify": "VerifyReport VerifyRow",
     "recipe": "ChatFormat ComponentPlan DataSource Layout ParallelPlan Precision Recipe Sampling parse_layout",

@@ -20,7 +20,7 @@ from omnitrain.parallel.meshes import device_meshes, mesh_group
 from omnitrain.parallel.pipeline.channel import connect_pairs, directions
 from omnitrain.parallel.sections.carriers import torch_p2p
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.state import init_state_of, loss_peers
+from omnitrain.parallel.state import init_state_of
 from omnitrain.peers import GlooGroup
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe import ParallelPlan
@@ -39,7 +39,11 @@ def sockets_of_a_run() -> tuple[int, int]:
     joined = sockets()  # the pool has made the default group
     ranks = join_ranks(ParallelPlan(), CPU, lays_out=True)
     first = sockets()
-    for peers in (GlooGroup(), loss_peers(ranks.state), join_ranks(ParallelPlan(), CPU, lays_out=True).peers):
+    for peers in (
+        GlooGroup(),
+        GlooGroup(ranks.state.all_groups("loss")),
+        join_ranks(ParallelPlan(), CPU, lays_out=True).peers,
+    ):
         assert peers.gather(peers.rank) == list(range(dist.get_world_size()))
     return first - joined, sockets() - first
 
@@ -116,7 +120,7 @@ def splits_for_new_groups() -> tuple[int, int, torch.device | None]:
     """How often torch would split NCCL's communicator of all ranks for a group of two, ours and a plain one."""
     asked: list[Any] = []
     real, world = dist.distributed_c10d._get_split_source, dist.group.WORLD
-    dist.distributed_c10d._get_split_source = asked.append
+    dist.distributed_c10d._get_split_source = lambda *given: asked.append(given)
     world.bound_device_id = torch.device("cuda", 0)  # as init_process_group(device_id=...) does
     try:
         new_group([0, 1], "two of three", "gloo")

@@ -273,6 +273,8 @@ COMMANDS_ELSEWHERE = {
     "schedule quickstart": "tests/train/verbs/test_schedule.py",
     "profile quickstart": "tests/train/test_profile.py",
     "generate runs/quickstart --prompts": "tests/train/verbs/test_answers.py",
+    "generate runs/mine --prompt draw a 7 --guidance": "tests/train/test_guided_runs.py",
+    "generate runs/mine --prompt draw a 7 --size": "tests/models/decoders/test_sizes.py",
     "chat runs/quickstart": "tests/train/verbs/test_answers.py",
     "check finetune_vlm": "tests/test_recipes.py",
 }

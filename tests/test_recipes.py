@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, WhisperFeatureExtractor
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -21,6 +22,7 @@ from omnitrain.report.data.pack_view import ItemView
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.data_stats import data_stats
 from omnitrain.train.verbs.preview import preview
+from tests.data.render.test_several_encoders import DINO
 from tests.families import FAMILIES
 from tests.models.decoders.test_decoders import IMAGE_TOKENIZERS
 from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_row, tiny_tokenizer, write_parquet
@@ -39,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     def saved(name: str, config: dict, *beside: object) -> str:
         built = AutoConfig.for_model(**config)
-        is_part = config["model_type"] in ("siglip_vision_model", "whisper", "emu3_vqgan")
+        is_part = config["model_type"] in ("siglip_vision_model", "whisper", "emu3_vqgan", "dinov2")
         model = (model_class if is_part else foundation_class)(built)(built)
         for part in (model, *beside):
             part.save_pretrained(folder / name)
@@ -52,13 +54,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     vision = SIGLIP | {"model_type": "clip_vision_model", "patch_size": 4}
     whole = {"text_config": text | {"model_type": "llama", "vocab_size": 272}, "vision_config": vision}
     qwen = FAMILIES["qwen2_5_vl"]().to_dict()
+    square = {"height": 8, "width": 8}
     patches = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 256})
     return {
         "qwen3": saved("qwen3", FOUNDATION, tiny_tokenizer()),
         "deep": saved("deep", FOUNDATION | {"num_hidden_layers": 4}, tiny_tokenizer()),
         "llama": saved("llama", text | {"model_type": "llama"}, tiny_tokenizer()),
         "qwen3_moe": saved("qwen3_moe", FAMILIES["qwen3_moe"]().to_dict() | {"vocab_size": 264}, tiny_tokenizer()),
-        "siglip": saved("siglip", SIGLIP, SiglipImageProcessorPil(size={"height": 8, "width": 8})),
+        "siglip": saved("siglip", SIGLIP, SiglipImageProcessorPil(size=square)),
         "whisper": saved("whisper", WHISPER, WhisperFeatureExtractor(feature_size=16, **EXTRACTOR)),
         "qwen2_5_vl": saved("qwen2_5_vl", qwen, patches),
         "llava": saved("llava", whole | {"model_type": "llava", "image_token_index": 2}, llava()[0]),
@@ -66,6 +69,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "images": rows("images", "image_to_text"),
         "speech": rows("speech", "speech_to_text"),
         "drawings": rows("drawings", "text_to_image"),
+        "dinov2": saved("dinov2", DINO, BitImageProcessorPil(size={"shortest_edge": 8}, crop_size=square)),
         "emu3_vq": saved("emu3_vq", IMAGE_TOKENIZERS["emu3"]),
     }
 
@@ -74,7 +78,8 @@ def look_at(recipe: Recipe) -> None:
     """A pack has all that its samples have, and the packs that a run fills have as many tokens as expected."""
     (pack,) = preview(recipe, packs=1).packs
     items = [piece for sample in pack.samples for piece in sample.pieces if isinstance(piece, ItemView)]
-    assert len(items) == len(pack.samples) and all(item.part is not None for item in items)  # each row has one medium
+    media = {(sample.start, item.part) for sample in pack.samples for item in sample.pieces if item in items}
+    assert len(media) == len(pack.samples) and all(item.part is not None for item in items)  # each row has one medium
     assert 0 < pack.predicted["text"] < pack.num_tokens <= pack.capacity
     stats = data_stats(recipe, rows=4)
     assert not stats.rejected and all(data_set.epochs > 0 for data_set in stats.data_sets)
@@ -110,6 +115,17 @@ def test_whisper_and_llama(tiny: dict[str, str], tmp_path: Path) -> None:
     parts = (f"model.foundation={tiny['llama']}", f"model.encoders.audio_encoder.tower={tiny['whisper']}")
     moved = run("speech_language", tmp_path, *parts, f"data.train=[{{path: {tiny['speech']}}}]")
     assert moved == {"foundation", "audio_encoder.projector"}
+
+
+def test_two_towers_read_each_image_or_one_where_a_data_set_says_so(tiny: dict[str, str], tmp_path: Path) -> None:
+    towers = {"semantic_encoder": "siglip", "spatial_encoder": "dinov2"}
+    parts = [f"model.encoders.{name}.tower={tiny[tower]}" for name, tower in towers.items()]
+    parts += [f"model.foundation={tiny['qwen3']}", *(f"data.train.{n}.path={tiny['images']}" for n in (0, 1))]
+    (pack,) = preview(Recipe.load("two_towers", [*SMALL, *parts]), packs=1).packs
+    items = [[piece.component for piece in one.pieces if isinstance(piece, ItemView)] for one in pack.samples]
+    assert set(map(tuple, items)) == {("semantic_encoder", "spatial_encoder"), ("semantic_encoder",)}
+    moved = run("two_towers", tmp_path, *parts)
+    assert moved == {"foundation", "semantic_encoder.projector", "spatial_encoder.projector"}
 
 
 def test_a_language_model_learns_to_write_images_and_is_evaluated_with_guidance(
@@ -317,16 +333,8 @@ def test_the_quickstart_shows_its_data() -> None:
 
 
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
-    run_here = {
-        *STAGES,
-        "speech_language",
-        "text_to_image",
-        "qwen_tower",
-        "finetune_vlm",
-        "long_experts",
-        "long_documents",
-        "pipeline",
-    }
+    run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
+    run_here |= {"text_to_image", "two_towers"}
     assert set(list_recipes()) == run_here | {"quickstart"}

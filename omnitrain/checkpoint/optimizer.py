@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,10 +110,11 @@ def write_optimizer(state: OptimizerState, folder: str | Path, peers: Peers) -> 
     _together(peers, lambda: writer.finish(metadata, results) if metadata is not None else None)
 
 
-class _Planner(dcp.SavePlanner):
-    """Hands this rank's part of the state to torch's writer."""
+class _Planner(dcp.DefaultSavePlanner):
+    """Hands this rank's part of the state to torch's writer. The plan of all ranks is made without ``dcp.save``."""
 
     def __init__(self, state: OptimizerState) -> None:
+        super().__init__()
         self._tensors = {(piece.place.name, piece.place.offsets): piece.tensor for piece in state.pieces}
         self._state = state
 
@@ -125,27 +125,9 @@ class _Planner(dcp.SavePlanner):
         return SavePlan(items)
 
     @override
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        index = write_item.index
-        if write_item.type is not WriteItemType.BYTE_IO:
-            assert index.offset is not None, "a piece has a place"
-            return self._tensors[index.fqn, tuple(index.offset)]
-        content = io.BytesIO()
-        torch.save(self._state.values[index.fqn], content)
-        return content
-
-    # The plan of all ranks is made elsewhere, without the coordinator of dcp.save.
-    @override
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError
-
-    @override
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        raise NotImplementedError
-
-    @override
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise NotImplementedError
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        values, offset = self._state.values, index.offset
+        return values[index.fqn] if offset is None else self._tensors[index.fqn, tuple(offset)]
 
 
 def _item(piece: Piece) -> WriteItem:

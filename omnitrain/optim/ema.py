@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omnitrain.optim.adamw import local_shard
 from omnitrain.optim.offload import OffloadedOptimizer, like_parameter
-from omnitrain.optim.shards import local_shard
 
 _AVERAGE = "average"
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import UserError
-from omnitrain.optim.shards import local_shard
+from omnitrain.optim.adamw import local_shard
 from omnitrain.torch_private import multiply_each, norm_of_each
 
 # The mesh of a gradient and the mesh dims that shard it. None: every rank has the whole gradient.

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from omnitrain.errors import UserError
+from omnitrain.optim.adamw import gradient_shard, local_shard
 from omnitrain.optim.offload import like_parameter
-from omnitrain.optim.shards import gradient_shard, local_shard
 from omnitrain.packages import install_command
 from omnitrain.recipe import Optimizer
 

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from omnitrain.optim.adamw import ShardedAdamW
-from omnitrain.optim.shards import gradient_shard, local_shard
+from omnitrain.optim.adamw import ShardedAdamW, gradient_shard, local_shard
 from omnitrain.torch_private import StridedShard
 
 # The quintic iteration of https://kellerjordan.github.io/posts/muon, as in torch.optim.Muon.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from omnitrain.optim.shards import local_shard
+from omnitrain.optim.adamw import local_shard
 from omnitrain.torch_private import DTensorSpec, TensorMeta, version_of
 
 Groups = list[dict[str, Any]]

@@ -43,14 +43,12 @@ from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import offload_tensors, recompute_blocks, recompute_parts
 from omnitrain.parallel.meshes import data_mesh
 from omnitrain.parallel.pipeline.apply import Pipeline, cut_into_stages
-from omnitrain.parallel.pipeline.relay import PipelineRelay
 from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
 from omnitrain.parallel.placement import calling_axes, calling_state, place_components
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.resolve.sections import divide_encoders
+from omnitrain.parallel.schedule.inference import InferenceOnRanks
 from omnitrain.parallel.sections.connect import connect_sections
-from omnitrain.parallel.sections.edges import FeatureEdge
-from omnitrain.parallel.sections.serve import AskSections
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state, states_of_components, with_own_groups
@@ -261,7 +259,9 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     exchanges = {name: calling[name].group(axes) for name, axes in topology.exchanges.items() if name in plans}
     sections = prepared.plan.sections
     components = _with_units_of_all(components, list(plans)) if sections else components
-    edges, section = _connect(prepared, pipeline, device), sections.get(state.section)
+    edges = connect_sections(omni, sections, state, device) if sections else {}
+    section = sections.get(state.section)
+    omni.takes_batches, omni.inference = False, InferenceOnRanks(omni, state, list(plans), pipeline)
     layout = ModelLayout(state, states, components, topology, pipeline, exchanges, section, edges, sections)
     remember_layout(omni, layout)
 
@@ -270,19 +270,6 @@ def _held_elsewhere(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> fro
     """The parameters of components without a plan here. Who keeps the parameters themselves keeps their memory."""
     components = model.components
     return frozenset(chain.from_iterable(components[name] for name in components.keys() - plans))
-
-
-def _connect(prepared: _Prepared, pipeline: Pipeline | None, device: torch.device) -> dict[str, FeatureEdge]:
-    """Connect stages and sections for evaluation; return the edges of sections in a step."""
-    model, state, sections = prepared.model, prepared.state, prepared.plan.sections
-    model.takes_batches = False
-    if pipeline is not None:
-        model.relay = PipelineRelay(pipeline, device)
-    if not sections:
-        return {}
-    edges = connect_sections(model, sections, state, device)
-    model.ask = AskSections(model, sections, state, device)
-    return edges
 
 
 def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader | None) -> None:

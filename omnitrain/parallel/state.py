@@ -18,7 +18,6 @@ from omnitrain.errors import UserError
 from omnitrain.parallel.environment import gpu_of_rank, prepare_process
 from omnitrain.parallel.join import join_process_group
 from omnitrain.parallel.meshes import device_meshes
-from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers
 from omnitrain.plan.mesh import MeshShape, fit_mesh
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 from omnitrain.torch_private import forget_meshes, forget_shardings
@@ -345,16 +344,6 @@ def get_parallel_state() -> ParallelState:
     if _default is None:
         raise UserError("no parallel state exists yet; call omnitrain.init_parallel_state() first")
     return _default
-
-
-def loss_peers(state: ParallelState | None = None) -> Peers:
-    """Return the ranks of ``loss_group``, as ``heldout_loss`` and ``generate`` take them.
-
-    All ranks must call it. It creates a process group: call it once and keep the result. ``state``: None: that of the
-    last :func:`init_parallel_state`.
-    """
-    state = state or get_parallel_state()
-    return GlooGroup(state.all_groups("loss")) if state.num_ranks > 1 else SINGLE_PROCESS
 
 
 def forget_parallel_state() -> None:

@@ -170,7 +170,7 @@ evaluation.loss_every | a number of steps | HF Trainer: eval_strategy evaluation
 evaluation.every | a number of steps | HF Trainer: predict_with_generate
 evaluation | with `data.heldout` | HF Trainer: do_eval
 none | `omnitrain run` trains | HF Trainer: do_train
-none | `omnitrain resume RUN` continues a run | HF Trainer: resume_from_checkpoint
+none | `omnitrain run FOLDER` continues a run | HF Trainer: resume_from_checkpoint
 none | samples are always packed, without padding | HF Trainer: group_by_length; TRL, LLaMA-Factory, ms-swift: \
     packing; TRL, ms-swift: padding_free; TRL: eval_packing; LLaMA-Factory: neat_packing; axolotl: sample_packing \
     eval_sample_packing pad_to_sequence_len; VeOmni: dyn_bsz rmpad rmpad_with_pos_ids pad_to_length

@@ -1,6 +1,6 @@
 """The recipe: one typed tree for YAML files, ``key.sub=value`` overrides and Python.
 
-Every field has a description; ``omnitrain schema`` prints them as JSON schema. Unknown keys are errors
+Every field has a description; ``omnitrain show --schema`` prints them as JSON schema. Unknown keys are errors
 (:mod:`omnitrain.recipe.problems` names the nearest valid one).
 """
 

@@ -11,7 +11,7 @@ from omnitrain.parallel.layout import ModelLayout
 from omnitrain.parallel.layout_table import LAYOUT_COLUMNS, LAYOUT_TITLE, LayoutTable
 from omnitrain.recipe import ParallelPlan
 from omnitrain.report.html import part_of_notebook, rendered, table
-from omnitrain.report.mesh_picture import mesh_picture
+from omnitrain.report.svg import mesh_picture
 
 _OF_PLAN = ("component", "section", "mode", "mesh", "units", "recompute", "offload", "sequence")
 
@@ -75,5 +75,5 @@ def _frozen(column: str, value: Any) -> Any:
 def _value(value: Any) -> str | None:
     """What a table shows of the value of a key."""
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {part}" for key, part in value.items())
+        return ", ".join(f"{key}: {_value(part)}" for key, part in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else None if value is None else str(value)

@@ -15,8 +15,8 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.fused.install import FusedOp
 from omnitrain.parallel.layout import ModelLayout
-from omnitrain.report.curves import Line
 from omnitrain.report.doctor import examine
+from omnitrain.report.svg import Line
 
 LAYOUT_FILE, ENVIRONMENT_FILE = "layout.json", "environment.json"
 

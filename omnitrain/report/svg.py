@@ -3,13 +3,101 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup
 
-from omnitrain.report.curves import Curve, styles, thinned
-from omnitrain.report.html import NUM_COLORS, tag
+from omnitrain.plan.mesh import DENSE_AXES, MeshShape
+from omnitrain.report.html import NUM_COLORS, rendered, tag
+
+Line = Mapping[str, Any]  # of metrics
+Points = list[tuple[int, float | None]]  # step, value; None is a gap
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A number of a run over its steps, of the same name in all runs; its points have at least one value.
+
+    ``run`` is the index of the run in the report.
+    """
+
+    run: int
+    name: str
+    points: Points
+
+    @property
+    def values(self) -> list[float]:
+        """All values, without the gaps."""
+        return [value for _, value in self.points if value is not None]
+
+
+def styles(curves: Sequence[Curve]) -> list[tuple[int, int]]:
+    """Return colour and dashes of each curve: names differ in colour, runs in dashes (of one name, in colour)."""
+    places = {name: index for index, name in enumerate(dict.fromkeys(curve.name for curve in curves))}
+    if len(places) == 1:
+        return [(curve.run % 10, curve.run // 10) for curve in curves]
+    return [(places[curve.name] % 10, curve.run + places[curve.name] // 10) for curve in curves]
+
+
+def numbers_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a line of metrics with their paths, such as ``heads/text/loss``."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from numbers_in(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield f"{prefix}{key}", value
+
+
+class Metrics:
+    """The numbers of all lines of metrics of several runs, by path. Each can be taken once."""
+
+    def __init__(self, lines: Sequence[Sequence[Line]]) -> None:
+        self._rows = [[(line["step"], dict(numbers_in(line))) for line in of_run] for of_run in lines]
+        self._left = dict.fromkeys(path for rows in self._rows for _, row in rows for path in row if path != "step")
+
+    def take(self, *patterns: str) -> dict[str, list[Curve]]:
+        """Return figure -> curves of the paths that match one of these expressions and were not taken yet.
+
+        A group ``figure`` of the expression divides the paths into figures; without it, there is one, ``""``. A group
+        ``name`` names the curve; without it, or where it is empty, its path does. Runs without a path have no curve.
+        """
+        figures: dict[str, list[Curve]] = {}
+        for pattern in patterns:
+            for path in [*self._left]:
+                if (found := re.fullmatch(pattern, path)) is None:
+                    continue
+                del self._left[path]
+                groups = found.groupdict()
+                curves = [
+                    Curve(run, groups.get("name") or path, [(step, row.get(path)) for step, row in rows])
+                    for run, rows in enumerate(self._rows)
+                ]
+                figures.setdefault(groups.get("figure") or "", []).extend(c for c in curves if c.values)
+        return {name: curves for name, curves in figures.items() if curves}
+
+
+def thinned(points: Points, most: int) -> Points:
+    """Return at most ``most`` of the points: of each stretch of steps the lowest and the highest one.
+
+    A peak of a single step stays, unlike with a mean or with every n-th point. Gaps stay where a stretch has no value.
+    """
+    if len(points) <= most:
+        return points
+    buckets = max(most // 2, 1)
+    kept: Points = []
+    for bucket in range(buckets):
+        part = points[bucket * len(points) // buckets : (bucket + 1) * len(points) // buckets]
+        known = [(value, step) for step, value in part if value is not None]
+        if not known:
+            kept.append((part[0][0], None))
+            continue
+        ends = {min(known)[1]: min(known)[0], max(known)[1]: max(known)[0]}
+        kept += sorted(ends.items())
+    return kept
+
 
 BACK, LINE = "var(--back,#fff)", "var(--line,#8886)"
 _DASHES = ("none", "5 3", "1 3", "7 3 1 3")
@@ -165,3 +253,80 @@ def draw_histogram(edges: Sequence[float], counts: Mapping[str, Sequence[int]], 
         parts.append(tag("path", d="".join(boxes), fill=color(index), stroke=BACK))
         below = [low + count for low, count in zip(below, of_name, strict=True)]
     return picture(_WIDTH, _HEIGHT, title, parts)
+
+
+_RANK_WIDTH, _RANK_HEIGHT = 44, 22  # of a rank
+_TITLE, _PAD = 17, 5  # above and around what is inside of a frame
+_DRAWN = 64  # ranks of a section; of more, the first ones along the outer axes stand for all
+_NAMES = {"sp": "ulysses"}  # the recipe's word for an axis
+
+Axis = tuple[str, int]
+
+
+def mesh_picture(section: Mapping[str, Any], index: int) -> Markup:
+    """Return a picture of a section (of ``layout.json``) as HTML; ``index``: of its first colour."""
+    axes: list[Axis] = [(axis, section["axes"][axis]) for axis in DENSE_AXES if section["axes"][axis] > 1]
+    drawn, mesh = _cut(axes), MeshShape(**section["axes"], ep=section["ep"])
+    experts, stages = mesh.ranks_in("ep"), mesh.ranks_in("pp")
+
+    def boxes(axes_here: Sequence[Axis], rank: int, x: float, y: float) -> Iterator[Markup]:
+        """Frames of the outermost axis with what is in them; ``rank``: the first one, counted in the section."""
+        if not axes_here:
+            yield tag(
+                "rect",
+                x=x,
+                y=y,
+                width=_RANK_WIDTH,
+                height=_RANK_HEIGHT,
+                fill=color(index + int(stages[rank])),
+                stroke=BACK,
+            )
+            words = f"{section['first_rank'] + rank}" + (f", ep {experts[rank]}" if mesh.ep > 1 else "")
+            yield words_at(x + _RANK_WIDTH / 2, y + _RANK_HEIGHT / 2 + 3, words, "middle", fill=BACK)
+            return
+        (name, size), inner = axes_here[0], axes_here[1:]
+        width, height = _framed(inner)
+        apart = _count([axis for axis in axes if DENSE_AXES.index(axis[0]) > DENSE_AXES.index(name)])
+        for i in range(size):
+            left, top = (x + i * width, y) if _is_across(axes_here) else (x, y + i * height)
+            frame = {"width": width - _PAD / 2, "height": height - _PAD / 2, "fill": "none", "stroke": "currentColor"}
+            yield tag("rect", x=left, y=top, stroke_width=0.7, **frame)
+            yield words_at(left + 4, top + 11, f"{_NAMES.get(name, name)} {i}")
+            yield from boxes(inner, rank + i * apart, left + _PAD, top + _TITLE)
+
+    width, height = (size + 2 * _PAD for size in _size(drawn))
+    title = f"{section['name']}: {mesh} ({', '.join(section['components'])})"
+    svg = picture(width, height, title, boxes(drawn, 0, _PAD, _PAD))
+    return rendered("mesh.html", title=title, svg=svg, width=width, mesh=mesh, num_drawn=_count(drawn))
+
+
+def _cut(axes: Sequence[Axis]) -> list[Axis]:
+    """Return the axes to draw: without outer ones, and with fewer of the next, where there are too many ranks."""
+    for index, (name, size) in enumerate(axes):
+        inner = _count(axes[index + 1 :])
+        if inner < _DRAWN:
+            return [(name, min(size, _DRAWN // inner)), *axes[index + 1 :]]
+    return []
+
+
+def _count(axes: Sequence[Axis]) -> int:
+    return MeshShape(**dict(axes)).world_size
+
+
+def _is_across(axes: Sequence[Axis]) -> bool:
+    """Whether the outermost of these axes goes from left to right: stages do, and otherwise axes take turns."""
+    return axes[0][0] == "pp" or len(axes) % 2 == 1
+
+
+def _size(axes: Sequence[Axis]) -> tuple[float, float]:
+    """Width and height of everything inside of the outermost axis."""
+    if not axes:
+        return _RANK_WIDTH, _RANK_HEIGHT
+    width, height = _framed(axes[1:])
+    size = axes[0][1]
+    return (width * size, height) if _is_across(axes) else (width, height * size)
+
+
+def _framed(axes: Sequence[Axis]) -> tuple[float, float]:
+    width, height = _size(axes)
+    return width + 2 * _PAD, height + _PAD + _TITLE

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from omnitrain.data.loading.slots import merge_states
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.optim.ema import EMA
-from omnitrain.parallel.serving import serving
 from omnitrain.recipe import Recipe
 from omnitrain.train.evaluate.evaluate import EvaluationResult, Evaluator
 from omnitrain.train.evaluate.media_files import save_samples
@@ -23,8 +22,6 @@ from omnitrain.train.metrics.meter import MetricsFile
 from omnitrain.train.metrics.progress import Activity
 from omnitrain.train.metrics.step_timing import Stopwatch
 from omnitrain.train.run_state.run_folder import RunFolder
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -39,12 +36,8 @@ class Evaluations:
     interrupt: Interrupt
     metrics: MetricsFile | None  # where scores go; None on all ranks but the first
     tell: Callable[..., None]  # called with ``"on_evaluate"`` and each result
-    paused: Callable[
-        [str], contextlib.AbstractContextManager[Any]
-    ]  # makes the context in which no progress is expected
-    scores: dict[
-        int, dict[str, float]
-    ]  # steps done -> the last scores, which a later ``fit`` of the trainer knows, too
+    paused: Callable[[str], contextlib.AbstractContextManager[Any]]  # a context in which no progress is expected
+    scores: dict[int, dict[str, float]]  # steps done -> the last scores, which a later ``fit`` knows, too
     _losses: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # steps done -> the last held-out losses
 
     def on_the_way(self, line: dict[str, Any]) -> None:
@@ -52,11 +45,13 @@ class Evaluations:
         step = self.measures.step
         if self.evaluator is None or not self.recipe.measures_heldout_loss(step):
             return
-        with self.paused("evaluate"), self._eager():
-            losses = self._unless_stopped(partial(self.evaluator.losses, lambda _: self._stop_if_interrupted()))
-            self._losses = {step: self.measures.ranks.of_first(losses)}
+        with self.paused("evaluate"), self._as_evaluated():
+            found = None
+            with contextlib.suppress(StoppedError):
+                found = self.evaluator.losses(lambda _: self._stop_if_interrupted())
+            self._losses = {step: found}
         self.measures.stopwatch = Stopwatch()
-        if (found := self._losses[step]) is None:
+        if found is None:
             return
         line["heldout"] = found
         if not self.recipe.evaluates(step) or step >= self.recipe.train.steps:
@@ -82,26 +77,21 @@ class Evaluations:
         return None
 
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
-        with Activity(console, "evaluation") as activity, self._eager():
+        with Activity(console, "evaluation") as activity, self._as_evaluated():
 
             def notify(doing: str) -> None:
                 self._stop_if_interrupted()
                 activity.update(doing)
 
-            known = self._losses.get(self.measures.step)
-            result = self._unless_stopped(partial(evaluator.evaluate, notify, known))
-        scores = self.measures.ranks.of_first(None if result is None else result.scores)
-        if scores is None:
-            raise StoppedError
-        scores |= {"seconds": self.measures.seconds}
-        losses = self.measures.ranks.of_first(None if result is None else result.losses)
+            result = evaluator.evaluate(notify, self._losses.get(self.measures.step))
+        scores = result.scores | {"seconds": self.measures.seconds}
         skipped = merge_states(self.measures.ranks.peers.gather_on_first(self.measures.data)).rejected
         self.measures.ranks.first(partial(self._write, result, scores, skipped))
-        self.tell("on_evaluate", result or EvaluationResult(losses or {}, [], scores, []))
+        self.tell("on_evaluate", result)
         return scores
 
-    def _write(self, result: EvaluationResult | None, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
-        assert result is not None and self.recipe.evaluation is not None
+    def _write(self, result: EvaluationResult, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
+        assert self.recipe.evaluation is not None
         step, rejected = self.measures.step, [*skipped, *result.rejected]
         written = self.folder.write_scores({"step": step} | scores | {"losses": result.losses})
         per_source = self.recipe.evaluation.saved_samples
@@ -114,21 +104,16 @@ class Evaluations:
         if self.metrics is not None:
             self.metrics.show(step, shown)
 
-    def _eager(self) -> contextlib.AbstractContextManager[None]:
-        return self.measures.compiled.paused() if self.measures.compiled else contextlib.nullcontext()
-
-    def _unless_stopped(self, work: Callable[[], T]) -> T | None:
-        """Evaluate on the ranks that have the foundation; return None on ranks of sections, and after Ctrl-C."""
-
-        def stoppable() -> T | None:
-            with contextlib.suppress(StoppedError):
-                return work()
-            return None
-
-        asks = self.recipe.evaluation is not None and self.recipe.evaluation.ema
-        with self.ema.in_place_of_weights() if self.ema and asks else contextlib.nullcontext():
-            return serving(self.measures.model, stoppable)
+    @contextlib.contextmanager
+    def _as_evaluated(self) -> Iterator[None]:
+        """The model runs eagerly in this context, and with the averages of its weights where the recipe says so."""
+        with contextlib.ExitStack() as stack:
+            if self.measures.compiled:
+                stack.enter_context(self.measures.compiled.paused())
+            if self.ema is not None and self.recipe.evaluation is not None and self.recipe.evaluation.ema:
+                stack.enter_context(self.ema.in_place_of_weights())
+            yield
 
     def _stop_if_interrupted(self) -> None:
-        if self.measures.ranks.section_peers.any(self.interrupt.requested):
+        if self.measures.ranks.peers.any(self.interrupt.requested):
             raise StoppedError

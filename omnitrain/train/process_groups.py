@@ -35,7 +35,6 @@ class Ranks:
     peers: Peers  # group of all ranks
     loss_peers: Peers
     meter_peers: Peers
-    section_peers: Peers  # group of all ranks of this rank's section; without sections, ``peers``
     rendezvous: Rendezvous  # rendezvous of the data processes
 
     @property
@@ -80,10 +79,6 @@ class Ranks:
         """Call ``make`` on the first rank and return its result there, else None. If it raises, all ranks raise."""
         return all_or_raise(self.peers, lambda: make() if self.is_first else None)
 
-    def of_first(self, value: T) -> T:
-        """Return the value of the first rank on all ranks."""
-        return self.peers.of_first(value)
-
     def rank_by_rank(self, make: Callable[[], T]) -> T:
         """Call ``make`` on the first rank, then on the others, which find its cached files. Return its result."""
         of_first = self.first(make)
@@ -103,7 +98,7 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
     is_initialized = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_initialized else int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1 and plan == ParallelPlan() and not lays_out:
-        return Ranks(None, SINGLE_PROCESS, SINGLE_PROCESS, SINGLE_PROCESS, SINGLE_PROCESS, open_rendezvous())
+        return Ranks(None, SINGLE_PROCESS, SINGLE_PROCESS, SINGLE_PROCESS, open_rendezvous())
     if device.type == "cpu" and not is_initialized:  # a state takes the GPU of the machine, if there is one
         join_process_group("gloo") if num_ranks > 1 else open_process_group("gloo")
     state = init_state_of(plan)
@@ -113,5 +108,4 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
         loss_peers = GlooGroup(state.all_groups("loss"))
         if main.size("tp") > 1 or len(state.sections) > 1:
             meter_peers = GlooGroup(state.all_groups("pp", "loss")) if main.size("pp") > 1 else loss_peers
-    section_peers = GlooGroup([section.ranks for section in state.sections.values()]) if state.sections else peers
-    return Ranks(state, peers, loss_peers, meter_peers, section_peers, open_rendezvous())
+    return Ranks(state, peers, loss_peers, meter_peers, open_rendezvous())

@@ -146,7 +146,7 @@ class Trainer:
         is_mixed = mixed_precision(recipe.train, self.device.type) is True
         self.ranks = join_ranks(recipe.parallel, self.device, lays_out=is_mixed)
         if counts_samples(recipe):
-            recipe = self.ranks.of_first(self.ranks.first(lambda: in_steps(recipe)) or recipe)
+            recipe = self.ranks.peers.of_first(self.ranks.first(lambda: in_steps(recipe)) or recipe)
         self.folder = RunFolder(recipe)
         self._advice = check_micro_batches(recipe, self.ranks.state_of_main)
         self.ranks.first(lambda: require_free(self.folder.path))  # opening it checks again, perhaps minutes later
@@ -156,13 +156,13 @@ class Trainer:
         return recipe
 
     def _open_data(self, recipe: Recipe, saved: TrainingState) -> None:
-        costs, peers = self.measures.encoder_costs.of_planner(), self.ranks.loss_peers
+        costs = self.measures.encoder_costs.of_planner()
         self.loader, heldout = open_data(recipe, self.model, self.processor, self.ranks, saved.data, costs)
         if self.resumed:
             require_same_rows(saved.rows, self.loader.order.lengths, self.folder.path)
         self.evaluator = None
         if recipe.evaluation:
-            self.evaluator = Evaluator(self.model, self.processor, heldout, self.recipe, peers)
+            self.evaluator = Evaluator(self.model, self.processor, heldout, self.recipe, self.ranks)
         self.measures.follow(self.loader)
 
     @property

@@ -15,6 +15,7 @@ from omnitrain.ops.experts.weights import experts_in
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.data import CHAT_TEXTS, VISUAL_KEYS
 from omnitrain.recipe.strict import Idle, idle_problems
+from omnitrain.recipe.suggest import hint
 
 _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
 
@@ -22,7 +23,8 @@ _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kw
 def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> None:
     """Raise a UserError with one line for each key that ``recipe`` sets without an effect on its model."""
     idle = [*_of_parts(recipe, model), *_of_data(recipe, model, processor), *_of_experts(model)]
-    if problems := [*idle_problems(recipe, idle), *_impossible_sizes(recipe, model)]:
+    unknown = [*_impossible_sizes(recipe, model), *_unknown_components(recipe, processor)]
+    if problems := [*idle_problems(recipe, idle), *unknown]:
         raise UserError(*dict.fromkeys(problems))
 
 
@@ -35,6 +37,18 @@ def _impossible_sizes(recipe: Recipe, model: OmniModel) -> Iterator[str]:
                 raise UserError("text has no size; leave it out")
         except UserError as error:
             yield f"evaluation.sampling.{name}.size: {error}"
+
+
+def _unknown_components(recipe: Recipe, processor: OmniProcessor) -> Iterator[str]:
+    """Yield names of encoders and decoders that the data use and the model does not have."""
+    readers, writers = (set().union(*by.values()) for by in (processor.readers, processor.writers))
+    named = [("data.chat.starts", list(recipe.data.chat.starts if recipe.data.chat else ()), writers)]
+    for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
+        for number, source in enumerate(sources):
+            named.append((f"data.{kind}.{number}.encoders", source.encoders or [], readers))
+            named.append((f"data.{kind}.{number}.decoders", source.decoders or [], writers))
+    for key, names, known in named:
+        yield from (f"{key}: unknown name {name!r}; {hint(name, known)}" for name in names if name not in known)
 
 
 def _of_parts(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:

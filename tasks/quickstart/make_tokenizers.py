@@ -30,7 +30,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
 from judges import ImageJudge, SpeechJudge, media_of  # noqa: E402
 
-from omnitrain.models.decoders.mel_vq import MelVQ, MelVQConfig  # noqa: E402
+from omnitrain.models.decoders.mel_vq import MelVQ, MelVQConfig, log_mel  # noqa: E402
 
 TRAIN, HELDOUT = HERE / "data" / "train.parquet", HERE / "data" / "heldout.parquet"
 SEED = 0
@@ -94,7 +94,7 @@ def texts_of(parquet: Path) -> list[str]:
 def make_mel_vq(waveforms: Sequence[np.ndarray]) -> MelVQ:
     """Return a MelVQ whose codebook is the k-means of the clips' frames; clips are float32 [samples]."""
     model = MelVQ(MelVQConfig())
-    frames = torch.cat([model.log_mel(torch.from_numpy(waveform)) for waveform in waveforms])
+    frames = torch.cat([log_mel(torch.from_numpy(waveform), model.config) for waveform in waveforms])
     vectors = frames.view(-1, model.codebook.size(1)).numpy()
     kmeans = KMeans(model.config.codebook_size, n_init=1, random_state=SEED).fit(vectors)
     model.codebook.copy_(torch.from_numpy(kmeans.cluster_centers_))
@@ -103,7 +103,7 @@ def make_mel_vq(waveforms: Sequence[np.ndarray]) -> MelVQ:
 
 def speech_report(model: MelVQ, judge: SpeechJudge, waveforms: Sequence[np.ndarray], labels: Sequence[str]) -> str:
     """Report the accuracy of the judge before and after, and the use of the codes."""
-    codes = [model.encode(model.log_mel(torch.from_numpy(waveform))) for waveform in waveforms]
+    codes = [model.encode(log_mel(torch.from_numpy(waveform), model.config)) for waveform in waveforms]
     decoded = [model.decode(clip).numpy() for clip in codes]
     return (
         f"judge {accuracy(judge.predict(waveforms), labels)} on real, {accuracy(judge.predict(decoded), labels)} on "

@@ -9,8 +9,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from omnitrain.checkpoint.disk import set_default_modes
-from omnitrain.checkpoint.store import CheckpointStore, Retention, newest_checkpoint, require_as_saved, write_metrics
+from omnitrain.checkpoint.store import (
+    CheckpointStore,
+    Retention,
+    newest_checkpoint,
+    require_as_saved,
+    set_default_modes,
+    write_metrics,
+)
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.peers import GlooGroup

@@ -54,7 +54,7 @@ run R --resum
 check R --train.log-every 5 --trian.optimizer.learning-rate 1e-3
     2  and none is called `train.log-every`; did you mean `train.log_every=5`?
 run R --train.banana=20
-    2  and none is called `train.banana`; `omnitrain schema` prints all
+    2  and none is called `train.banana`; `omnitrain show --schema` prints all
 check R --pack-tokens 64
     2  --pack-tokens: keys of a recipe have no dashes; write `data.pack_tokens=64`
 run R --learning_rate=1e-4
@@ -75,10 +75,8 @@ run R train.metrics.right=my.py train.losses.text=torch.nn.functional.cross_entr
     2  losses.text: found 'torch...such as torch.nn.functional:cross_entropy...right: found 'my.py'...as my.py:FUNCTION
 run R data.heldout={path: train.parquet}
     2  data.heldout: set, but nothing is evaluated; add `evaluation: {}`, or remove it
-run begun
-    2  begun is the folder of a run, and no recipe: `omnitrain resume begun` continues
-resume R
-    2  recipe.yaml is a recipe, and `resume` takes the folder of a run: `omnitrain run recipe.yaml` starts
+show begun
+    2  begun is the folder of a run, and no recipe: `omnitrain run begun` continues
 run R evaluation={}
     2  `evaluation` needs `data.heldout`
 run R --resume
@@ -118,11 +116,11 @@ check R --nproc 2 parallel.default.schedule.overlap=true
     2  parallel.default.schedule.overlap: found true with ep 1, where no all-to-all...can be hidden; set ep above 1
 check R --nproc 2 parallel.default.pp=2 parallel.default.schedule={kind: zbv, overlap: true}
     2  parallel.default.schedule.overlap: found true with `kind: zbv`; it is for `1f1b` and `interleaved`
-schedule R
+show R --schedule
     2  this recipe has no pipeline (pp is 1)...set parallel.components.foundation.pp=2
-schedule deep.yaml --nproc 3 parallel.default.pp=2
+show deep.yaml --schedule --nproc 3 parallel.default.pp=2
     2  pp=2 needs a multiple of 2 ranks, found 3
-schedule deep.yaml parallel.default.pp=2 --forward=-1
+show deep.yaml --schedule parallel.default.pp=2 --forward=-1
     2  --forward: found -1; expected a number of seconds above 0
 check R parallel.default.precision.param=bfloat16
     2  trainable tensors are not float32...leave precision.param of the plan unset, or set `memory.offload

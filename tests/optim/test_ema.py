@@ -21,6 +21,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.evaluate.evaluate import Evaluator
 from omnitrain.train.nonfinite import NonFiniteError
+from omnitrain.train.process_groups import join_ranks
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.export import export
 from tests.parallel.laid_out import full
@@ -123,9 +124,9 @@ def test_an_export_has_the_averages(run: Path, tmp_path: Path) -> None:
 
 def test_an_evaluation_is_that_of_a_model_with_the_averages(run: Path) -> None:
     recipe = Recipe.load(str(run / "recipe.yaml"))
-    model, processor = load_checkpoint(run, averaged=True)
-    alone = Evaluator(model, processor, open_sources(recipe.data.heldout), recipe).losses()
-    of_weights = Evaluator(*load_checkpoint(run), open_sources(recipe.data.heldout), recipe).losses()
+    heldout, ranks = open_sources(recipe.data.heldout), join_ranks(recipe.parallel, torch.device("cpu"))
+    alone = Evaluator(*load_checkpoint(run, averaged=True), heldout, recipe, ranks).losses()
+    of_weights = Evaluator(*load_checkpoint(run), heldout, recipe, ranks).losses()
     evaluated = json.loads((run / "eval.json").read_text())["losses"]
     assert evaluated["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert evaluated["loss"] != pytest.approx(of_weights["loss"], rel=1e-4)

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 
 from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
 from omnitrain.errors import UserError
+from omnitrain.optim.adamw import local_shard
 from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.ema import EMA
 from omnitrain.optim.low_bit import AdamW8bit
-from omnitrain.optim.shards import local_shard
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Optimizer
 from tests.stored import stored

@@ -10,10 +10,10 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from omnitrain.models.omni.named_parameters import hidden_matrices
 from omnitrain.optim import muon
+from omnitrain.optim.adamw import local_shard
 from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.muon import MuonWithAdamW, orthogonalized
 from omnitrain.optim.offload import OffloadedOptimizer
-from omnitrain.optim.shards import local_shard
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.tensor.apply import shard_matrices

@@ -30,7 +30,7 @@ def run_page(folder: Path) -> tuple[list[tuple[str, str, int]], float, int]:
         model(input_ids=torch.zeros(1, 2, dtype=torch.long))
     processor, own = tiny_processor(model), range(dist.get_rank() + 1)  # the second rank has one more of each
     prompts = [processor.prompt(tiny_row("image_to_text", seed)) for seed in own]
-    losses, answers = names["evaluate"](model, processor, [pack("text") for _ in own], prompts, ot.loss_peers())
+    losses, answers = names["evaluate"](model, processor, [pack("text") for _ in own], prompts)
     assert len(answers) == len(prompts) and all(answer.tokens for answer in answers)
     layout = [(row.name, row.mode, row.trainable) for row in ot.layout_of(model).table(model)]
     return layout, losses["heads"]["text"]["tokens"], pack("text").loss_counts()["text"]

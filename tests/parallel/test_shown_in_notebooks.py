@@ -58,7 +58,7 @@ def test_a_plan_shows_what_it_sets() -> None:
     )
     titles, default, foundation, vision, globs, glob = cells(as_html(plan))
     assert titles == ["", "memory", "tp", "precision", "components", "ranks"]
-    assert default == ["default", "full", "", "", "", ""]
+    assert default == ["default", "recompute: full", "", "", "", ""]
     assert foundation == ["foundation", "", "2", "compute: bfloat16", "", ""]
     assert vision == ["vision", "", "", "", "image_encoder", "2"]
     assert (globs, glob) == (["glob", "value"], ["layers.*.q&lt;proj", "colwise"])

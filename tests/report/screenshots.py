@@ -35,7 +35,7 @@ def main() -> None:
 
 def picture_of_preview(page: Path) -> None:
     """Take a picture of three samples of the quickstart."""
-    words = ["preview", "quickstart", "--packs", "1", "--output", str(page)]
+    words = ["show", "quickstart", "--packs", "--num-packs", "1", "--output", str(page)]
     subprocess.run([sys.executable, "-m", "omnitrain", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     with opened(page, "light", width=900) as found:
         shown = found.page.query_selector_all("#pack1 .sample")[11:14]

@@ -157,7 +157,16 @@ def top_rules(html: str) -> list[str]:
 def test_the_command_prints_packs_and_writes_a_page(tmp_path: Path) -> None:
     recipe_with_a_damaged_row(tmp_path)
     file = tmp_path / "seen.html"
-    words = ["preview", str(tmp_path / "recipe.yaml"), "data.pack_tokens=80", "--packs", "1", "--output", str(file)]
+    words = [
+        "show",
+        str(tmp_path / "recipe.yaml"),
+        "data.pack_tokens=80",
+        "--packs",
+        "--num-packs",
+        "1",
+        "--output",
+        str(file),
+    ]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and "of 80 tokens" in done.output and "pack 2" not in done.output
     assert "pack1" in self_contained(file).words

@@ -9,8 +9,7 @@ import re
 import pytest
 from rich.console import Console
 
-from omnitrain.report.curves import Curve, Points, thinned
-from omnitrain.report.svg import draw_curves, draw_histogram
+from omnitrain.report.svg import Curve, Points, draw_curves, draw_histogram, thinned
 from omnitrain.train.metrics.progress import _NotebookBar, _State
 
 

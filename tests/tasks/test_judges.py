@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from transformers import JanusVQVAE
 
-from omnitrain.models.decoders.mel_vq import MelVQ
+from omnitrain.models.decoders.mel_vq import MelVQ, log_mel
 
 QUICKSTART = Path(__file__).parents[2] / "tasks" / "quickstart"
 TRAIN, HELDOUT = QUICKSTART / "data" / "train.parquet", QUICKSTART / "data" / "heldout.parquet"
@@ -75,7 +75,7 @@ def test_an_unknown_kind_is_refused():
 def test_speech_survives_the_mel_vq_tokenizer(fitted):
     waveforms, labels = (found[:50] for found in judges.media_of(HELDOUT, "speech"))  # five of each digit
     model = MelVQ.from_pretrained(QUICKSTART / "tokenizers" / "mel_vq")
-    codes = [model.encode(model.log_mel(torch.from_numpy(waveform))) for waveform in waveforms]
+    codes = [model.encode(log_mel(torch.from_numpy(waveform), model.config)) for waveform in waveforms]
     decoded = [model.decode(clip).numpy() for clip in codes]
     assert share_right(fitted[1].predict(decoded), labels) >= 0.96
 

@@ -38,7 +38,7 @@ def test_a_run_of_epochs_draws_its_rows_so_many_times_in_steps_of_so_many_sample
     assert (saved.steps, saved.epochs, saved.samples_per_step) == (summary.step, None, None)
     capsys.readouterr()
     assert check_recipe(recipe) == []
-    assert f"{saved.steps} steps of {saved.micro_batches} packs" in " ".join(capsys.readouterr().out.split())
+    assert f"{saved.steps} steps of {saved.packs_per_step} packs" in " ".join(capsys.readouterr().out.split())
     assert Trainer(recipe, resume=True).fit().step == summary.step  # finished: the same steps are found again
 
 
@@ -83,7 +83,7 @@ def test_the_command_line_counts_before_it_starts(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, ["run", str(path), *overrides, "--resume"])
     assert again.exit_code == 0 and "is finished" in again.output
     leave_process_groups()
-    refused = CliRunner().invoke(app, ["schedule", str(path), "train.samples_per_step=4", "--nproc", "2"])
+    refused = CliRunner().invoke(app, ["show", str(path), "--schedule", "train.samples_per_step=4", "--nproc", "2"])
     assert refused.exit_code == 2 and "use train.samples_per_step=null train.packs_per_step=N" in refused.output
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from omnitrain.cli.main import app
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.train.trainer import RunSummary
-from tests.parallel.step.test_lockstep import score
+from tests.parallel.schedule.test_inference import score
 from tests.tiny import TASKS, tiny_recipe
 from tests.train.test_ranks import TWO_SLOTS, assert_same_run, fit
 

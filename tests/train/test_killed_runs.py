@@ -96,7 +96,7 @@ def test_sigterm_saves_and_exits_with_the_code_that_schedulers_start_again(tmp_p
     (checkpoint,) = (run / "checkpoints").iterdir()
     step = int(checkpoint.name[5:])
     assert f"interrupted at step {step} of 3000; saved {checkpoint}" in told
-    assert told.endswith(f"omnitrain resume {run}\n")
+    assert told.endswith(f"omnitrain run {run}\n")
     with console.capture() as printed:
         assert Trainer(load(Path(recipe), f"train.steps={step + 1}"), resume="auto").fit().step == step + 1
     assert f"{step} steps are done, 1 are left" in " ".join(printed.get().split())

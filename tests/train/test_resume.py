@@ -20,7 +20,7 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.media_dispatch import StepBatch
-from omnitrain.report.curves import numbers_in
+from omnitrain.report.svg import numbers_in
 from omnitrain.train.metrics.console import console
 from omnitrain.train.run_state import snapshot
 from omnitrain.train.run_state.run_folder import RunFolder

@@ -15,7 +15,7 @@ from omnitrain.parallel.spawn.errors import RankError
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import RunSummary, Trainer
-from tests.parallel.step import test_lockstep
+from tests.parallel.schedule import test_inference
 from tests.tiny import TASKS, tiny_recipe
 from tests.train.test_ranks import TWO_SLOTS, assert_same_run, fit
 
@@ -24,7 +24,7 @@ EVALUATED = ["evaluation.max_new_tokens=3", "evaluation.loss_every=2", "evaluati
 
 
 def scored_by(name: str) -> str:
-    return f"evaluation.scorer={test_lockstep.__name__}:{name}"
+    return f"evaluation.scorer={test_inference.__name__}:{name}"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_a_run_with_a_section_has_the_heldout_losses_and_scores_of_one_process(
     scores = [{name: score for name, score in one.scores.items() if name != "seconds"} for one in (alone, *summaries)]
     assert scores == [scores[0]] * 4 and scores[0]["sum"] > 0
     losses = [json.loads((tmp_path / run / "eval.json").read_text())["losses"] for run in ("one", "three")]
-    assert test_lockstep.flat(losses[1]) == pytest.approx(test_lockstep.flat(losses[0]), rel=1e-5)
+    assert test_inference.flat(losses[1]) == pytest.approx(test_inference.flat(losses[0]), rel=1e-5)
 
 
 def test_a_failing_scorer_ends_the_ranks_of_sections_too(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def fit_twice(recipe: Path, overrides: Sequence[str], interrupted: Sequence[str]
             setattr(evaluator, evaluate.__name__, evaluate)
 
             def and_ctrl_c(doing: str) -> None:
-                if doing.startswith(("held-out loss, pack 2", "answers, batch 2")):
+                if doing.startswith(("held-out loss", "answers, batch 2")):
                     os.kill(os.getpid(), signal.SIGINT)
                 notify(doing)
 

@@ -24,7 +24,7 @@ from omnitrain.ops.compile.blocks import compile_blocks
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
-from omnitrain.report.curves import numbers_in
+from omnitrain.report.svg import numbers_in
 from omnitrain.train import saves
 from omnitrain.train.evaluate import evaluate
 from omnitrain.train.evaluate.evaluate import Answered

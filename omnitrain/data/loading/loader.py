@@ -49,14 +49,11 @@ class LoaderOptions:
     """How a rank makes its steps. Their samples follow from the recipe, ``seed`` and ``slots``, not from ``ranks``.
 
     Attributes:
-        seed: seed of the data order.
         state: state to resume from: the result of :meth:`StepLoader.state`, merged if there are several ranks.
         alone: make packs of one sample, for a model that cannot keep several samples apart (``not
             model.runner.contract.packs``).
         without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
             (``model.runner.contract.without_tails``).
-        slots: packs of a step over all ranks, the recipe's ``train.packs_per_step``.
-        rank: rank among the ranks that draw data; None: it draws none, and its steps have no packs.
         ranks: number of ranks that draw data; see :func:`~omnitrain.data.loading.slots.share_of_rank`. With more ranks
             than slots, several ranks divide the samples of a pack by tokens. If ``ranks`` does not divide ``slots``,
             some ranks have a pack less than others.
@@ -72,12 +69,12 @@ class LoaderOptions:
             None: each rank prepares its own.
     """
 
-    seed: int = 0
+    seed: int = 0  # seed of the data order
     state: LoaderState | None = None
     alone: bool = False
     without_tails: bool = False
-    slots: int = 1
-    rank: int | None = 0
+    slots: int = 1  # packs of a step over all ranks, the recipe's ``train.packs_per_step``
+    rank: int | None = 0  # rank among the ranks that draw data; None: it draws none, and its steps have no packs
     ranks: int = 1
     idle: Sample | None = None
     then: Callable[[Packs], Any] | None = None

@@ -28,12 +28,11 @@ class ComponentAdapter:
 
 
 class AttachedMedia:
-    """The attached encoders (``readers``) and decoders: modality -> name and adapter."""
+    """The attached encoders (``readers``) and decoders (``writers``): modality -> name -> adapter."""
 
     def __init__(self, readers: Mapping[str, ComponentAdapter], writers: Mapping[str, ComponentAdapter]) -> None:
-        """Index adapters, given by component name; UserError: two of them handle the same modality."""
-        self.readers = _by_modality("encoders", readers)
-        self.writers = _by_modality("decoders", writers)
+        """Index adapters, given by component name."""
+        self.readers, self.writers = _by_modality(readers), _by_modality(writers)
 
     @property
     def modalities(self) -> list[str]:
@@ -44,35 +43,56 @@ class AttachedMedia:
         """Whether an attached component reads (or writes, for a target) this part."""
         return part.modality in (self.writers if part.is_target else self.readers)
 
-    def prepare(self, row: Row, part: MediaPart) -> tuple[str, MediaItem]:
-        """Return name and item of a part that :meth:`handles` accepts; ValueError: its medium is unusable."""
-        name, adapter = (self.writers if part.is_target else self.readers)[part.modality]
-        with row.open_media(part.modality, part.position) as file:
-            if file.reading.min_pixels or file.reading.max_pixels:
-                raise UserError(
-                    f"{name} gives all pictures the same limits of pixels; set `min_pixels` and `max_pixels` of the "
-                    f"encoder, and not those of the data set or of the part"
-                )
-            choice = self.frame_choice(part, file)
-            media = decode_medium(part.modality, file, choice.choose())
-            is_lowered = isinstance(media, Clip) and choice.is_lowered(media)
-            with costing_one_row(f"{name} cannot prepare this {part.modality}"):
-                content = media.frames if isinstance(media, Clip) else media
-                features, num_tokens = adapter.prepare(part.modality, content)
-        return name, MediaItem(features, num_tokens, is_lowered)
+    def adapters_of(self, row: Row, part: MediaPart) -> dict[str, ComponentAdapter]:
+        """Return those of the components that get a part that :meth:`handles` accepts: one decoder, or some encoders.
+
+        Raises UserError: the data set of the row names others, or does not say which of two decoders.
+        """
+        key, all_, named = "encoders", self.readers, row.encoders
+        if part.is_target:
+            key, all_, named = "decoders", self.writers, row.decoders
+        able = all_[part.modality]
+        chosen = {name: able[name] for name in able if named is None or name in named}
+        if not chosen or (part.is_target and len(chosen) > 1):
+            raise UserError(
+                f"`{key}` of the data set: found {', '.join(named or ['nothing'])}; expected "
+                f"{'one' if part.is_target else 'some'} of {', '.join(able)} for {part.modality}"
+            )
+        return chosen
+
+    def prepare(self, row: Row, part: MediaPart) -> list[tuple[str, MediaItem]]:
+        """Return name and item of each component of a part; ValueError: its medium is unusable."""
+        return [(name, _item(row, part, name, adapter)) for name, adapter in self.adapters_of(row, part).items()]
 
     def frame_choice(self, part: MediaPart, file: MediaFile) -> FrameChoice:
-        """Return how the component of a part chooses the frames of its video."""
-        _, adapter = (self.writers if part.is_target else self.readers)[part.modality]
-        own = Reading(fps=adapter.fps, max_frames=adapter.max_frames)
-        return FrameChoice(None, {}, file.reading.over(own))
+        """Return how a component of a part chooses the frames of its video: the first one, if there are several."""
+        able = (self.writers if part.is_target else self.readers)[part.modality]
+        return _frame_choice(next(iter(able.values())), file)
 
 
-def _by_modality(kind: str, adapters: Mapping[str, ComponentAdapter]) -> dict[str, tuple[str, ComponentAdapter]]:
-    owners: dict[str, tuple[str, ComponentAdapter]] = {}
-    for name, adapter in adapters.items():
-        for modality in adapter.modalities:
-            if modality in owners:
-                raise UserError(f"model.{kind}: {owners[modality][0]!r} and {name!r} both handle {modality}; keep one")
-            owners[modality] = (name, adapter)
-    return owners
+def _item(row: Row, part: MediaPart, name: str, adapter: ComponentAdapter) -> MediaItem:
+    with row.open_media(part.modality, part.position) as file:
+        if file.reading.min_pixels or file.reading.max_pixels:
+            raise UserError(
+                f"{name} gives all pictures the same limits of pixels; set `min_pixels` and `max_pixels` of the "
+                f"encoder, and not those of the data set or of the part"
+            )
+        choice = _frame_choice(adapter, file)
+        media = decode_medium(part.modality, file, choice.choose())
+        is_lowered = isinstance(media, Clip) and choice.is_lowered(media)
+        with costing_one_row(f"{name} cannot prepare this {part.modality}"):
+            content = media.frames if isinstance(media, Clip) else media
+            features, num_tokens = adapter.prepare(part.modality, content)
+    return MediaItem(features, num_tokens, is_lowered)
+
+
+def _frame_choice(adapter: ComponentAdapter, file: MediaFile) -> FrameChoice:
+    return FrameChoice(None, {}, file.reading.over(Reading(fps=adapter.fps, max_frames=adapter.max_frames)))
+
+
+def _by_modality(adapters: Mapping[str, ComponentAdapter]) -> dict[str, dict[str, ComponentAdapter]]:
+    found: dict[str, dict[str, ComponentAdapter]] = {}
+    for name in sorted(adapters):  # not in the order of a recipe, which a saved config does not keep
+        for modality in adapters[name].modalities:
+            found.setdefault(modality, {})[name] = adapters[name]
+    return found

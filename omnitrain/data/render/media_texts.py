@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -34,22 +34,22 @@ class Insert(ABC):
 
 @dataclass(frozen=True)
 class AttachedInsert(Insert):
-    """An item of the attached component ``name``: its start token, and the same token for each of its features."""
+    """Items of attached components, by name: of each its start token, and the same token for each of its features."""
 
-    name: str
-    item: MediaItem
+    items: Sequence[tuple[str, MediaItem]]
     is_target: bool
 
     def spans(self, tokens: PlacedTokens, native: NativeInputs) -> list[MediaSpan]:
         """See :meth:`Insert.spans`."""
         indices = np.flatnonzero(tokens.within(self))
-        expected = 1 + self.item.num_tokens
-        if len(indices) != expected:
+        starts = [0, *accumulate(1 + item.num_tokens for _, item in self.items)]
+        if len(indices) != starts[-1]:
             raise UserError(
-                f"{self.name}: found {len(indices)} tokens for its start token and {self.item.num_tokens} "
-                f"placeholders; expected {expected}. The start token must be a special token of the tokenizer"
+                f"{', '.join(name for name, _ in self.items)}: found {len(indices)} tokens for start tokens and "
+                f"placeholders; expected {starts[-1]}. The start token must be a special token of the tokenizer"
             )
-        return [MediaSpan(self.name, int(indices[0]) + 1, self.item, self.is_target)]
+        places = zip(self.items, starts, strict=False)
+        return [MediaSpan(name, int(indices[start]) + 1, item, self.is_target) for (name, item), start in places]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ class NativeInputs:
     """How a foundation reads its native media.
 
     Attributes:
-        placeholders: modality -> id of its placeholder token.
-        token_inputs: names of the foundation's per-token arguments that every sample must have.
         token_types: ``(input_ids, loss_mask) -> values`` of these arguments, ``[T]`` each. None: use the processor's
             values, which mark the modality of each token.
         positions: ``(input_ids, token_inputs, modality -> features of each item, audio_in_video=...) -> position_ids``,
@@ -26,8 +24,8 @@ class NativeInputs:
         media_arguments: modality -> the forward's arguments that hold its media.
     """
 
-    placeholders: Mapping[str, int]
-    token_inputs: tuple[str, ...] = ()
+    placeholders: Mapping[str, int]  # modality -> id of its placeholder token
+    token_inputs: tuple[str, ...] = ()  # names of the foundation's per-token arguments that every sample must have
     positions: Callable[..., np.ndarray] | None = None
     token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None
     in_forward: frozenset[str] = frozenset()

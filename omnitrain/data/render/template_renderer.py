@@ -189,10 +189,9 @@ class TemplateRenderer(Renderer):
 
     def _insert(self, row: Row, part: MediaPart, media: AttachedMedia, at: Span) -> Insert:
         if media.handles(part):
-            name, item = media.prepare(row, part)
-            return AttachedInsert(
-                at, getattr(self.chat, part.modality) * (1 + item.num_tokens), name, item, part.is_target
-            )
+            items = media.prepare(row, part)
+            texts = [self.chat.start_of(part.modality, name) * (1 + item.num_tokens) for name, item in items]
+            return AttachedInsert(at, "".join(texts), items, part.is_target)
         with row.open_media(part.modality, part.position) as file:
             medium = self._native_expander.decode(part.modality, file)
             if part.modality in self.native.in_forward:

@@ -42,14 +42,19 @@ def require_shown(
 
 
 def _unfed(train: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]) -> Iterator[str]:
-    shown = frozenset(chain.from_iterable(source.shown for source in train))
-    for kind, owners, is_target in (("encoders", processor.readers, False), ("decoders", processor.writers, True)):
-        for name in dict.fromkeys(name for name, _ in owners.values()):
-            modalities = [modality for modality, (owner, _) in owners.items() if owner == name]
+    readers = [(name, modality) for modality, encoders in processor.readers.items() for name in encoders]
+    writers = [(name, modality) for modality, decoders in processor.writers.items() for name in decoders]
+    for kind, owners, is_target in (("encoders", readers, False), ("decoders", writers, True)):
+        for name in dict.fromkeys(name for name, _ in owners):
+            modalities = [modality for owner, modality in owners if owner == name]
+            named = [source.decoders if is_target else source.encoders for source in train]
+            given = [source for source, names in zip(train, named, strict=True) if names is None or name in names]
+            shown = frozenset(chain.from_iterable(source.shown for source in given))
             if name not in spared and not any((modality, is_target) in shown for modality in modalities):
                 who = "an assistant" if is_target else "a user"
+                but = f" with it among its `{kind}`" if len(given) < len(train) else ""
                 yield (
-                    f"model.{kind}.{name}: no message of {who} in data.train shows {' or '.join(modalities)}, so "
+                    f"model.{kind}.{name}: no message of {who} in data.train{but} shows {' or '.join(modalities)}, so "
                     f"{name!r} would learn nothing: set `columns.{modalities[0]}s` to the column of the files; "
                     f"{how_to_show(modalities[0])}; or remove {name!r}, or freeze it if it is in `model.checkpoint`"
                 )

@@ -51,6 +51,8 @@ class Row:
         problem: why the row cannot be read; empty if it can.
         reader: reads the files of its media.
         reading: how its images and videos are read, as far as the data set says it.
+        encoders: names of those that read its media. None: all encoders of their modality.
+        decoders: names of those that write the media of its answers. None: the only ones of their modality.
     """
 
     id: str
@@ -63,6 +65,8 @@ class Row:
     problem: str = ""
     reader: FileReader = field(default_factory=FileReader)
     reading: Reading = UNSAID
+    encoders: Sequence[str] | None = None
+    decoders: Sequence[str] | None = None
 
     @property
     def question(self) -> list[dict[str, Any]]:
@@ -151,6 +155,7 @@ class RowSource(Sequence[Row]):
         """
         files, self._folder = files_of(source)
         self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
+        self.encoders, self.decoders = source.encoders, source.decoders
         self._reading = Reading(**{key: getattr(source, key) for key in VISUAL_KEYS})
         self._table = open_table(source, files, self._reader)
         self.schema, self.columns = self._table.schema, self._table.schema.columns
@@ -200,6 +205,7 @@ class RowSource(Sequence[Row]):
         row, media = row_of(record, self.columns, f"{self.name}[{position}]", self.name)
         located = {m: self._located(files) for m, files in media.items()}
         row = replace(row, media=located, reader=self._reader, reading=self._reading)
+        row = replace(row, encoders=self.encoders, decoders=self.decoders)
         return row.with_content(lambda: self._content(record, media))
 
     def _content(self, record: dict[str, Any], media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
@@ -323,7 +329,8 @@ def _idle(source: DataSource, files: Sequence[str], kinds: Mapping[tuple[Any, An
             why = f"but no text content has {MARKERS[modality]} (lists of parts are not searched); remove it"
             yield Idle("media_markers", why)
     if not shown & set(MODALITIES):
-        yield Idle("media_folder", "but no message shows a medium; remove it, or see `media_markers`")
+        for key in ("media_folder", "encoders", "decoders"):
+            yield Idle(key, "but no message shows a medium; remove it, or see `media_markers`")
     for key, modalities in VISUAL_KEYS.items():
         if not shown & set(modalities):
             yield Idle(key, f"but no message shows {' or '.join(modalities)}; remove it")

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.checkpoint.model_files import ADAPTERS
+from omnitrain.checkpoint.store import set_default_modes
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.adapters.lora import (
     ADAPTER,

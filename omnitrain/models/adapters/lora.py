@@ -19,7 +19,7 @@ from omnitrain.models.components.model import ComponentModel
 from omnitrain.ops.experts.install import backend_of, use_omnitrain_experts
 from omnitrain.ops.experts.lora import add_expert_adapter, merge_expert_adapter, parameter_names
 from omnitrain.ops.experts.weights import experts_in, matrix_names
-from omnitrain.optim.shards import local_shard
+from omnitrain.optim.adamw import local_shard
 from omnitrain.packages import install_command
 from omnitrain.peers import is_spread
 from omnitrain.recipe.globs import matches, unmatched

@@ -40,10 +40,6 @@ class MelVQ(PreTrainedModel):
         self.codebook = torch.nn.Parameter(vectors, requires_grad=False)
         self.post_init()
 
-    def log_mel(self, waveform: torch.Tensor) -> torch.Tensor:
-        """See :func:`log_mel`."""
-        return log_mel(waveform, self.config)
-
     @torch.no_grad()
     def encode(self, log_mel: torch.Tensor) -> torch.Tensor:
         """Return the index ``[n]`` int64 of the nearest codebook vector of each group of frames.

@@ -359,14 +359,10 @@ def load_strictly(
         _forget_quantization(model, dtype)
     _freeze_as_built(model)
     _align(model)
-    model.unused_tensors, model.source_path = counted(model, unused), path_of_source(path)
+    folder = Path(path).expanduser()  # absolute, so that it stays valid in other working directories
+    model.source_path = str(folder.absolute()) if folder.is_dir() else path
+    model.unused_tensors = counted(model, unused)
     return model
-
-
-def path_of_source(path: str) -> str:
-    """Return the absolute path of a folder, which stays valid in other working directories, or a Hub id as it is."""
-    folder = Path(path).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else path
 
 
 def _forget_quantization(model: PreTrainedModel, dtype: torch.dtype | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +38,11 @@ class MicroBatchWork:
         sequence_slice: the tokens of the pack over which this rank runs the foundation; None: all of them.
         features: component -> its features for this pack, name by name: for all tokens, or for those of this rank. The
             forward calls the components without an entry.
-        calls: name in :attr:`Pack.inputs` or :attr:`Pack.targets` -> number of such calls on every rank. Without an
-            entry, a rank makes the calls that its pack needs.
     """
 
     heads: Collection[str] = ()
     sequence_slice: SequenceSlice | None = None
     features: Mapping[str, MediaFeatures] = field(default_factory=dict)
-    calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,30 +95,6 @@ class EncodedPack:
     idle: list[Tensor]
 
 
-class Ask(Protocol):
-    """Asks other ranks for the features of a pack, outside of a step, where no plan says what they encode."""
-
-    def __call__(self, pack: Pack, calls: Mapping[str, int]) -> dict[str, MediaFeatures]:
-        """Return component -> its features for a pack. All ranks of the first stage must call it together.
-
-        Args:
-            pack: of this rank, with the inputs of projectors and teachers.
-            calls: see :class:`MicroBatchWork`.
-
-        Raises:
-            UserError: the other ranks do not listen, or this rank is one that encodes for others.
-        """
-        ...
-
-    def require(self, component: str) -> None:
-        """Raise if only other ranks have a component.
-
-        Raises:
-            UserError: says what a user calls instead of the model.
-        """
-        ...
-
-
 def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[str] | None = None) -> EncodedPack:
     """Return a pack with the features of its media: those of ``work``, and of the components that it calls.
 
@@ -134,8 +107,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
     Raises:
         UserError: only other ranks have an encoder of the pack's media, or the foundation.
     """
-    if model.ask is not None:
-        model.ask.require(FOUNDATION)
+    model.inference.require(FOUNDATION)
     encoding = _Encoding(model, with_all_inputs(model, pack), work)
     towers = set(model.reads.values())  # what a tower gives goes to its projector
     for component in model.media_names:
@@ -196,12 +168,12 @@ class _Encoding:
         """Name -> the features of each call that this rank makes for its pack."""
         model, names = self._model, self._model.media_names[component]
         calls = {name: own_calls(model, self._pack, name) for name in names}
-        if any(calls.values()) and model.ask is not None:
-            model.ask.require(component)
+        if any(calls.values()):
+            model.inference.require(component)
         if component in model.reads and any(calls.values()):
             rows = self._rows_of(model.reads[component])
             calls = {name: reading(items, rows) for name, items in calls.items()}
-        made = call_component(model, component, calls, self._work.calls)
+        made = call_component(model, component, calls)
         self._idle += made.idle
         return made.made
 
@@ -292,16 +264,6 @@ def reading(items: Sequence[MediaGroup], rows: MediaFeatures) -> list[MediaGroup
 def recorded(model: Any, what: What) -> AbstractContextManager[None]:
     """Return a context that records what a model's components do, where somebody listens."""
     return nullcontext() if model.encode_recorder is None else model.encode_recorder.span(what)
-
-
-def num_calls(model: Any, pack: Pack) -> dict[str, int]:
-    """Return the number of calls of each component that a pack needs, by the names in the pack.
-
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        pack: a micro-batch.
-    """
-    return {name: len(own_calls(model, pack, name)) for name in (*pack.inputs, *pack.targets)}
 
 
 def own_calls(model: Any, pack: Pack, name: str) -> list[MediaGroup]:

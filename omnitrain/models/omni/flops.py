@@ -20,7 +20,7 @@ from torch import Tensor
 from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.omni.encode import MicroBatchWork, call_component, features_of, idle_head
-from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.ops.flops import Attention, Flops, Passes, Recomputed, by_layer, count, without_content

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +25,10 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
-from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.foundation.runner import EncodedMedia, Head
-from omnitrain.models.omni.encode import MicroBatchWork
-from omnitrain.models.omni.lockstep import idle_prompt, in_step
+from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
-from omnitrain.peers import SINGLE_PROCESS, Peers
 from omnitrain.recipe import Sampling
 from omnitrain.transformers_private import cache_argument
 
@@ -96,25 +93,26 @@ def generate(
     seed: int = 0,
     use_cache: bool = True,
     numbers: Sequence[int] | None = None,
-    peers: Peers = SINGLE_PROCESS,
 ) -> list[Answer]:
     """Generate answers to prompts of any lengths in one batch; one by one if the model's own forward reads the media.
 
     Each prompt has its own random numbers, which depend on ``seed`` and the prompt's number alone. So its answer does
     not depend on other prompts, nor on how prompts are divided into batches or over ranks.
 
+    All ranks of a parallelized model must call it. Those that share the samples of a step (``tp``, ``cp``, ``ulysses``,
+    ``pp``) have the same prompts, and all get their answers; others may have any prompts, or none. Ranks of sections
+    have none, and encode for the others.
+
     Args:
-        model: in any mode, which is restored. Gather a sharded model first (:func:`omnitrain.gathered`).
+        model: in any mode, which is restored.
         processor: the model's processor; it has the end token and the start token of each modality.
-        prompts: results of :meth:`OmniProcessor.prompt`; with several ranks, a rank may have none.
+        prompts: results of :meth:`OmniProcessor.prompt`.
         max_new_tokens: maximum length of an answer, text and media tokens together; the same on all ranks.
         sampling: ``text`` or a decoder's name -> how its tokens are sampled; greedy without an entry. With guidance, a
             second sequence runs beside each: the same tokens after :attr:`Sample.unconditional`.
         seed: seed of sampling, at least 0.
         use_cache: keep keys and values; without it every step runs the whole sequence (for tests).
         numbers: numbers of the prompts, at least 0; None: 0, 1, 2, ...
-        peers: ranks that share the model. All of them must call this; they encode and step together until all answers
-            of all ranks are finished.
 
     Returns:
         One :class:`Answer` per prompt, without media that ``max_new_tokens`` cut short.
@@ -127,22 +125,27 @@ def generate(
     if is_guided(sampling):
         _require_guidable(model, prompts)
     numbers = range(len(prompts)) if numbers is None else numbers
-    sequences: dict[int, _Sequence] = {}
+    inference, answers = model.inference, dict[int, Answer]()
     was_training = model.training
     model.eval()
     try:
-        for batch in _batches(prompts, peers):
-            own, uniform = [prompts[place] for place in batch], _UniformStreams(seed, [numbers[p] for p in batch])
-            made = _decode(model, processor, own, max_new_tokens, sampling, uniform, use_cache, peers)
-            sequences |= zip(batch, made, strict=True)
+        encoded = _encoded_batches(model, prompts, is_guided(sampling))
+        if not inference.has_foundation:
+            return []
+        rounds = inference.peers.most({"batches": len(encoded)})["batches"]
+        with inference.gathered(model):
+            for batch in encoded + [_Batch([], [], [[]], [])] * (rounds - len(encoded)):
+                uniform = _UniformStreams(seed, [numbers[place] for place in batch.places])
+                made = _decode(model, processor, batch, max_new_tokens, sampling, uniform, use_cache)
+                answers |= zip(batch.places, made, strict=True)
+            tokens = [answer.tokens for answer in answers.values()]
+            parts = inference.from_first(lambda: [_parts(model, processor, drawn) for drawn in tokens])
     finally:
         model.train(was_training)
-    tokens = [sequence.answer.tokens for sequence in sequences.values()]
-    parts = model.relay.from_first(lambda: [_parts(model, processor, drawn) for drawn in tokens])
-    for sequence, made in zip(sequences.values(), parts, strict=True):
-        sequence.answer.parts = made
-        sequence.answer.unfinished_item = None if sequence.mode == "text" else sequence.mode
-    return [sequences[place].answer for place in range(len(prompts))]
+    for answer, made_of in zip(answers.values(), parts, strict=True):
+        answer.parts = made_of
+    of_all = {place: answer for of_rank in inference.sharing.gather(answers) for place, answer in of_rank.items()}
+    return [of_all[place] for place in range(len(prompts))]
 
 
 def is_guided(sampling: Mapping[str, Sampling]) -> bool:
@@ -169,46 +172,80 @@ def _require_guidable(model: OmniModel, prompts: Sequence[Sample]) -> None:
             )
 
 
-def _batches(prompts: Sequence[Sample], peers: Peers) -> list[list[int]]:
-    """Return which prompts run together, in the order of packs; equally many batches on all ranks."""
-    order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place]), prompts[place].index))
+class _Batch(NamedTuple):
+    """Prompts that run together.
+
+    Attributes:
+        places: their indices.
+        samples: the rows, in the order of packs, in which towers encode many of them at once.
+        copies: the row of each prompt, and with guidance that of each without its condition.
+        media: for each pack of rows, their lengths, and their media.
+    """
+
+    places: list[int]
+    samples: list[Sample]
+    copies: list[list[int]]
+    media: list[tuple[Sequence[int], EncodedMedia]]
+
+
+def _encoded_batches(model: OmniModel, prompts: Sequence[Sample], guided: bool) -> list[_Batch]:
+    """Return the batches of this rank, with their media, after the ranks that share these prompts have divided them."""
+    sharing = model.inference.sharing
+    packs: list[Pack] = []
+    batches: list[_Batch] = []
+    wanted: list[range] = []  # the packs of each batch
+    for rank in range(sharing.size):
+        for places in _places(prompts, range(rank, len(prompts), sharing.size)):
+            first, (samples, copies) = len(packs), _with_copies([prompts[place] for place in places], guided)
+            packs += pack_all(samples, max([_ENCODED_TOKENS, *map(len, samples)]))
+            if rank == sharing.rank:
+                batches.append(_Batch(places, samples, copies, []))
+                wanted.append(range(first, len(packs)))
+    media = model.inference.encode(model, packs, [index for indices in wanted for index in indices])
+    for batch, indices in zip(batches, wanted, strict=True):
+        batch.media.extend((packs[index].info.lengths, media[index]) for index in indices if index in media)
+    return batches
+
+
+def _places(prompts: Sequence[Sample], places: Iterable[int]) -> list[list[int]]:
+    """Return which of these prompts run together, in the order of packs."""
+    order = sorted(places, key=lambda place: (len(prompts[place]), prompts[place].index))
     together = [place for place in order if not prompts[place].is_alone]
-    batches = [together] * bool(together) + [[place] for place in order if prompts[place].is_alone]
-    rounds = peers.most({"batches": len(batches)})["batches"]
-    return batches + [[]] * (rounds - len(batches))
+    return [together] * bool(together) + [[place] for place in order if prompts[place].is_alone]
 
 
 def _decode(
     model: OmniModel,
     processor: OmniProcessor,
-    prompts: Sequence[Sample],
+    batch: _Batch,
     max_new_tokens: int,
     sampling: dict[str, Sampling],
     uniform: _UniformStreams,
     use_cache: bool,
-    peers: Peers,
-) -> list[_Sequence]:
-    writers = {processor.start_tokens[modality]: name for modality, (name, _) in processor.writers.items()}
-    sequences = [_Sequence(writers) for _ in prompts]
+) -> list[Answer]:
+    """Return the answers to the prompts of a batch, without parts."""
+    writers = {processor.start_of(m, name): name for m, decoders in processor.writers.items() for name in decoders}
+    sequences = [_Sequence(writers) for _ in batch.places]
     decoders = model.decoders
-    batch, copies = _with_copies(prompts, is_guided(sampling))
-    heads = _Heads(model, sampling, uniform, copies)
-    step = _Foundation(model, batch, processor.end_token, use_cache, peers)
+    heads = _Heads(model, sampling, uniform, batch.copies)
+    step = _Foundation(model, batch, processor.end_token, use_cache)
     for _ in range(max_new_tokens):
         by_mode = _rows_by_mode(sequences)
-        tokens, embeds = model.relay.from_first(partial(heads.draw, by_mode, sequences, *step.last()))
+        tokens, embeds = model.inference.from_first(partial(heads.draw, by_mode, sequences, *step.last()))
         next_tokens = [processor.end_token] * len(embeds)
         for mode, rows in by_mode:
             for row in rows:
-                for copy in copies:
+                for copy in batch.copies:
                     next_tokens[copy[row]] = tokens[row] if mode == "text" else processor.end_token
                 sequences[row].take(
                     tokens[row], processor.end_token, lambda name, item: decoders[name].is_complete(item)
                 )
-        if not peers.any(any(not sequence.answer.is_finished for sequence in sequences)):
+        if not model.inference.peers.any(any(not sequence.answer.is_finished for sequence in sequences)):
             break
         step.append(next_tokens, embeds)
-    return sequences
+    for sequence in sequences:
+        sequence.answer.unfinished_item = None if sequence.mode == "text" else sequence.mode
+    return [sequence.answer for sequence in sequences]
 
 
 def _with_copies(prompts: Sequence[Sample], guided: bool) -> tuple[list[Sample], list[list[int]]]:
@@ -308,15 +345,10 @@ class _Foundation:
     A rank without prompts has a batch of one idle row.
     """
 
-    def __init__(
-        self, model: OmniModel, prompts: Sequence[Sample], text_token: int, use_cache: bool, peers: Peers
-    ) -> None:
-        """Encode the media of all prompts; ``text_token`` stands where no token counts.
-
-        Prompts are in the order of packs, in which towers encode many of them at once.
-        """
+    def __init__(self, model: OmniModel, batch: _Batch, text_token: int, use_cache: bool) -> None:
+        """Take the rows and media of a batch; ``text_token`` stands where no token counts."""
         self.model, self.runner = model, model.runner
-        packs = [Pack.from_samples([prompt]).to(model.device) for prompt in prompts or [idle_prompt(model)]]
+        packs = [Pack.from_samples([prompt]).to(model.device) for prompt in batch.samples or [idle_prompt(model)]]
         longest = max(pack.num_tokens for pack in packs)
         pads = [longest - pack.num_tokens for pack in packs]
 
@@ -334,31 +366,23 @@ class _Foundation:
         self.given = packs[0].forward_inputs  # of a prompt alone
         _require_no_rows(self.given, longest)
         self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
-        self.native = self._encoded(prompts, torch.tensor(pads), peers)
-        self.uses_cache = use_cache and (not model.relay.is_cut or _can_fill_up(model))
+        self._insert(batch.media, torch.tensor(pads))
+        self.native = self.runner.one_batch([of_pack.native for _, of_pack in batch.media])
+        self.uses_cache = use_cache and (not model.inference.is_cut or _can_fill_up(model))
         self.caches: dict[int, DynamicCache] = {}  # first block of a stage -> its cache
         self.seen = 0  # columns that the caches hold
 
-    def _encoded(self, prompts: Sequence[Sample], pads: torch.Tensor, peers: Peers) -> dict[str, MediaFeatures]:
-        """Return features for the foundation's own placeholders; insert those of encoders and decoders."""
-        packs = list(pack_all(prompts, max([_ENCODED_TOKENS, *map(len, prompts)])))
-        native: list[dict[str, MediaFeatures]] = []
+    def _insert(self, media: Sequence[tuple[Sequence[int], EncodedMedia]], pads: torch.Tensor) -> None:
+        """Insert the features of encoders and decoders."""
         first = 0  # prompt of the pack
-        for number, (pack, work) in enumerate(in_step(self.model, packs, peers)):
-            media = self.model.relay.from_first(partial(self._media, pack, work))
-            if number < len(packs):
-                native.append(media.native)
-                lengths = torch.tensor(pack.info.lengths)
-                ends = lengths.cumsum(0)
-                for positions, embeds in media.inserted:
-                    sample = torch.bucketize(positions, ends, right=True)
-                    columns = positions - (ends - lengths)[sample] + pads[first + sample]
-                    self.inserted.append(_Cells(first + sample, columns, embeds))
-                first += len(lengths)
-        return self.runner.one_batch(native)
-
-    def _media(self, pack: Pack, work: MicroBatchWork) -> EncodedMedia:
-        return self.model.encode_media(pack.to(self.model.device), work).media
+        for of_prompts, of_pack in media:
+            lengths = torch.tensor(of_prompts)
+            ends = lengths.cumsum(0)
+            for positions, embeds in of_pack.inserted:
+                sample = torch.bucketize(positions, ends, right=True)
+                columns = positions - (ends - lengths)[sample] + pads[first + sample]
+                self.inserted.append(_Cells(first + sample, columns, embeds))
+            first += len(lengths)
 
     def last(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states ``[batch, hidden]`` and text logits ``[batch, vocabulary]`` of the last position.
@@ -379,11 +403,11 @@ class _Foundation:
                 )
             return states[0], output.logits[:, -1]
 
-        output = self.model.relay.run(partial(self._run, head))
+        output = self.model.inference.run(partial(self._run, head))
         if self.uses_cache:
             self.seen = self.input_ids.size(1)
             self.inserted.clear()
-        return self.model.relay.from_last(result)
+        return self.model.inference.from_last(result)
 
     def _run(self, head: Head, stage: StageInput | None) -> Any:
         """Run a stage, or the whole model, over the columns that its cache does not hold."""

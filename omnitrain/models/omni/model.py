@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.checkpoint.model_files import remove_adapters
+from omnitrain.checkpoint.store import set_default_modes
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.data.render.native import NativeInputs
@@ -36,12 +36,13 @@ from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.sequence_slice import filled_up, local_positions
 from omnitrain.models.foundation.stage import BlockSpan, StageCall
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class, take_own_configs
-from omnitrain.models.omni.encode import Ask, EncodedPack, MicroBatchWork, encode, idle_head, with_zero_gradients
+from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, idle_head, with_zero_gradients
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
-from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.inference import Inference
 from omnitrain.models.omni.save import save_whole
-from omnitrain.models.omni.stage import OneStage, StageInput, arrived_pack, handed_on
+from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.models.omni.teacher import Teacher
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.attention.packed_context import SequenceSlice
@@ -73,9 +74,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     Attributes:
         compute_device: device of its computations, if its parameters are on another device.
         takes_batches: whether :meth:`forward` takes batches of transformers; not after ``build_parallelize_model``.
-        relay: runs its pipeline stages in turn, for evaluation and generation.
-        ask: gets the features of components that only other ranks have, for evaluation and generation; None: there are
-            none.
+        inference: runs it without backwards, on all ranks that it is spread over.
     """
 
     config_class = OmniConfig
@@ -93,8 +92,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         self.compute_device: torch.device | None = None
         self._draws = False
         self.takes_batches = True
-        self.relay = OneStage()
-        self.ask: Ask | None = None
+        self.inference = Inference()
         self._minimal_inputs: dict[str, tuple[TensorFeatures, tuple[int, ...]]] = {}
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
         # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from omnitrain.models.foundation.stage import BlockSpan
 from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode
 from omnitrain.ops.attention.packed_context import SequenceSlice
 
-T = TypeVar("T")
 Across = tuple[str, str]  # modality, name of the tensor in the layout of its features
 
 
@@ -30,34 +28,6 @@ class StageInput:
     # hidden states ``[1, t, hidden]``, then the features in the order of :func:`features_across`; empty for the first
     # stage
     arrived: tuple[Tensor, ...] = ()
-
-
-class OneStage:
-    """Runs a model outside of training; here, one that is not cut into stages.
-
-    The ranks of all stages of a model have the same data. All of them must call every method, in the same order.
-    """
-
-    is_cut = False
-
-    def run(self, forward: Callable[[StageInput | None], Any]) -> Any:
-        """Run the stages of this rank.
-
-        Args:
-            forward: runs one stage, and returns a tuple of tensors for the next one. None: it runs the whole model.
-
-        Returns:
-            What ``forward`` returns for the last stage, or for the whole model; None on ranks without the last stage.
-        """
-        return forward(None)
-
-    def from_first(self, make: Callable[[], T]) -> T:
-        """Return on all ranks what ``make`` returns on the rank with the first stage; its error is raised on all."""
-        return make()
-
-    def from_last(self, make: Callable[[], T]) -> T:
-        """The same for the rank with the last stage."""
-        return make()
 
 
 def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) -> dict[str, int]:

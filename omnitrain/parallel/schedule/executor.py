@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -33,10 +33,12 @@ from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import work_of
 from omnitrain.parallel.watch.report import Phase, RunningAction
 from omnitrain.plan.schedule.actions import WEIGHTS, Action, Kind, Schedule
+from omnitrain.plan.schedule.forwards import without_backwards
 from omnitrain.recipe.parallel import FOUNDATION
 
 OnOutput = Callable[[Pack, OmniOutput], Any]
 ForwardContext = Callable[[Pack, MicroBatchWork], AbstractContextManager[Any]]
+OnEncoded = Callable[[int, Pack, MicroBatchWork], Any]
 
 _Key = tuple[int, int]  # stage, micro-batch
 
@@ -86,6 +88,8 @@ class Executor:
         routers: the model's routers.
         recorder: records the actions while it is on.
         upcoming: the next step, some of whose items a section encodes in this one.
+        trains: whether backwards follow, if the step has tokens to predict.
+        on_encoded: called in place of the foundation's forwards, with a micro-batch, its pack, and its features.
     """
 
     def __init__(
@@ -100,10 +104,12 @@ class Executor:
         routers: RouterMonitor | None = None,
         recorder: SpanRecorder | None = None,
         upcoming: StepBatch | None = None,
+        trains: bool = True,
+        on_encoded: OnEncoded | None = None,
     ) -> None:
         self._recorder = recorder if recorder is not None and recorder.is_on else None
         self._model, self._batch, self._weights = model, batch, weights
-        self._on_output, self._on_phase = on_output, on_phase
+        self._on_output, self._on_phase, self._on_encoded = on_output, on_phase, on_encoded
         self._contexts = [c for c in (forward_context, routers.watched if routers is not None else None) if c]
         self._routers = routers
         self._layout = layout = layout_of(model)
@@ -111,8 +117,8 @@ class Executor:
         self._last = 0 if self._pipeline is None else self._pipeline.stages.num_stages - 1
         # Tensor parallel ranks compute the same loss, which counts once.
         self._share = 1.0 if layout is None or layout.state.tp_rank == 0 else 0.0
-        self._trains = any(batch.plan.loss_counts.values())  # the same on all ranks, since counts are global
-        self._draws = StepDraws(model.device) if model.draws else None
+        self._trains = trains and any(batch.plan.loss_counts.values())  # the same on all ranks: counts are global
+        self._draws = StepDraws(model.device) if model.draws and model.training else None
         self._total = torch.zeros((), device=model.device)
         self._live: dict[_Key, _InFlight] = {}
         self._delayed: dict[_Key, WeightGradients | None] = {}
@@ -132,8 +138,9 @@ class Executor:
         Returns:
             This rank's part of the total loss, a scalar without gradient.
         """
-        row = row_of(self._layout, schedule)
-        actions = schedule.actions[row]
+        if not self._trains:
+            schedule = without_backwards(schedule, encodes_only=self._on_encoded is not None)
+        actions = schedule.actions[row_of(self._layout, schedule)]
         self._expect_features(schedule)
         self._splits_backward = any(action.kind is Kind.W for action in actions)
         with ExitStack() as stack:
@@ -143,11 +150,7 @@ class Executor:
             if self._pipeline is not None:
                 self._messages = self._open_messages()
             if any(action.kind in WEIGHTS for action in actions):
-                self._held = HeldUnits(self._model)
-                stack.enter_context(self._held.held())
-                self._units = self._units_of_actions(self._held)
-                if self._pipeline is None:
-                    reduce_all_replicas(self._model)
+                stack.enter_context(self._held_units())
             for number, action in enumerate(actions):
                 self._note(schedule, number, action)
                 began = None if self._recorder is None else self._recorder.mark()
@@ -156,15 +159,29 @@ class Executor:
                     self._recorder.add(What("action", str(action)), began, self._recorder.mark())
             if (self._pipeline is not None or schedule.sections) and self._on_phase is not None:
                 self._on_phase(phase="optimizer")  # what is left waits for other ranks
-            if self._held is not None:
-                self._held.finish()
-            if self._pipeline is not None:
-                self._pipeline.channel.finish()
-            self._graph.finish()
+            self._finish()
+        return self._total
+
+    @contextmanager
+    def _held_units(self) -> Iterator[None]:
+        """The schedule controls the weights of units in this context."""
+        self._held = HeldUnits(self._model)
+        with self._held.held():
+            self._units = self._units_of_actions(self._held)
+            if self._pipeline is None:
+                reduce_all_replicas(self._model)
+            yield
+
+    def _finish(self) -> None:
+        """Wait for reductions and messages; nothing may be left."""
+        if self._held is not None:
+            self._held.finish()
+        if self._pipeline is not None:
+            self._pipeline.channel.finish()
+        self._graph.finish()
         kinds = (self._live, self._delayed, self._forward_in, self._forward_out, self._backward_in, self._backward_out)
         left = sorted({key for kind in kinds for key in kind})
         assert not left, f"(stage, micro-batch) without all their actions: {left}"
-        return self._total
 
     def _expect_features(self, schedule: Schedule) -> None:
         """Prepare for the messages between sections and the first stage."""
@@ -198,13 +215,30 @@ class Executor:
         return StageMessages(self._model, self._pipeline, layout.state, self._batch.packs, dtype)
 
     def _forward(self, action: Action) -> None:
-        stage, micro_batch = _key(action)
+        stage, micro_batch = key = _key(action)
         pack = self._batch.packs[micro_batch].to(self._model.device)
-        work = work_of(self._model, self._batch, micro_batch)
-        arrived = self._arrived(self._forward_in, (stage, micro_batch), requires_grad=True)
+        arrived = self._arrived(self._forward_in, key, requires_grad=self._trains)
         delayed = WeightGradients() if self._splits_backward else None
+        with delaying(delayed):
+            output = self._output(stage, micro_batch, pack, arrived)
+        if not self._trains and stage == 0:
+            self._graph.take_gradients(micro_batch)  # there are none: the features are not needed any more
+        if self._on_encoded is not None:
+            return
+        sent: tuple[Tensor, ...] = ()
+        if stage < self._last:
+            sent = output
+            self._hand_over(sent, self._forward_out, key, self._forward_in, stage + 1)
+        if self._trains:
+            losses = self._loss(self._losses(output) if stage == self._last else [])
+            self._live[key] = _InFlight(arrived, sent, losses, delayed)
+        if stage == self._last and self._on_output is not None:
+            self._on_output(pack, output)
+
+    def _output(self, stage: int, micro_batch: int, pack: Pack, arrived: tuple[Tensor, ...]) -> Any:
+        """The output of a stage for a micro-batch."""
+        work = work_of(self._model, self._batch, micro_batch)
         with ExitStack() as stack:
-            stack.enter_context(delaying(delayed))
             if self._draws is not None:
                 stack.enter_context(self._draws.forward(micro_batch))
             for context in self._contexts:
@@ -214,27 +248,22 @@ class Executor:
             if stage in (0, self._last):
                 features = self._graph.labels_of if stage else self._graph.features_of
                 work = replace(work, features=features(micro_batch, pack))
+            if self._on_encoded is not None:
+                return self._on_encoded(micro_batch, pack, work)
             if self._messages is None:
-                output: Any = self._model(pack, work)
-            else:
-                output = self._model(pack, work, self._messages.input_of(stage, arrived))
-        sent: tuple[Tensor, ...] = ()
-        losses = []
-        if stage == self._last:
-            losses += self._losses(output) if self._trains else []
-        else:
-            sent = output
-            self._hand_over(sent, self._forward_out, (stage, micro_batch), self._forward_in, stage + 1)
-        balance = self._routers.loss() if self._routers is not None and self._trains else None
+                return self._model(pack, work)
+            return self._model(pack, work, self._messages.input_of(stage, arrived))
+
+    def _loss(self, losses: list[Tensor]) -> tuple[Tensor, ...]:
+        """The sum of the losses of a stage and of its routers, which is part of the total; empty without any."""
+        balance = None if self._routers is None else self._routers.loss()
         if balance is not None:
-            losses.append(balance)
-        if losses:
-            loss = torch.stack(losses).sum() * self._share
-            self._total += loss.detach()
-            losses = [loss]
-        if stage == self._last and self._on_output is not None:
-            self._on_output(pack, output)
-        self._live[stage, micro_batch] = _InFlight(arrived, sent, tuple(losses), delayed)
+            losses = [*losses, balance]
+        if not losses:
+            return ()
+        loss = torch.stack(losses).sum() * self._share
+        self._total += loss.detach()
+        return (loss,)
 
     def _losses(self, output: OmniOutput) -> list[Tensor]:
         # Sums over zero tokens enter, too: the backward of calls for other ranks hangs on the text's sum.
@@ -242,32 +271,31 @@ class Executor:
         return [self._weights.get(name, 1.0) * term.sum / max(counts[name], 1) for name, term in output.losses.items()]
 
     def _backward(self, action: Action) -> None:
-        key = _key(action)
+        key = stage, micro_batch = _key(action)
         live = self._live.pop(key)
-        if not self._trains:
-            if key[0] == 0:
-                self._graph.take_gradients(key[1])  # there are none: the features are not needed any more
-            return
-        gradients: list[Tensor | None] = [None] * len(live.losses)
-        gradients += self._arrived(self._backward_in, key) if live.sent else ()
-        roots = (*live.losses, *live.sent)
-        pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[0].requires_grad]
         if self._held is None:
-            reduce_on_last(self._model, self._batch, key[1])
-        components = self._graph.with_backward(key[1]) if key[0] == 0 else []
+            reduce_on_last(self._model, self._batch, micro_batch)
+        components = self._graph.with_backward(micro_batch) if stage == 0 else []
         with self._before(components):
-            if pairs:  # none if only a tower trains and no rank has media for it
-                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
-        if key[0] == 0:
-            self._graph.take_gradients(key[1])
+            self._backward_of_stage(live, key)
+        if stage == 0:
+            self._graph.take_gradients(micro_batch)
         if self._held is not None:
             self._held.add_up()  # of units whose input has no gradient, such as embeddings
         for index, component in enumerate(components):
             with self._before(components[index + 1 :]):
-                self._backward_of(component, key[1])
+                self._backward_of(component, micro_batch)
         if live.arrived:
             back = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived)
-            self._hand_over(back, self._backward_out, key, self._backward_in, key[0] - 1)
+            self._hand_over(back, self._backward_out, key, self._backward_in, stage - 1)
+
+    def _backward_of_stage(self, live: _InFlight, key: _Key) -> None:
+        gradients: list[Tensor | None] = [None] * len(live.losses)
+        gradients += self._arrived(self._backward_in, key) if live.sent else ()
+        roots = (*live.losses, *live.sent)
+        pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[0].requires_grad]
+        if pairs:  # none if only a tower trains and no rank has media for it
+            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
 
     def _before(self, components: Sequence[str]) -> AbstractContextManager[None]:
         """A context for a backward that those of components follow."""
@@ -292,7 +320,7 @@ class Executor:
     def _backward_of_weights(self, action: Action) -> None:
         assert self._held is not None and action.stage is not None
         delayed = self._delayed.pop(_key(action))
-        if self._trains and delayed is not None:
+        if delayed is not None:
             delayed.accumulate()
             self._held.add_up()
 
@@ -312,13 +340,10 @@ class Executor:
         self._graph.exchange(action)
 
     def _backward_of_encoder(self, action: Action) -> None:
-        if self._trains:
-            assert action.micro_batch is not None
-            self._backward_of(action.component, action.micro_batch)
+        assert action.micro_batch is not None
+        self._backward_of(action.component, action.micro_batch)
 
     def _send(self, action: Action) -> None:
-        if action.kind is Kind.SEND_B and not self._trains:
-            return
         if action.stage is None:
             self._graph.send(action)
             return
@@ -327,8 +352,6 @@ class Executor:
         self._messages.send(action, out)
 
     def _receive(self, action: Action) -> None:
-        if action.kind is Kind.RECV_B and not self._trains:
-            return
         if action.stage is None:
             self._graph.receive(action)
             return

@@ -112,7 +112,7 @@ class StepGraph:
         section = None if self._layout is None else self._layout.section
         twice = section is not None and section.encode_twice
         # An encoder of a section may draw where the foundation does not.
-        self._draws = draws or (None if section is None else StepDraws(model.device))
+        self._draws = draws or (StepDraws(model.device) if section is not None and model.training else None)
         self._placements = {placement.name: placement for placement in self._topology.components if placement.media}
         self._trained = {name: placement.is_trained and trains for name, placement in self._placements.items()}
         self._nodes = {name: Node(is_trained=self._trained[name], twice=twice) for name in self._placements}
@@ -122,10 +122,15 @@ class StepGraph:
         self._read: dict[_Window, _Read] = {}
         self._gradients: dict[_Window, list[Tensor]] = {}  # of features that this rank has encoded
         self._before: dict[_Window, tuple[Tensor, ...]] = {}  # features that the step before has encoded
-        own = [name for name in self._messages if self._layout is not None and self._layout.holds(name)]
-        for name, edge in ((name, self._messages[name]) for name in own):
-            self._before |= {(name, window): kept for window, kept in edge.kept_for(batch.plan).items()}
-            edge.keep_for(None if upcoming is None else upcoming.plan)
+        self._take_kept(upcoming)
+
+    def _take_kept(self, upcoming: StepBatch | None) -> None:
+        """Take the features that the step before has encoded, and make room for those of the next step."""
+        for component, edge in self._messages.items():
+            if self._layout is not None and self._layout.holds(component):
+                self._before |= {(component, window): kept for window, kept in edge.take_kept(self._batch.plan).items()}
+                if upcoming is not None:
+                    edge.keep_for(upcoming.plan)
 
     def _group_edge(self, component: str) -> Edge:
         exchange = partial(exchange_in, self._model, self._batch, self._placements[component])

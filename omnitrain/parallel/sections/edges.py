@@ -106,12 +106,15 @@ class FeatureEdge:
         self.kept: dict[int, tuple[Tensor, ...]] = {}
         self._kept_of: StepPlan | None = None
 
-    def kept_for(self, plan: StepPlan) -> dict[int, tuple[Tensor, ...]]:
-        """Return window -> features of a step that this rank has encoded ahead."""
-        return self.kept if self._kept_of is plan else {}
+    def take_kept(self, plan: StepPlan) -> dict[int, tuple[Tensor, ...]]:
+        """Return window -> features of a step that this rank has encoded ahead, and keep them no longer."""
+        if self._kept_of is not plan:
+            return {}
+        kept, self.kept, self._kept_of = self.kept, {}, None
+        return kept
 
-    def keep_for(self, plan: StepPlan | None) -> None:
-        """Forget what was kept; from now on, :attr:`kept` has features of the step of ``plan``."""
+    def keep_for(self, plan: StepPlan) -> None:
+        """From now on, :attr:`kept` has features of the step of ``plan``, and no others."""
         self.kept, self._kept_of = {}, plan
 
     def has_kept(self, plan: StepPlan) -> bool:

@@ -28,6 +28,7 @@ class StepBatch:
     # for each micro-batch, media name -> the items of each call that this rank makes. Media without an entry: the calls
     # of the rank's pack.
     media_calls: tuple[MediaCallsByName, ...]
+    is_sliced: bool = True  # whether the ranks of a sequence group divide the tokens of a pack
 
 
 def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap) -> StepBatch:

@@ -15,7 +15,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.components.outputs import Apart
 from omnitrain.models.omni.encode import with_projector_inputs
-from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.teacher import with_teacher_inputs
 from omnitrain.parallel.layout import layout_of
@@ -110,6 +110,7 @@ class StepPlanner:
     costs: Mapping[str, float] = field(default_factory=dict)  # component -> the quadratic part of its items' cost
     measured: MeasuredCosts | None = None  # what a run measures
     order: OrderOfRun | None = None  # of the micro-batches of each step; None: each rank runs what it draws, in order
+    reorders: bool = True  # whether micro-batches may change their order and their rank
     divided: tuple[str, ...] = ()  # encoders whose projectors are planned apart from their towers
     teachers: tuple[str, ...] = ()  # encoders whose items are the samples themselves
 
@@ -143,7 +144,7 @@ class StepPlanner:
         rates = None
         if self.order is not None:
             rates = self.order.rates(self.topology, tables, measured.seconds, costs.get(FOUNDATION, 0.0))
-        if self.order is not None and rates is not None and most > 1:
+        if self.order is not None and rates is not None and most > 1 and self.reorders:
             drawn = self.order.order(self.topology, tables, rates)
             packs = self._rearranged(rank, packs, drawn)
             tables = rearranged(self.topology, tables, drawn)

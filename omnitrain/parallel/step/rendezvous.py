@@ -53,11 +53,16 @@ def open_rendezvous() -> Rendezvous:
 
 
 class DataProcessGroup:
-    """A process group of the data processes of all ranks, which connect at a rendezvous. Picklable until then."""
+    """A process group of the data processes of all ranks, which connect at a rendezvous. Picklable until then.
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
+    With ``group``, a gloo group of all ranks, they connect nowhere: planning is done where that group belongs to.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, group: dist.ProcessGroup | None = None) -> None:
         self.rendezvous = rendezvous
         self._capacity = _FIRST_CAPACITY
+        if group is not None:
+            self._group = group
 
     def tables(self, table: np.ndarray) -> np.ndarray:
         """Gather the tables of all ranks, in order of ranks: ``[ranks, words]`` int64, padded to the same length.

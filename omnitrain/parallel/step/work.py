@@ -39,7 +39,7 @@ def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchW
 def slice_in(model: OmniModel, batch: StepBatch, micro_batch: int) -> RankSlice | None:
     """Return the slice of a micro-batch's sequence on this rank; None: all of it."""
     layout = layout_of(model)
-    if layout is None or not batch.packs:
+    if layout is None or not batch.packs or not batch.is_sliced:
         return None
     return slice_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
 

@@ -20,7 +20,7 @@ from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import Rounding, Step, nudge
-from omnitrain.optim.shards import local_shard
+from omnitrain.optim.adamw import local_shard
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.parallel.state import init_state_of

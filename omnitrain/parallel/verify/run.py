@@ -17,13 +17,13 @@ from omnitrain.data.packing.budget import pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.omni.encode import MicroBatchWork
-from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.experts.routing_replay import Recording, Replayed
 from omnitrain.ops.experts.weights import experts_in
+from omnitrain.optim.adamw import gradient_shard, local_shard
 from omnitrain.optim.offload import OffloadedOptimizer
-from omnitrain.optim.shards import gradient_shard, local_shard
 from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.pipeline.whole import whole_over_stages
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients

@@ -15,11 +15,10 @@ from omnitrain.data.chat.parts import MediaPart
 from omnitrain.data.sources.clips import Choose, Clip
 from omnitrain.data.sources.media import MediaFile, Waveform, decode_medium
 from omnitrain.data.sources.rows import Row
-from omnitrain.report.curves import Curve
 from omnitrain.report.data.pack_view import GapView, ItemView, PackView, RejectedView, SampleView, TokenView
 from omnitrain.report.html import Shown, rendered, tag
 from omnitrain.report.media import MediaBudget
-from omnitrain.report.svg import Bar, draw_bars, draw_curves
+from omnitrain.report.svg import Bar, Curve, draw_bars, draw_curves
 
 FramesOf = Callable[[MediaPart, MediaFile], Choose]
 

@@ -1,4 +1,4 @@
-"""The numbers of ``omnitrain data stats``, in a terminal, in a notebook, on a page and in a file."""
+"""The numbers of ``omnitrain show --stats``, in a terminal, in a notebook, on a page and in a file."""
 
 from __future__ import annotations
 

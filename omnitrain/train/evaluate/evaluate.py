@@ -16,13 +16,12 @@ from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import Row, RowSource
 from omnitrain.models.omni.generate import Answer, generate, is_guided
-from omnitrain.models.omni.lockstep import in_step
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.fsdp.summon import gathered
-from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
+from omnitrain.peers import all_or_raise
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.functions import load_function
 from omnitrain.train.metrics.meter import LossMeter, total_loss
+from omnitrain.train.process_groups import Ranks
 
 Progress = Callable[[str], None]
 
@@ -51,8 +50,9 @@ class EvaluationResult:
 class Evaluator:
     """A recipe's evaluation: the held-out loss during training, and everything at the end.
 
-    Of ``n`` ranks, rank ``r`` reads the held-out rows ``r``, ``r + n``, ``r + 2n``, ... For the scorer, rank 0 reads
-    all rows again, without decoding. Packs are made at the first use and kept, because decoding media is slow.
+    Of ``n`` ranks that draw different samples in training, rank ``r`` reads the held-out rows ``r``, ``r + n``, ...;
+    the ranks of sections read none. For the scorer, rank 0 reads all rows again, without decoding. Packs are made at
+    the first use and kept, because decoding media is slow.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Evaluator:
         processor: OmniProcessor,
         heldout: Sequence[RowSource],
         recipe: Recipe,
-        peers: Peers = SINGLE_PROCESS,
+        ranks: Ranks,
     ) -> None:
-        """Take the settings; nothing is read yet. All ``peers``, which share the model, call every method."""
+        """Take the settings; nothing is read yet. All ``ranks`` call every method."""
         assert recipe.evaluation is not None
         self._model, self._processor, self._heldout, self._recipe = model, processor, heldout, recipe
-        self._settings, self._peers = recipe.evaluation, peers
+        self._settings, self._ranks, self._peers = recipe.evaluation, ranks, ranks.peers
         self._documents: set[int] = set()  # rows of this rank that have a loss, but ask nothing
         self._rejected: dict[int, Rejected] = {}  # those found unreadable so far
 
@@ -74,8 +74,7 @@ class Evaluator:
         """Return the total and :meth:`LossMeter.read`, in training mode again; ``notify`` may end it anywhere."""
         self._model.eval()
         try:
-            with gathered(self._model):
-                return self._losses(notify)
+            return self._losses(notify)
         finally:
             self._model.train()
 
@@ -88,12 +87,12 @@ class Evaluator:
         _ = self._packs  # making them finds the rows that can be used
         score = all_or_raise(peers, lambda: load_scorer(self._settings.scorer))
         self._model.eval()
-        with gathered(self._model):
-            if losses is None:
-                losses = self._losses(notify)
-            of_rank = self._answers(notify)
-        answers = {index: answer for answers in peers.gather(of_rank) for index, answer in answers.items()}
-        order = _by_source(answers, places) if peers.rank == 0 else []
+        if losses is None:
+            losses = self._losses(notify)
+        of_rank = self._answers(notify)
+        of_ranks = peers.gather_on_first(of_rank if self._ranks.is_first_with_its_samples else {})
+        answers = {index: answer for answers in of_ranks for index, answer in answers.items()}
+        order = _by_source(answers, places)
         answered = all_or_raise(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
         scores = all_or_raise(peers, lambda: score(answered) if peers.rank == 0 else {})
         rejected = {index: row for rows in peers.gather(self._rejected) for index, row in rows.items()}
@@ -102,7 +101,7 @@ class Evaluator:
         )
 
     def _losses(self, notify: Progress) -> dict[str, Any]:
-        found = heldout_loss(self._model, self._packs, self._peers, notify)
+        found = self._peers.of_first(heldout_loss(self._model, self._packs, notify))
         return {"loss": total_loss(found["heads"], self._recipe.train.loss_weights)} | found
 
     @cached_property
@@ -112,7 +111,8 @@ class Evaluator:
     @property
     def _indices(self) -> range:
         """Of the rows of this rank among all."""
-        return range(self._peers.rank, len(self._places), self._peers.size)
+        rank = self._ranks.data_rank
+        return range(0) if rank is None else range(rank, len(self._places), self._ranks.data_size)
 
     @cached_property
     def _packs(self) -> list[Pack]:
@@ -159,7 +159,6 @@ class Evaluator:
                 sampling=settings.sampling,
                 seed=self._recipe.train.seed,
                 numbers=numbers,
-                peers=self._peers,
             )
             answers |= zip(numbers, generated, strict=True)
         return answers
@@ -191,24 +190,21 @@ def _by_source(indices: Iterable[int], places: Sequence[_HeldoutRow]) -> list[in
     return sorted(indices, key=lambda index: (places[index].source, index))
 
 
-@torch.no_grad()
-def heldout_loss(
-    model: OmniModel, packs: Sequence[Pack], peers: Peers = SINGLE_PROCESS, notify: Progress = lambda _: None
-) -> dict[str, Any]:
+def heldout_loss(model: OmniModel, packs: Sequence[Pack], notify: Progress = lambda _: None) -> dict[str, Any]:
     """Return the mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`).
 
-    ``model``: sharded or not; of a pipeline, the ranks of all stages have the same packs. ``packs``: this rank's packs;
-    may be empty. ``peers``: ranks with other packs; all of them must call this. ``notify``: called with the progress
-    before every pack.
+    All ranks of a parallelized model must call it, and get the result; those of sections get an empty one.
+
+    Args:
+        model: in evaluation mode.
+        packs: this rank's packs, as :class:`StepPlanner` takes them: the same on ranks that share the samples of a step
+            (``tp``, ``cp``, ``ulysses``, ``pp``); none on ranks of sections. Other ranks may have any packs, or none.
+        notify: called with the progress, equally often on all ranks.
     """
-    meter = LossMeter()
-    for index, (pack, work) in enumerate(in_step(model, packs, peers)):
-        notify(f"held-out loss, pack {index + 1}")
-        on_device = pack.to(model.device)
-        output = model.relay.run(partial(model.__call__, on_device, work))
-        if output is not None and index < len(packs):
-            meter.add(on_device, output)
-    return model.relay.from_last(lambda: meter.read(peers))
+    meter, inference = LossMeter(), model.inference
+    with torch.no_grad():
+        inference.evaluate(model, packs, meter.add, lambda number: notify(f"held-out loss, pack {number + 1}"))
+    return inference.from_last(lambda: meter.read(inference.peers)) if inference.has_foundation else {}
 
 
 def exact_match(answers: Sequence[Answered]) -> dict[str, float]:

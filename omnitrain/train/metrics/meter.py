@@ -21,7 +21,7 @@ from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.ops.device import to_device
 from omnitrain.peers import SINGLE_PROCESS, Peers
 from omnitrain.recipe.train import EarlyStopping
-from omnitrain.report.curves import numbers_in
+from omnitrain.report.svg import numbers_in
 from omnitrain.train.metrics.trackers import ShownSample, Tracker, tell
 
 

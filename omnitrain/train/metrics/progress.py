@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omnitrain.models.hf.stored_values import FILES
-from omnitrain.report.curves import Curve, Points, thinned
-from omnitrain.report.svg import draw_curves
+from omnitrain.report.svg import Curve, Points, draw_curves, thinned
 from omnitrain.terminal import as_text
 
 _BAR_COLUMNS = 60  # a narrower terminal gets lines

@@ -14,8 +14,16 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from omnitrain.checkpoint.disk import existing, free_bytes, size_text
-from omnitrain.checkpoint.store import CheckpointStore, Retention, require_seen, step_of, verify
+from omnitrain.checkpoint.store import (
+    CheckpointStore,
+    Retention,
+    existing,
+    free_bytes,
+    require_seen,
+    size_text,
+    step_of,
+    verify,
+)
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import DamagedCheckpointError, TrainingError, UserError
 from omnitrain.peers import Peers, all_or_raise

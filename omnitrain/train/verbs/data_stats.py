@@ -1,4 +1,4 @@
-"""``omnitrain data stats``: measure the data of a recipe as a run would read it."""
+"""``omnitrain show --stats``: measure the data of a recipe as a run would read it."""
 
 from __future__ import annotations
 

@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 from transformers import LlavaProcessor, PreTrainedModel
 
-from omnitrain.checkpoint.disk import free_bytes, size_text
+from omnitrain.checkpoint.store import free_bytes, size_text
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.renderer import ChatRenderer
+from omnitrain.data.sources.rows import MODALITIES
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.adapters.lora import merge_lora
 from omnitrain.models.encoders.vision import VisionAdapter
@@ -174,15 +175,17 @@ def _set_chat_template(processor: OmniProcessor) -> None:
     """Give the tokenizer the chat format of ``data.chat`` as a template, and its end token."""
     renderer = processor.renderer
     if isinstance(renderer, ChatRenderer):
-        starts = {modality: getattr(renderer.chat, modality) for modality in processor.start_tokens}
+        starts = {
+            modality: getattr(renderer.chat, modality) for modality in MODALITIES if modality in processor.start_tokens
+        }
         renderer.tokenizer.chat_template = template_of(renderer.chat, starts)
         renderer.tokenizer.eos_token = renderer.chat.end
 
 
 def _save_whole(whole: Any, model: OmniModel, processor: OmniProcessor, folder: Path) -> None:
     """Save a model that reads images: weights, and a processor that writes the start token and the placeholders."""
-    tokenizer, (_, reader) = processor.tokenizer, processor.readers["image"]
-    adapter = cast(VisionAdapter, reader)  # of the only encoder
+    tokenizer, (reader,) = processor.tokenizer, processor.readers["image"].values()
+    adapter = cast(VisionAdapter, reader)
     start = tokenizer.convert_ids_to_tokens(processor.start_tokens["image"])
     placeholder = getattr(tokenizer, "image_token", None) or _IMAGE
     if placeholder == start:

@@ -1,4 +1,4 @@
-"""``omnitrain preview``: the first packs of a recipe, as the model gets them."""
+"""``omnitrain show --packs``: the first packs of a recipe, as the model gets them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``omnitrain schedule``: show the pipeline schedule of a recipe, simulated without ranks and weights."""
+"""``omnitrain show --schedule``: show the pipeline schedule of a recipe, simulated without ranks and weights."""
 
 from __future__ import annotations
 
@@ -189,8 +189,8 @@ def show_schedule(
 def _planned(recipe: Recipe, num_ranks: int | None) -> _Planned:
     if recipe.train.samples_per_step is not None:
         raise UserError(
-            f"train.samples_per_step: found {recipe.train.samples_per_step}, but `schedule` reads no data to find the "
-            "packs of a step; use train.samples_per_step=null train.packs_per_step=N (`check` prints N)"
+            f"train.samples_per_step: found {recipe.train.samples_per_step}, but `show --schedule` reads no data to "
+            "find the packs of a step; use train.samples_per_step=null train.packs_per_step=N (`check` prints N)"
         )
     quiet_libraries()
     model = build_without_tokenizer(recipe)

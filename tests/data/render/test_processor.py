@@ -122,7 +122,7 @@ def test_what_a_component_stumbles_over_rejects_the_row(
     def stumble(modality: str, media: object) -> None:
         raise IndexError("list index out of range")
 
-    monkeypatch.setattr(processor.readers["image"][1], "prepare", stumble)
+    monkeypatch.setattr(processor.readers["image"]["image_encoder"], "prepare", stumble)
     rejected = processor.sample(tiny_row("image_to_text", 0))
     assert isinstance(rejected, Rejected)
     assert rejected.reason == "image 1: image_encoder cannot prepare this image: IndexError: list index out of range"
@@ -164,11 +164,12 @@ def test_a_start_token_of_several_tokens_is_refused() -> None:
         OmniProcessor(ChatRenderer(tiny_tokenizer(), chat), *model.media_adapters())
 
 
-def test_two_readers_of_one_modality_are_refused() -> None:
+def test_two_writers_after_one_start_token_are_refused() -> None:
     readers, writers = tiny_model().media_adapters()
-    with pytest.raises(UserError, match="both handle image"):
+    expected = r"image_decoder and second write image after the same start token; set `data\.chat\.starts: {second: "
+    with pytest.raises(UserError, match=expected):
         OmniProcessor(
             ChatRenderer(tiny_tokenizer(), ChatFormat(**CHAT)),
-            {**readers, "second": readers["image_encoder"]},
-            writers,
+            readers,
+            {**writers, "second": writers["image_decoder"]},
         )

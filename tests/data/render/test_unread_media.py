@@ -21,7 +21,7 @@ from omnitrain.train.verbs.check import check_recipe
 from tests.tiny import png, tiny_recipe, tiny_row, write_parquet
 
 LLAVA = {"id": "a", "image": "cat.jpg", "conversations": [{"from": "human", "value": "<image>\nwhat?"}]}
-SEES = {"readers": {"image": ("image_encoder", None), "video": ("image_encoder", None)}}
+SEES = {"readers": {"image": {"image_encoder": None}, "video": {"image_encoder": None}}}
 DRAWS = {"writers": {"image": ("image_decoder", None)}}
 READS_NATIVELY = {"native": {"image", "video"}}
 OWN = {"columns": {"messages": "conversations"}}

@@ -24,7 +24,7 @@ def tone(hertz: float, num_samples: int = 3200) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_samples", [1, 319, 320, 321, 4000])
 def test_lengths_agree_from_samples_to_frames_to_codes_to_samples(model, num_samples):
-    frames = model.log_mel(torch.randn(num_samples) * 0.1)
+    frames = log_mel(torch.randn(num_samples) * 0.1, model.config)
     codes = model.encode(frames)
     assert frames.shape == (math.ceil(num_samples / 320) * 4, 40) and frames.dtype == torch.float32
     assert codes.shape == (num_codes(num_samples, model.config),) and codes.dtype == torch.int64
@@ -53,7 +53,7 @@ def test_codebook_vectors_encode_to_themselves(model):
 
 
 def test_clips_end_to_end_encode_as_they_do_alone(model):
-    clips = [model.log_mel(tone(300.0, 700)), model.log_mel(tone(900.0, 1300))]
+    clips = [log_mel(tone(300.0, 700), model.config), log_mel(tone(900.0, 1300), model.config)]
     assert torch.equal(model.encode(torch.cat(clips)), torch.cat([model.encode(clip) for clip in clips]))
 
 
@@ -95,8 +95,8 @@ def test_mistakes_say_what_was_found(model):
     with pytest.raises(ValueError, match=r"codes 3..16 outside of the codebook, 0..15"):
         model.decode(torch.tensor([3, 16]))
     with pytest.raises(ValueError, match=r"shape \[2, 100\]"):
-        model.log_mel(torch.zeros(2, 100))
+        log_mel(torch.zeros(2, 100), model.config)
     with pytest.raises(ValueError, match=r"shape \[0\]"):
-        model.log_mel(torch.zeros(0))
+        log_mel(torch.zeros(0), model.config)
     with pytest.raises(ValueError, match="more than half of n_fft 256"):
         MelVQ(MelVQConfig(hop_length=200))

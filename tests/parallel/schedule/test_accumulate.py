@@ -12,8 +12,8 @@ import torch
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.omni.encode import MicroBatchWork, num_calls
-from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.encode import MicroBatchWork, own_calls
+from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
@@ -78,22 +78,22 @@ def test_a_step_of_one_process_plans_the_calls_that_its_packs_need(model: OmniMo
     names = [call_site.name for call_site in plan.topology.call_sites if call_site.kind == "encode"]
     for micro_batch, pack in enumerate(packs):
         planned = dict(zip(names, plan.calls[micro_batch].tolist(), strict=False))
-        assert {name: number for name, number in planned.items() if number} == num_calls(model, pack)
+        needed = {name: len(own_calls(model, pack, name)) for name in (*pack.inputs, *pack.targets)}
+        assert {name: number for name, number in planned.items() if number} == needed
     assert plan.loss_counts == {
         name: sum(pack.loss_counts().get(name, 0) for pack in packs) for name in ("text", *model.decoder_names)
     }
 
 
-def test_calls_and_heads_without_data_add_nothing(model: OmniModel, samples: list[Sample]) -> None:
+def test_heads_without_data_add_nothing(model: OmniModel, samples: list[Sample]) -> None:
     text = Pack.from_samples([samples[0]])
     alone = model(text)
-    work = MicroBatchWork(calls=dict.fromkeys((*ENCODERS, *model.decoder_names), 2), heads=model.decoder_names)
     model.zero_grad()
-    together = model(text, work)
+    together = model(text, MicroBatchWork(heads=model.decoder_names))
     assert set(together.losses) == {"text"} and torch.equal(together.losses["text"].sum, alone.losses["text"].sum)
     together.losses["text"].sum.backward()
-    for name in (*ENCODERS, *model.decoder_names):
-        gradients = [p.grad for p in model.get_submodule(name).parameters() if p.requires_grad]
+    for name in model.decoder_names:
+        gradients = [p.grad for n, p in model.get_submodule(name).named_parameters() if n.startswith("head")]
         assert gradients and all(g is not None and not g.any() for g in gradients), name
 
 

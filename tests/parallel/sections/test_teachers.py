@@ -19,7 +19,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.parallel.resolve.plans import resolve_without_ranks
@@ -164,7 +164,7 @@ def test_a_run_with_a_teacher_ahead_is_that_of_one_process_after_ctrl_c(
     ahead = [*functions, AHEAD, f"output_dir={tmp_path / 'run'}"]
     *main, section = ranks.run(encoded_in_steps, recipe, ahead, 2, timeout_s=120, world=3)
     assert main == [[], []]
-    assert section == [{False, True}, {True}, {False, True}]
+    assert section == [{False, True}, {True}, {False, True}, {False}]  # the last one encodes for held-out losses
     assert_same_run(tmp_path / "run", tmp_path / "one")
     stage = [*functions, f"model={{checkpoint: {tmp_path / 'one'}, teachers: {{big: {recipe.parent / 'big'}}}}}"]
     assert check_recipe(Recipe.load(str(recipe), stage)) == []

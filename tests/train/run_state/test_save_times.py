@@ -20,10 +20,12 @@ def recipe(**train: Any) -> Recipe:
 class Run:
     """Saves when it is due; a clock stands still between its steps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: Every, steps: int, **train: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: Every, steps: int, **save: Any) -> None:
         self.now, self.steps = 0.0, steps
         monkeypatch.setattr(saves.time, "monotonic", lambda: self.now)
-        self.times = SaveTimes(recipe(steps=steps, save={"every": every}, **train), 0)
+        self.times = SaveTimes(
+            recipe(steps=steps, log_every=save.pop("log_every", 1), save={"every": every, **save}), 0
+        )
 
     def saved(self, step_seconds: float, save_seconds: float) -> list[int]:
         found = []
@@ -63,13 +65,13 @@ def test_a_crash_costs_ten_minutes_or_a_tenth_of_the_run(
 
 def test_a_checkpoint_that_is_kept_forever_is_saved_whatever_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for every, saved in (("auto", [300, 600, 900]), (200, [200, 300, 400, 600, 800, 900]), (None, [300, 600, 900])):
-        assert Run(monkeypatch, every, 1000, save={"keep_every": 300}).saved(0.1, 5) == saved
+        assert Run(monkeypatch, every, 1000, keep_every=300).saved(0.1, 5) == saved
 
 
 def test_a_checkpoint_to_compare_waits_for_its_loss_but_not_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten minutes are 200 steps."""
-    assert Run(monkeypatch, "auto", 1000, save={"keep_best": "loss"}, log_every=150).saved(3, 0) == [300, 600, 900]
-    assert Run(monkeypatch, "auto", 1000, save={"keep_best": "loss"}, log_every=900).saved(3, 0) == [400, 800]
+    assert Run(monkeypatch, "auto", 1000, keep_best="loss", log_every=150).saved(3, 0) == [300, 600, 900]
+    assert Run(monkeypatch, "auto", 1000, keep_best="loss", log_every=900).saved(3, 0) == [400, 800]
 
 
 def test_a_resumed_run_counts_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:

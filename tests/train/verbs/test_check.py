@@ -64,7 +64,7 @@ def test_a_document_may_be_longer_than_a_pack(tmp_path: Path, capsys: pytest.Cap
 
 def test_check_says_whose_rate_a_limit_of_frames_lowers(capsys: pytest.CaptureFixture[str]) -> None:
     processor = tiny_processor(tiny_model())
-    processor.readers["video"][1].max_frames = 4
+    processor.readers["video"]["image_encoder"].max_frames = 4
     films = [replace(tiny_row("video_to_text", 0), media={"video": [webp(0, frames)]}) for frames in (4, 9)]
     assert _check_rows("train", [("films", processor.sample(row)) for row in films], []) == []
     assert capsys.readouterr().out.count("train films: `max_frames` lowers the rate of 1 video of this row") == 1

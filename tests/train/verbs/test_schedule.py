@@ -27,7 +27,16 @@ def load(folder: Path, *overrides: str) -> Recipe:
 def test_the_verb_prints_stages_and_times_and_writes_the_simulated_step(tmp_path: Path) -> None:
     tiny_recipe(tmp_path)
     layers = "model.foundation.config.num_hidden_layers=5"
-    command = ["schedule", str(tmp_path / "recipe.yaml"), PP, layers, "train.packs_per_step=8", "--nproc", "4"]
+    command = [
+        "show",
+        str(tmp_path / "recipe.yaml"),
+        "--schedule",
+        PP,
+        layers,
+        "train.packs_per_step=8",
+        "--nproc",
+        "4",
+    ]
     done = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "step.json")])
     assert done.exit_code == 0, done.output
     assert (

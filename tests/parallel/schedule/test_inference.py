@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -19,13 +20,12 @@ from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.fsdp.summon import gathered
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
-from omnitrain.peers import SINGLE_PROCESS, GlooGroup
 from omnitrain.recipe import Recipe, Sampling
 from omnitrain.train.evaluate.evaluate import Answered, EvaluationResult, Evaluator
+from omnitrain.train.process_groups import join_ranks
 from tests.parallel.factories import qwen3_vl
 from tests.tiny import TASKS, part, tiny_model, tiny_processor, tiny_recipe, tiny_row, tiny_tokenizer, write_parquet
 
@@ -63,13 +63,12 @@ def answers_of_rank(
 ) -> list[dict[int, Answer]]:
     """For each way of sampling: number -> answer, for the prompts of this rank's share."""
     model, processor, prompts = make()
-    peers, own = GlooGroup(), shares[dist.get_rank()]
+    own = shares[dist.get_rank()]
     build_parallelize_model(model, parallel_state=init_parallel_state(), enable_mixed_precision=False)
     some = [prompts[number] for number in own]
     answers = []
     for sampling in samplings:
-        with gathered(model):
-            made = generate(model, processor, some, max_new_tokens=TOKENS, sampling=sampling, numbers=own, peers=peers)
+        made = generate(model, processor, some, max_new_tokens=TOKENS, sampling=sampling, numbers=own)
         answers.append(dict(zip(own, made, strict=True)))
     return answers
 
@@ -121,11 +120,10 @@ def evaluated(path: Path, scorer: str) -> EvaluationResult:
     """On all ranks, or on this process alone where there are none."""
     recipe = Recipe.load(str(path), [f"evaluation.scorer={__name__}:{scorer}"])
     model, processor, _ = any_to_any()
-    peers = SINGLE_PROCESS
-    if dist.is_initialized():
-        peers = GlooGroup()
-        build_parallelize_model(model, parallel_state=init_parallel_state(), enable_mixed_precision=False)
-    return Evaluator(model, processor, open_sources(recipe.data.heldout), recipe, peers).evaluate()
+    ranks = join_ranks(recipe.parallel, torch.device("cpu"))
+    if ranks.state is not None:
+        build_parallelize_model(model, parallel_state=ranks.state, enable_mixed_precision=False)
+    return Evaluator(model, processor, open_sources(recipe.data.heldout), recipe, ranks).evaluate()
 
 
 def recipe_with(folder: Path, rows: list[Row]) -> Path:

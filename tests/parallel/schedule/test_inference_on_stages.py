@@ -17,17 +17,15 @@ from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.fsdp.summon import gathered
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.state import init_state_of, loss_peers
-from omnitrain.peers import SINGLE_PROCESS, Peers
+from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe import Sampling
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.evaluate.evaluate import heldout_loss
 from tests.parallel.factories import gemma3, qwen3_vl
-from tests.parallel.step.test_lockstep import flat
+from tests.parallel.schedule.test_inference import flat
 from tests.tiny import FOUNDATION, TASKS, tiny_model, tiny_processor, tiny_row, tiny_samples, tiny_tokenizer
 
 TOKENS = 24
@@ -66,14 +64,14 @@ def windows() -> Made:
     return of_hf(gemma3)
 
 
-def peers_on(schedule: PipelineSchedule, model: OmniModel) -> Peers:
-    """Cut the model over the ranks, if there are any; return the ranks with other rows."""
+def share_on(schedule: PipelineSchedule, model: OmniModel) -> tuple[int, int]:
+    """Cut the model over the ranks, if there are any; return which rows are those of this rank: one of so many."""
     if not dist.is_initialized():
-        return SINGLE_PROCESS
+        return 0, 1
     plan = ParallelPlan(components={"foundation": ComponentPlan(pp=2, schedule=schedule)})
     state = init_state_of(plan)
     build_parallelize_model(model, parallel_state=state, parallel_plan=plan, enable_mixed_precision=False)
-    return loss_peers(state)
+    return state.dp_rank, state.dp_size
 
 
 def answered(
@@ -88,25 +86,22 @@ def answered(
     results = []
     for schedule in schedules:
         model, processor, prompts, packs = make()
-        peers = peers_on(schedule, model)
-        own = range(peers.rank, len(prompts), peers.size)
+        rank, size = share_on(schedule, model)
+        own = range(rank, len(prompts), size)
         some = [prompts[number] for number in own]
-        model.eval()
-        with gathered(model):
-            losses = heldout_loss(model, packs[peers.rank :: peers.size], peers)
-            answers = [
-                generate(
-                    model,
-                    processor,
-                    some,
-                    max_new_tokens=TOKENS,
-                    sampling=sampling,
-                    use_cache=use_cache,
-                    numbers=own,
-                    peers=peers,
-                )
-                for sampling, use_cache in ways
-            ]
+        losses = heldout_loss(model.eval(), packs[rank::size])
+        answers = [
+            generate(
+                model,
+                processor,
+                some,
+                max_new_tokens=TOKENS,
+                sampling=sampling,
+                use_cache=use_cache,
+                numbers=own,
+            )
+            for sampling, use_cache in ways
+        ]
         results.append(
             (losses, {number: list(made) for number, made in zip(own, zip(*answers, strict=True), strict=True)})
         )
