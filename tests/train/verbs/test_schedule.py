@@ -90,7 +90,7 @@ def test_the_default_schedule_runs_with_too_few_micro_batches_and_says_so(
 ) -> None:
     assert check_without_tokenizer(load(tmp_path), 2) == []
     told = capsys.readouterr().out
-    assert "advice: 1f1b on 2 pipeline ranks needs 2 micro-batches per rank and step, but train.micro_bat" in told
+    assert "advice: 1f1b on 2 pipeline ranks needs 2 micro-batches per rank and step, but train.packs_per" in told
     with pytest.raises(
         UserError, match=r"1f1b on 2 pipeline ranks needs 2 .* gives 1; set train.packs_per_step to 2 or"
     ):
