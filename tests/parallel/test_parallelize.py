@@ -30,7 +30,7 @@ def placed_by_component() -> dict[str, Any]:
     }
     model = laid_out(components=plans)
     found = {}
-    for name, component in ot.layout_of(model).components.items():
+    for name, component in ot.parallel.layout_of(model).components.items():
         trained = [p for p in model.components[name].values() if p.requires_grad]
         found[name] = (
             component.plan.mode,
@@ -91,7 +91,7 @@ def precision_of(fields: dict[str, str] | None, mixed: bool | None) -> dict[str,
         "gradient": gradients(model)["foundation.model.norm.weight"].float(),
         "tokenizers": {p.dtype for n, p in model.named_parameters() if ".tokenizer." in n},
         "codes": model.image_decoder.lm_encode(*_features("image_decoder"))[1],
-        "rows": [parameter for row in ot.layout_of(model).table(model) if (parameter := row.dtypes)],
+        "rows": [parameter for row in ot.parallel.layout_of(model).table(model) if (parameter := row.dtypes)],
     }
 
 
@@ -199,7 +199,7 @@ def kept_activations(components: dict[str, dict[str, Any]]) -> dict[str, Any]:
     loss = total(model(pack()))
     alive = [outputs[name]() is not None for name in watched]
     loss.backward()
-    offloads = {name: c.activations for name, c in ot.layout_of(model).components.items() if c.activations}
+    offloads = {name: c.activations for name, c in ot.parallel.layout_of(model).components.items() if c.activations}
     return {
         "alive": alive,
         "bytes": {name: offload.num_bytes for name, offload in offloads.items()},
@@ -224,7 +224,7 @@ def test_activation_offload_frees_what_the_blocks_of_a_component_saved(ranks: Ra
 
 def offloaded_parameters() -> dict[str, bool]:
     model = laid_out(components={"foundation": {"memory": {"offload": ["parameters", "optimizer"]}}})
-    layout = ot.layout_of(model)
+    layout = ot.parallel.layout_of(model)
     assert {id(p) for p in layout.offloaded(model)} == {id(p) for p in model.components["foundation"].values()}
     return {
         unit: isinstance(group.offload_policy, CPUOffloadPolicy)
@@ -381,7 +381,7 @@ def shown() -> LayoutTable:
         "foundation": {"memory": {"recompute": "full"}},
     }
     model = laid_out(components=components)
-    return ot.layout_of(model).table(model)
+    return ot.parallel.layout_of(model).table(model)
 
 
 def test_the_table_says_what_was_applied_where(ranks: RankPool) -> None:
@@ -404,7 +404,7 @@ def test_the_table_says_what_was_applied_where(ranks: RankPool) -> None:
 def shown_with_a_section() -> LayoutTable:
     plan = ot.ParallelPlan(sections={"vision": Section(components=["image_encoder"], ranks=2)})
     model = ot.build_parallelize_model(any_to_any(), parallel_state=init_state_of(plan), parallel_plan=plan, **PLAIN)
-    return ot.layout_of(model).table(model)
+    return ot.parallel.layout_of(model).table(model)
 
 
 def test_the_table_of_each_rank_has_the_section_of_a_component_and_the_units_of_its_ranks(ranks: RankPool) -> None:
@@ -420,7 +420,7 @@ def compiled(run: bool) -> dict[str, Any]:
     model = laid_out(components={"foundation": {"compile": True}})
     layers = model.foundation.model.layers
     found = {"layers": [layer._compiled_call_impl is not None for layer in layers]}
-    component = ot.layout_of(model).components["foundation"]
+    component = ot.parallel.layout_of(model).components["foundation"]
     if run:
         total(model(pack())).backward()
         found |= {"compilations": len(component.compiled.compilations), "gradients": gradients(model)}

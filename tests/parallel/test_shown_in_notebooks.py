@@ -36,7 +36,7 @@ def test_a_model_shows_its_components() -> None:
 
 
 def shown() -> tuple[str, str]:
-    layout = ot.layout_of(model := laid_out(components={"image_encoder": {"mode": "replicate"}}))
+    layout = ot.parallel.layout_of(model := laid_out(components={"image_encoder": {"mode": "replicate"}}))
     return as_html(layout), as_html(layout.table(model))
 
 
@@ -52,7 +52,7 @@ def test_a_layout_shows_its_ranks_and_components(ranks: RankPool) -> None:
 def test_a_plan_shows_what_it_sets() -> None:
     plan = ot.ParallelPlan(
         default=ot.ComponentPlan(memory={"recompute": "full"}),
-        components={"foundation": ot.ComponentPlan(tp=2, precision=ot.Precision(compute="bfloat16"))},
+        components={"foundation": ot.ComponentPlan(tp=2, precision=ot.recipe.Precision(compute="bfloat16"))},
         sections={"vision": Section(components=["image_encoder"], ranks=2)},
         tp_plan={"layers.*.q<proj": "colwise"},
     )

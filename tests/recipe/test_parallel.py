@@ -41,13 +41,15 @@ def test_what_a_component_leaves_unset_comes_from_the_default() -> None:
             dp_replicate=2,
             dp_shard=4,
             memory={"recompute": "full"},
-            precision=ot.Precision(compute="bfloat16"),
+            precision=ot.recipe.Precision(compute="bfloat16"),
         ),
-        components={"image_encoder": ot.ComponentPlan(mode="replicate", precision=ot.Precision(reduce="float32"))},
+        components={
+            "image_encoder": ot.ComponentPlan(mode="replicate", precision=ot.recipe.Precision(reduce="float32"))
+        },
     )
     image, foundation = plan.of("image_encoder"), plan.of("foundation")
     assert (image.mode, image.dp_replicate, image.dp_shard, image.memory.recompute) == ("replicate", None, None, "full")
-    assert image.precision == ot.Precision(compute="bfloat16", reduce="float32")
+    assert image.precision == ot.recipe.Precision(compute="bfloat16", reduce="float32")
     assert foundation == plan.default
 
 

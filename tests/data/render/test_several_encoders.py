@@ -45,7 +45,7 @@ def model() -> OmniModel:
 def by_template(model: OmniModel) -> OmniProcessor:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = chatml(image="<img>")
-    renderer = ot.TemplateRenderer(tokenizer, NativeInputs({}), starts=ChatFormat(**CHAT))
+    renderer = ot.data.TemplateRenderer(tokenizer, NativeInputs({}), starts=ChatFormat(**CHAT))
     return OmniProcessor(renderer, *model.media_adapters())
 
 

@@ -110,7 +110,7 @@ def placements() -> dict[str, Any]:
         "placements": weight.placements,
         "mesh": weight.device_mesh.mesh_dim_names,
         "own": weight.to_local().size(0),
-        "row": ot.layout_of(model).table(model)[0].mesh,
+        "row": ot.parallel.layout_of(model).table(model)[0].mesh,
         "dense": model.foundation.model.layers[0].self_attn.q_proj.weight.device_mesh.mesh_dim_names,
         "gradients": [float(full(weight.grad)[expert].abs().max()) for expert in range(4)],
     }

@@ -26,7 +26,7 @@ from tests.parallel import factories
 from tests.parallel.laid_out import full
 from tests.peaks import peak_bytes
 
-PRECISION = ot.Precision(param="bfloat16")
+PRECISION = ot.recipe.Precision(param="bfloat16")
 LAYOUTS = [
     (
         "any_to_any",

@@ -66,7 +66,7 @@ def test_named_tensors_wait_in_host_memory() -> None:
     rows_of = {"dispatched_rows": TOP_K, "mlp_input": 1}
     for names in (["dispatched_rows"], ["mlp_input"], ["dispatched_rows", "mlp_input"]):
         omni, _, _, found = stepped({**OURS, "memory": {"offload": names}})
-        offload = ot.layout_of(omni).components["foundation"].activations
+        offload = ot.parallel.layout_of(omni).components["foundation"].activations
         assert offload.num_bytes == LAYERS * tokens * sum(rows_of[name] for name in names) * HIDDEN * ITEMSIZE
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 

@@ -279,7 +279,7 @@ def test_what_the_call_recomputes_is_not_offloaded_or_compiled(key: str, fields:
         (CallFlags(parameter_offload=True), {"memory": {"offload": []}}, "enable_fsdp_offload is True"),
         (
             CallFlags(mixed_precision=False),
-            {"precision": ot.Precision(compute="bfloat16")},
+            {"precision": ot.recipe.Precision(compute="bfloat16")},
             "enable_mixed_precision is False",
         ),
     ],
@@ -296,8 +296,8 @@ def test_a_foundation_that_fails_in_bf16_is_refused_in_bf16_alone(
 ) -> None:
     monkeypatch.setattr(plans, "precision_problem_of", lambda *_: "it fails: RuntimeError: float")
     with pytest.raises(UserError, match=r"foundation.precision: found bfloat16, but Qwen3For.* it fails: RuntimeError"):
-        resolve(model, plan("foundation", precision=ot.Precision(compute="bfloat16")))
-    assert resolve(model, plan("foundation", precision=ot.Precision(compute="float32")), CallFlags())
+        resolve(model, plan("foundation", precision=ot.recipe.Precision(compute="bfloat16")))
+    assert resolve(model, plan("foundation", precision=ot.recipe.Precision(compute="float32")), CallFlags())
 
 
 def test_a_window_that_is_refused_is_one_problem_with_the_fields_that_need_one() -> None:
@@ -430,7 +430,9 @@ def test_a_refused_plan_leaves_the_model_as_it_was() -> None:
     model = any_to_any()
     before = {name: (p, p.requires_grad, p.dtype) for name, p in model.named_parameters()}
     refused = ot.ParallelPlan(
-        default=ot.ComponentPlan(freeze=True, memory={"recompute": "full"}, precision=ot.Precision(param="bfloat16")),
+        default=ot.ComponentPlan(
+            freeze=True, memory={"recompute": "full"}, precision=ot.recipe.Precision(param="bfloat16")
+        ),
         components={"nothing": ot.ComponentPlan()},
     )
     state = ParallelState(fit_mesh(1), 0, "cpu", "fsdp2", {})
@@ -440,7 +442,7 @@ def test_a_refused_plan_leaves_the_model_as_it_was() -> None:
     assert before.keys() == after.keys() and all(before[n][0] is after[n][0] for n in before)
     assert [value[1:] for value in before.values()] == [value[1:] for value in after.values()]
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    assert ot.layout_of(model) is None
+    assert ot.parallel.layout_of(model) is None
 
 
 def test_fields_come_from_the_plan_then_the_default_then_the_state_then_the_call(model: ot.OmniModel) -> None:
@@ -454,7 +456,7 @@ def test_fields_come_from_the_plan_then_the_default_then_the_state_then_the_call
     assert (audio.memory.recompute, audio.mode, audio.dp_replicate, audio.dp_shard) == ("full", "hsdp", 2, 2)
     assert decoder.memory.recompute == "none"  # nothing there that could be recomputed
     assert (image.memory.offload, audio.memory.offload) == ([], ["parameters"])
-    assert found["foundation"].precision == ot.Precision(param="float32", compute="bfloat16", reduce="float32")
+    assert found["foundation"].precision == ot.recipe.Precision(param="float32", compute="bfloat16", reduce="float32")
     assert torch.bfloat16 is getattr(torch, found["foundation"].precision.compute)
 
 

@@ -17,7 +17,7 @@ def trained(is_async: bool, degrees: dict[str, int], plan: dict[str, Any]) -> tu
     foundation = {"async_ulysses": is_async}
     model = laid_out(plan, {"foundation": foundation}, degrees)
     table = micro_batches(model, tiny_samples(tiny_processor(factories.any_to_any()), 6), 1, 2)
-    rows = {row.name: row.sequence for row in ot.layout_of(model).table(model)}
+    rows = {row.name: row.sequence for row in ot.parallel.layout_of(model).table(model)}
     assert {text for name, text in rows.items() if name != "foundation"} == {"whole"}
     return train(model, table[0]), rows["foundation"]
 

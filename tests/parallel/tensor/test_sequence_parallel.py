@@ -68,7 +68,7 @@ def kept(name: str, divide: bool) -> tuple[int, str]:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model.runner.text_loss(batch.packs[0]).text
     loss.sum.backward()  # FSDP and a graph without a backward keep each other
-    (row,) = (row for row in ot.layout_of(model).table(model) if row.name == "foundation")
+    (row,) = (row for row in ot.parallel.layout_of(model).table(model) if row.name == "foundation")
     return sum(sizes.values()), row.sequence
 
 
