@@ -137,7 +137,7 @@ class ModelLayout:
     def offloaded(self, model: OmniModel) -> list[nn.Parameter]:
         """Return the trained parameters whose optimizer state lives in host memory."""
         parameters = dict(model.named_parameters())
-        names = [n for c in self.components.values() if c.plan.optimizer_offload for n in c.parameters]
+        names = [n for c in self.components.values() if c.plan.memory.offloads("optimizer") for n in c.parameters]
         trained = [parameters[name] for name in names if parameters[name].requires_grad]
         return [parameter for parameter in trained if not parameter.is_meta]
 
@@ -220,16 +220,10 @@ def _row(
     name: str, section: str, plan: ComponentPlan, units: int, parameters: list[nn.Parameter], *methods: object
 ) -> LayoutRow:
     """``methods``: of sequence parallelism; some may be None."""
-    assert plan.precision is not None
-    offload: dict[str, bool | None] = {
-        "activations": plan.activation_offload,
-        **{tensor.replace("_", " "): True for tensor in plan.offloaded_tensors or ()},
-        "parameters": plan.parameter_offload,
-        "optimizer": plan.optimizer_offload,
-    }
+    memory = plan.memory
     stored = "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
-    ops = f" ({len(plan.saved_ops)} ops kept)" if plan.saved_ops is not None else ""
-    ops = f": {', '.join(plan.recomputed_parts)}" if plan.recomputed_parts else ops
+    ops = f" ({len(memory.kept_ops)} ops kept)" if memory.kept_ops is not None else ""
+    ops = f": {', '.join(memory.recomputed_parts)}" if memory.recomputed_parts else ops
     return LayoutRow(
         name=name,
         section=section,
@@ -239,15 +233,15 @@ def _row(
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         dtypes=f"{stored} / {plan.precision.compute or stored} / {plan.precision.reduce}",
-        recompute=f"{plan.recompute}{ops}",
-        offload=", ".join(name for name, is_offloaded in offload.items() if is_offloaded) or "none",
+        recompute=f"{memory.mode}{ops}",
+        offload=", ".join(what.replace("_", " ") for what in memory.offload or ()) or "none",
         sequence=_sequence(plan, *methods),
     )
 
 
 def _mesh(plan: ComponentPlan) -> str:
     tp = f" x tp {plan.tp}" if (plan.tp or 1) > 1 else ""
-    by = " by DeepEP" if plan.expert_dispatcher == "deepep" else ""
+    by = " by DeepEP" if plan.experts.dispatcher == "deepep" else ""
     ep = f", ep {plan.ep}{by}" if (plan.ep or 1) > 1 else ""
     stages = f"pp {plan.pp} x " if (plan.pp or 1) > 1 else ""
     return f"{stages}{plan.dp_replicate or 1} x {plan.dp_shard or 1}{tp}{ep}"

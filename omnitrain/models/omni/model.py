@@ -302,7 +302,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         if not self.takes_batches:
             raise UserError(
                 "gradient checkpointing of a parallelized model: set enable_gradient_checkpointing=True of "
-                "build_parallelize_model, or `recompute` of a component's plan"
+                "build_parallelize_model, or `memory.recompute` of a component's plan"
             )
         super().activation_checkpointing_enable(given, **options)
 

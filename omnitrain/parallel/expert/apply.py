@@ -36,7 +36,7 @@ from omnitrain.torch_private import REDISTRIBUTE_LOGGER, parameters_of
 
 _DISPATCH_STYLE = "ep_dispatch_experts"  # of transformers' expert parallel plans
 
-_UNMEASURED_CHUNKS = 4  # for `expert_chunks: auto` until chunks are measured
+_UNMEASURED_CHUNKS = 4  # for `experts.chunks: auto` until chunks are measured
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,11 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
             local = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)
             parameters_of(module)[name] = nn.Parameter(local, requires_grad=weight.requires_grad)
         unmeasured = min(_UNMEASURED_CHUNKS, layer.num_experts // mesh.size())
-        chunks = unmeasured if isinstance(plan.expert_chunks, str) else plan.expert_chunks or 1
+        chunks = unmeasured if isinstance(plan.experts.chunks, str) else plan.experts.chunks or 1
         by_torch = RankDispatcher(GroupLink(mesh.get_group()), chunks)
         dispatcher = by_torch if buffer is None else DeepEpDispatcher(buffer)
-        set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.delay_wgrad))
-        if plan.expert_chunks not in (None, 1):
+        set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.experts.delay_wgrad))
+        if plan.experts.chunks not in (None, 1):
             parent = model.get_submodule(layer.name.rpartition(".")[0])
             if (shared := shared_experts(parent, module, device_of(mesh))) is not None:
                 set_experts(module, overlap_with=SharedExpertOverlap(parent, shared).compute)
@@ -170,13 +170,13 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
 
 def _deepep_buffer(experts: Sequence[nn.Module], mesh: DeviceMesh, plan: ComponentPlan) -> Any:
     """The DeepEP buffer for these experts; None: use torch's all-to-all."""
-    if plan.expert_dispatcher in (None, "torch"):
+    if plan.experts.dispatcher in (None, "torch"):
         return None
     widths = [module.get_parameter("down_proj").size(2 if module.is_transposed else 1) for module in experts]
     buffer, problem = open_deepep(mesh.get_group(), max(widths), device_of(mesh))
-    if problem and plan.expert_dispatcher == "deepep":
+    if problem and plan.experts.dispatcher == "deepep":
         raise UserError(
-            f"expert_dispatcher: found deepep, but its test exchange failed: {problem}; use torch, or auto to fall "
+            f"experts.dispatcher: found deepep, but its test exchange failed: {problem}; use torch, or auto to fall "
             "back to torch"
         )
     return buffer

@@ -30,7 +30,8 @@ from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
 from omnitrain.plan.schedule.generators import accumulate, generate
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.validate import validate
-from omnitrain.recipe.parallel import ComponentPlan, PipelineSchedule
+from omnitrain.recipe.parallel import ComponentPlan
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 @dataclass(frozen=True, eq=False)

@@ -184,7 +184,6 @@ def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Ite
     """An FSDP unit has one dtype, so a module cannot mix trained parameters that must stay fp32 with others."""
     parameters = {name: p for name, p in model.components[component].items() if p.requires_grad}
     fp32 = set(filter(stays_fp32(model), parameters))
-    assert plan.precision is not None
     if not fp32 or plan.precision.compute == "float32":
         return
     in_forward = set(model.runner.in_forward.parameters)
@@ -209,7 +208,7 @@ def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Ite
 def _low_precision_problems(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
     """The foundation must compute in bf16 what transformers' model in bf16 computes."""
     dtypes = {name: plans[name].precision for name in model.foundation_components if name in plans}
-    low = [name for name, own in dtypes.items() if own and "bfloat16" in (own.compute, own.param)]
+    low = [name for name, own in dtypes.items() if "bfloat16" in (own.compute, own.param)]
     if low and (problem := precision_problem_of(model.foundation, model.runner.contract)):
         yield (
             f"components.{low[0]}.precision: found bfloat16, but {type(model.foundation).__name__} does not compute in "

@@ -16,7 +16,8 @@ from omnitrain.plan.schedule.actions import Kind, SectionWindows
 from omnitrain.plan.schedule.generators import least_micro_batches
 from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.validate import validate
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PipelineSchedule, raise_problems
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, raise_problems
+from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.recipe.suggest import hint
 
 

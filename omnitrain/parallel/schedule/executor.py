@@ -211,9 +211,7 @@ class Executor:
     def _open_messages(self) -> StageMessages:
         layout = layout_of(self._model)
         assert layout is not None and self._pipeline is not None
-        precision = layout.components[FOUNDATION].plan.precision
-        assert precision is not None
-        dtype = dtype_of(precision.compute) or self._model.dtype
+        dtype = dtype_of(layout.components[FOUNDATION].plan.precision.compute) or self._model.dtype
         return StageMessages(self._model, self._pipeline, layout.state, self._batch.packs, dtype)
 
     def _forward(self, action: Action) -> None:

@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from omnitrain.parallel.resolve.roles import REFUSALS, Refusal, refused
-from omnitrain.recipe.parallel import ComponentPlan, PipelineSchedule
+from omnitrain.recipe.parallel import ComponentPlan, plan_of
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
-VALUES = {"place": "world", "features_on": "cpu", "schedule": PipelineSchedule(kind="zbv"), "quadratic_cost": 0.5}
+VALUES = {
+    "place": "world",
+    "encode.features_on": "cpu",
+    "schedule": PipelineSchedule(kind="zbv"),
+    "quadratic_cost": 0.5,
+}
 SWITCHES = ("async_ulysses", "sequence_parallel", "compile")
 
 
@@ -32,7 +38,7 @@ def test_the_page_shows_the_table() -> None:
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.role}-{refusal.fields[0]}")
 def test_each_field_is_refused_once_with_its_reason(refusal: Refusal) -> None:
     for field in refusal.fields:
-        plan = ComponentPlan(**{field: value_of(refusal, field)})
+        plan = plan_of({field: value_of(refusal, field)})
         ((found, text),) = refused([refusal.role], plan)
         assert (found, text.endswith(f"but {refusal.reason}")) == (field, True)
 

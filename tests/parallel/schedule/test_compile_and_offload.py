@@ -54,7 +54,7 @@ def gradients_on_stages(plans: tuple[dict, ...]) -> list[tuple[int, Mapping[str,
 @pytest.mark.parametrize(
     "plans",
     [
-        tuple(plan | {"parameter_offload": True} for plan in (CHUNKS, ZBV)),
+        tuple(plan | {"memory": {"offload": ["parameters"]}} for plan in (CHUNKS, ZBV)),
         pytest.param((CHUNKS | {"compile": True},), marks=pytest.mark.slow),
     ],
     ids=["offload", "compile"],
