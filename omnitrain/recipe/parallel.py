@@ -172,6 +172,12 @@ class ComponentPlan(Strict):
         return plan
 
 
+def keys_of(name: str) -> list[str]:
+    """Return the keys of a group of a plan, such as ``encode.window``; of another name, the name itself."""
+    node = getattr(ComponentPlan(), name, None)
+    return [f"{name}.{key}" for key in type(node).model_fields] if name in _GROUPS else [name]
+
+
 def value_of(plan: ComponentPlan, key: str) -> Any:
     """Return the value of a key of a plan, such as ``memory.offload``; None: it, or the node that has it, is unset."""
     node: Any = plan
