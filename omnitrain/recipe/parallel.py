@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError
 
@@ -14,12 +14,12 @@ from omnitrain.recipe.globs import matches, matches_weight, unmatched
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.plan_groups import (
     AUTO_CHUNKS,
-    TENSORS_OF_EXPERTS,
     Degree,
     EncodePlan,
     ExpertsPlan,
     MemoryPlan,
     Offloaded,
+    OffloadedTensor,
     PipelineSchedule,
     Precision,
 )
@@ -53,7 +53,6 @@ class PlanError(RecipeError):
 _CONTRADICTIONS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("dp_replicate", "mode", ("fsdp2",), ", which keeps one copy; use `mode: hsdp`"),
     ("dp_shard", "mode", ("replicate",), ", which shards nothing; use `mode: hsdp`"),
-    ("compile", "memory.mode", ("full", "selective", "parts"), ", with which torch compiles nothing; remove one"),
     ("lora", "freeze", (True,), "; `lora` already freezes all but the adapters: remove one"),
 )
 # What cannot be offloaded, a key, its value with which it cannot, and why.
@@ -123,10 +122,13 @@ class ComponentPlan(Strict):
     def contradictions(self) -> Iterator[Problem]:
         """Yield the keys that make no sense together."""
         for key, other, values, why in _CONTRADICTIONS:
-            value, with_value = getattr(self, key), value_of(self, other)
+            value, with_value = getattr(self, key), getattr(self, other)
             if value not in (None, False) and not (key in AXES and value == 1) and with_value in values:
                 found = f"found {_literal(value)}" if isinstance(value, int) else "found"
-                yield (key,), f"{found} with `{other.replace('.mode', '.recompute')}: {_literal(with_value)}`{why}"
+                yield (key,), f"{found} with `{other}: {_literal(with_value)}`{why}"
+        if self.compile and self.memory.mode != "none":
+            why = "with which torch compiles nothing; remove one"
+            yield ("compile",), f"found true with `memory.recompute: {self.memory.mode}`, {why}"
         for what, other, never, why in _NOT_OFFLOADED:
             if self.memory.offloads(what) and getattr(self, other) == never:
                 yield ("memory", "offload"), f"found {what} with `{other}: {_literal(never)}`; {why}"
@@ -172,6 +174,13 @@ class ComponentPlan(Strict):
         return plan
 
 
+def keys_of(name: str) -> list[str]:
+    """Return the keys of a group of a plan, such as ``encode.window``; of another name, the name itself."""
+    if name not in _GROUPS:
+        return [name]
+    return [f"{name}.{key}" for key, _ in getattr(ComponentPlan(), name)]
+
+
 def value_of(plan: ComponentPlan, key: str) -> Any:
     """Return the value of a key of a plan, such as ``memory.offload``; None: it, or the node that has it, is unset."""
     node: Any = plan
@@ -198,7 +207,7 @@ def plan_of(values: Mapping[str, Any]) -> ComponentPlan:
 
 
 def _can_offload(what: str, values: Mapping[str, Any]) -> bool:
-    if what in TENSORS_OF_EXPERTS:
+    if what in get_args(OffloadedTensor):
         return not MemoryPlan(recompute=values.get("memory.recompute")).recomputes_blocks
     return all(values.get(key) != never for named, key, never, _ in _NOT_OFFLOADED if named == what)
 

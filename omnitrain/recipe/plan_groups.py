@@ -11,15 +11,14 @@ from pydantic import Discriminator, Field, Tag
 from omnitrain.recipe.strict import Problem, Strict
 
 AUTO_CHUNKS = "auto"
-TENSORS_OF_EXPERTS = ("dispatched_rows", "mlp_input")  # what of an expert layer can be offloaded alone
 
 Degree = Annotated[int | None, Field(ge=1)]
 Chunks = Annotated[int, Field(ge=1)] | Literal["auto"] | None
 Window = Annotated[int, Field(ge=1)] | Literal["step", "auto"] | None
 RecomputeMode = Literal["none", "full", "selective", "parts"]
 RecomputedPart = Literal["attention", "router", "expert_activation"]
-OffloadedTensor = Literal["dispatched_rows", "mlp_input"]
-Offloaded = Literal["activations", "dispatched_rows", "mlp_input", "parameters", "optimizer"]
+OffloadedTensor = Literal["dispatched_rows", "mlp_input"]  # of expert layers
+Offloaded = Literal["activations", OffloadedTensor, "parameters", "optimizer"]
 DType = Literal["float32", "bfloat16"]  # float16 would need loss scaling
 
 

@@ -36,7 +36,7 @@ def chunks_of_steps(recipe: Path, overrides: Sequence[str], resume: bool) -> lis
 def kept(run: Path, step: int) -> tuple[Any, Any]:
     """What recipe and checkpoint of a run say."""
     state = torch.load(run / "checkpoints" / f"step-{step:08d}" / "trainer.pt", weights_only=True)["state"]
-    return Recipe.load(str(run / "recipe.yaml")).parallel.default.experts.chunks, state["expert_chunks"]
+    return Recipe.load(str(run / "recipe.yaml")).parallel.of("foundation").experts.chunks, state["expert_chunks"]
 
 
 def test_the_number_of_chunks_is_measured_once_and_changes_no_loss(ranks: RankPool, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from omnitrain.errors import UserError
 from omnitrain.parallel.resolve.experts import expert_fields
 from omnitrain.parallel.resolve.memory import memory_fields
-from omnitrain.parallel.resolve.roles import refused
+from omnitrain.parallel.resolve.roles import media_keys, refused
 from omnitrain.parallel.resolve.sources import STATE_AXIS, Request
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import ComponentPlan, plan_of, value_of
@@ -15,7 +15,6 @@ from omnitrain.recipe.plan_groups import Precision
 
 _DEGREES = ("mode", "dp_replicate", "dp_shard")
 _OF_WINDOWS = ("encode.features_on", "encode.feature_bytes")
-_OF_SECTION = ("quadratic_cost", "encode.features_on", "encode.call_elements")
 _MODEL_AXES = ("pp", "cp", "ulysses")  # axes of the foundation; other components have degree 1 by default
 
 
@@ -59,22 +58,22 @@ def _media_fields(request: Request) -> dict[str, Any]:
     merged, explicit, roles = request.merged, request.explicit, request.roles
     if request.is_foundation:
         return _fields_of_foundation(request)
+    fields = {key: value_of(merged, key) for key in media_keys(roles)}
     if "a component of a section" in roles:
         window = request.plans.sections[request.plans.section_of(request.name)].micro_batch
-        fields = {key: value_of(merged, key) for key in _OF_SECTION}
-        return {"place": "world", "encode.window": window, **fields}
+        return {**fields, "place": "world", "encode.window": window}
     place = merged.place or _place_by_default(request)
     if "a projector" in roles:  # the forward of a micro-batch projects what it has received
-        return {"place": "local" if place == "local" else "group"}
+        return {**fields, "place": "local" if place == "local" else "group"}
     if "a decoder" not in roles:
-        return _fields_of_encoder(request, place)
+        return {**fields, **_fields_of_encoder(request, place)}
     if explicit.place == "world" and (stages := request.state.size("pp")) > 1:
         request.problem(
             "place",
             f"found world with pp {stages}, but only encoders can run on all pipeline ranks, and a decoder's media "
             "are encoded on the ranks of one stage; use `place: group`, or remove it",
         )
-    return {"place": place, "quadratic_cost": merged.quadratic_cost}
+    return {**fields, "place": place}
 
 
 def _place_by_default(request: Request) -> str:
@@ -92,8 +91,8 @@ def _fields_of_encoder(request: Request, place: str) -> dict[str, Any]:
             f"found {explicit.quadratic_cost} with `place: local`, which divides no items; set `place: world`, or "
             "remove it",
         )
-    fields = ("quadratic_cost", "encode.call_elements", *(_OF_WINDOWS if window else ()))
-    return {"place": place, "encode.window": window, **{key: value_of(request.merged, key) for key in fields}}
+    unused = dict.fromkeys(_OF_WINDOWS) if window is None else {}
+    return {"place": place, "encode.window": window, **unused}
 
 
 def _window(request: Request, place: str) -> int | str | None:
