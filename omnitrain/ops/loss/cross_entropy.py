@@ -8,16 +8,17 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import UserError
-from omnitrain.ops.collectives import add_up_gradients
+from omnitrain.ops.collectives import add_up_gradients, gathered
 from omnitrain.ops.compile.blocks import compiler_missing, keep_compilations
 from omnitrain.ops.loss import token_functions
-from omnitrain.ops.loss.vocab_parallel import require_labels, sharded_softmax
 from omnitrain.ops.registry import Backend, choose, liger_missing
+from omnitrain.torch_private import assert_async
 
 IGNORED = -100  # the label of a row without a loss
 
@@ -313,3 +314,33 @@ class _Gradients:
         """Each in its parameter's dtype."""
         sums = (None if total is None else total.to(self._dtype) for total in (self._weight, self._bias))
         return (self._hidden, *sums)
+
+
+def sharded_softmax(
+    logits: Tensor, labels: Tensor, wide: Callable[[int], Tensor], with_gradient: bool, *, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the losses ``[n]`` of tokens, the same on every rank, and softmax minus one-hot of this rank's columns.
+
+    ``logits`` are ``[n, classes of a rank]``; all ranks of ``group`` have equally many classes, in rank order.
+    ``labels`` ``[n]`` int64 are indices over all ranks' classes, the same on every rank. ``wide``: n -> a buffer ``[n,
+    classes of a rank]`` fp32, for the gradient. It needs one collective of two numbers per token and rank.
+    """
+    width, out = logits.size(1), wide(len(logits))
+    require_labels(labels, group.size() * width)
+    local_labels = labels - group.rank() * width
+    is_local, column = (local_labels >= 0) & (local_labels < width), local_labels.clamp(0, width - 1)[:, None]
+    top = logits.amax(1).float()
+    torch.sub(logits, top[:, None], out=out).exp_()
+    target = logits.gather(1, column).squeeze(1).float().masked_fill_(~is_local, 0.0)
+    of_ranks = gathered(torch.stack([top + out.sum(1).log(), target]), group)
+    normalizer, target = of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
+    losses = normalizer - target
+    if not with_gradient:
+        return losses, None
+    out.mul_((top - normalizer).exp_()[:, None])
+    return losses, out.scatter_add_(1, column, -is_local.to(out.dtype)[:, None])
+
+
+def require_labels(labels: Tensor, classes: int) -> None:
+    """Raise a RuntimeError on the device, without waiting on the host, if a label is not in ``[0, classes)``."""
+    assert_async(((labels >= 0) & (labels < classes)).all(), "a label is out of range")

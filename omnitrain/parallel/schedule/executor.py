@@ -32,8 +32,7 @@ from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import work_of
 from omnitrain.parallel.watch.report import Phase, RunningAction
-from omnitrain.plan.schedule.actions import WEIGHTS, Action, Kind, Schedule
-from omnitrain.plan.schedule.forwards import without_backwards
+from omnitrain.plan.schedule.actions import WEIGHTS, Action, Kind, Schedule, without_backwards
 from omnitrain.recipe.parallel import FOUNDATION
 
 OnOutput = Callable[[Pack, OmniOutput], Any]
