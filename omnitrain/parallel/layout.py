@@ -49,16 +49,6 @@ class ComponentLayout:
     tokens: TokenSharding | None = None  # whether sequence parallelism was applied, if the plan asks for it
     tower: SharedTower | None = None  # its shared blocks, if the ranks of a sequence group make its calls together
 
-    @property
-    def num_replicas(self) -> int:
-        """The number of copies of its parameters."""
-        return self.plan.dp_replicate or 1
-
-    @property
-    def num_shards(self) -> int:
-        """The number of ranks that share one copy."""
-        return self.plan.dp_shard or 1
-
 
 @dataclass(frozen=True, eq=False)
 class ModelLayout:

@@ -20,8 +20,7 @@ from omnitrain.models.contract.tiny_model import drawn_in_training
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.hf.compute_dtype import compute_in, stays_fp32
 from omnitrain.models.omni.build import build_omni_model, require_device
-from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
-from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.model import OmniModel, rest_frozen_statistics
 from omnitrain.models.omni.save import keep_conversions
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.compile.blocks import compile_blocks
@@ -48,7 +47,7 @@ from omnitrain.parallel.placement import calling_axes, calling_state, place_comp
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.schedule.inference import InferenceOnRanks
-from omnitrain.parallel.sections.connect import connect_sections
+from omnitrain.parallel.sections.edges import connect_sections
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state, states_of_components, with_own_groups

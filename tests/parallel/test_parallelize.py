@@ -34,8 +34,8 @@ def placed_by_component() -> dict[str, Any]:
         trained = [p for p in model.components[name].values() if p.requires_grad]
         found[name] = (
             component.plan.mode,
-            component.num_replicas,
-            component.num_shards,
+            component.plan.dp_replicate,
+            component.plan.dp_shard,
             {(tuple(p.device_mesh.shape), p.placements) for p in trained},
             {p.to_local().size(0) / p.size(0) for p in trained if p.size(0) % 4 == 0},
         )

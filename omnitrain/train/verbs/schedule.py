@@ -135,7 +135,7 @@ def show_schedule(
 ) -> dict[str, Any]:
     """Print the stages of a recipe's pipeline, where its components run, and its simulated step.
 
-    The time of a stage follows from its cost, the number of parameters that a token meets in it. A backward takes twice
+    The time of a stage follows from its cost, the number of its active parameters per token. A backward takes twice
     as long as a forward, unless both are given. Messages take no time, and encoders that run on all pipeline ranks are
     not part of the table. Every micro-batch has media for each encoder of a section, whose time follows from its number
     of parameters, as if it encoded as many tokens as the foundation reads.
