@@ -19,7 +19,7 @@ from omnitrain.parallel.layout_table import LayoutRow, LayoutTable
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.pipeline.apply import Pipeline
 from omnitrain.parallel.sections.edges import FeatureEdge
-from omnitrain.parallel.sequence.async_ulysses.apply import AsyncUlyssesModules
+from omnitrain.parallel.sequence.async_ulysses.check import AsyncUlyssesModules
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
 from omnitrain.plan import StepPlan

@@ -49,7 +49,7 @@ from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.schedule.inference import InferenceOnRanks
 from omnitrain.parallel.sections.edges import connect_sections
 from omnitrain.parallel.sequence.apply import slice_of_call
-from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
+from omnitrain.parallel.sequence.async_ulysses.check import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state, states_of_components, with_own_groups
 from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
@@ -160,22 +160,15 @@ def _prepare(
     where = where_weights_are(omni)
     require_one_source(omni, weights_path, is_bare=any(where[rank] == "meta" for rank in _sources(state)))
     states = with_own_groups(state, states_of_components(state, plan, plans))
-    try_out = partial(_tried_on_tiny_model, omni, plans, tensors, state, states)
-    tokens = first_ranks(try_out, state.of_section(MAIN).ranks)
+
+    def try_on_tiny_model() -> TokenSharding | None:
+        """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
+        for at, styles in _styles_by_state(tensors, {name: at for name, at in states.items() if at.section == MAIN}):
+            require_same_math(omni.foundation, styles, at)
+        return _token_sharding(omni, plans[FOUNDATION], tensors, state)
+
+    tokens = first_ranks(try_on_tiny_model, state.of_section(MAIN).ranks)
     return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, states)
-
-
-def _tried_on_tiny_model(
-    model: OmniModel,
-    plans: Mapping[str, ComponentPlan],
-    tensors: TensorPlan,
-    state: ParallelState,
-    states: Mapping[str, ParallelState],
-) -> TokenSharding | None:
-    """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
-    for at, styles in _styles_by_state(tensors, {name: at for name, at in states.items() if at.section == MAIN}):
-        require_same_math(model.foundation, styles, at)
-    return _token_sharding(model, plans[FOUNDATION], tensors, state)
 
 
 def _styles_by_state(
@@ -266,7 +259,7 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
 
 
 def _held_elsewhere(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> frozenset[str]:
-    """The parameters of components without a plan here. Who keeps the parameters themselves keeps their memory."""
+    """Names of the parameters of components without a plan here; the parameters themselves would keep their memory."""
     components = model.components
     return frozenset(chain.from_iterable(components[name] for name in components.keys() - plans))
 

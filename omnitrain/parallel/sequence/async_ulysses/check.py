@@ -1,4 +1,4 @@
-"""Check on a shrunken copy of a model which attention modules support async Ulysses (``attention.py``).
+"""Apply async Ulysses (``attention.py``) to the attention modules that support it; a shrunken copy of a model shows it.
 
 A run of the module shows its projections and norms by the tensors that they read, not by their names. The check then
 compares outputs and gradients with the unmodified module: all bits must be equal, with all heads and with some of them.
@@ -7,7 +7,7 @@ compares outputs and gradients with the unmodified module: all bits must be equa
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,10 +22,17 @@ from omnitrain.models.contract.tiny_model import tiny_config
 from omnitrain.models.contract.trial import Failure, Trial, attempt, errors_of
 from omnitrain.models.discovery import watching
 from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.ops.attention.spec import Call, MaskSpec
-from omnitrain.ops.collectives import with_backward
-from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, Input, run_async
+from omnitrain.ops.collectives import gathered_objects, with_backward
+from omnitrain.parallel.sequence.async_ulysses.attention import (
+    AttentionLayout,
+    Input,
+    run_async,
+    use_async_ulysses,
+    why_not_async,
+)
 from omnitrain.parallel.sequence.async_ulysses.projections import TokenExchange, TokenSpans
 from omnitrain.parallel.sequence.head_exchange import Arrival, HeadSpans
 from omnitrain.parallel.sequence.ulysses import OwnHeads, of_own_heads
@@ -289,3 +296,41 @@ def _results(module: nn.Module, hidden: Tensor, output: Tensor) -> dict[str, Ten
 
 def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
+
+
+@dataclass(frozen=True)
+class AsyncUlyssesModules:
+    """The number of attention modules whose projections overlap their all-to-alls; reason -> number of others."""
+
+    num_async: int  # number of modules whose projections overlap their all-to-alls
+    plain: dict[str, int]  # reason -> number of modules that use plain Ulysses
+
+    def __str__(self) -> str:
+        total = self.num_async + sum(self.plain.values())
+        reasons = "; ".join(f"plain {number}: {reason}" for reason, number in sorted(self.plain.items()))
+        return f"async {self.num_async} of {total} layers" + (f" ({reasons})" if reasons else "")
+
+
+def apply_async_ulysses(model: OmniModel, sp: int) -> AsyncUlyssesModules:
+    """Apply async Ulysses for ``sp`` ranks to the attention modules that support it on all ranks; all must call it.
+
+    The model is not sharded yet, with all other replacements of layers' forwards done.
+    """
+    foundation: Any = model.foundation
+    layouts = attention_layouts(foundation, model.runner.contract)
+    classes = {name for name, _ in layouts}
+    modules = [module for module in foundation.modules() if type(module).__name__ in classes]
+    found = [_layout_on(module, layouts, sp) for module in modules]
+    of_ranks = gathered_objects([reason if isinstance(reason, str) else None for reason in found])
+    plain: Counter[str] = Counter()
+    for module, layout, reasons in zip(modules, found, zip(*of_ranks, strict=True), strict=True):
+        if reason := next(filter(None, reasons), None):  # of any rank, because all ranks must do the same
+            plain[reason] += 1
+        elif isinstance(layout, AttentionLayout):
+            use_async_ulysses(module, layout)
+    return AsyncUlyssesModules(len(modules) - plain.total(), dict(plain))
+
+
+def _layout_on(module: nn.Module, layouts: AttentionLayouts, sp: int) -> AttentionLayout | str:
+    layout = layouts.get(kind_of(module), "its weights have another shape than in the tiny model")
+    return (why_not_async(module, layout, sp) or layout) if isinstance(layout, AttentionLayout) else layout
