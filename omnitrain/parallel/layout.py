@@ -167,7 +167,7 @@ def layout_of(model: OmniModel) -> ModelLayout | None:
 
 
 def remember_layout(model: OmniModel, layout: ModelLayout) -> None:
-    """Store ``layout`` on the model, and who holds its parameters for norms of its gradients."""
+    """Store ``layout`` on the model, and the holders of its parameters for norms of its gradients."""
     pipeline, state = layout.pipeline, layout.state
     shared = {} if pipeline is None else pipeline.held_by_several(model)
     setattr(model, _ATTRIBUTE, replace(layout, shared=shared))

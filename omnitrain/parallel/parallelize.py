@@ -180,7 +180,7 @@ def _styles_by_state(
 
 
 def _sources(state: ParallelState) -> list[int]:
-    """The first rank of each section, from which the others get their weights."""
+    """The first rank of each section, from which its other ranks get their weights."""
     return [section.first_rank for section in state.sections.values()] or [0]
 
 

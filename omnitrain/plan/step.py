@@ -89,7 +89,7 @@ class Balance(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepPlan(StepTables):
-    """Everything the ranks decide together for one optimizer step: what they drew, and who does what.
+    """Everything the ranks decide together for one optimizer step: the draws, and the work of each rank.
 
     ``M`` is the number of micro-batches, ``E`` the number of call sites. Ranks that drew fewer micro-batches run empty
     ones. ``slot`` has the first micro-batch of the window in which an item is encoded.

@@ -112,7 +112,7 @@ class ModelFlops:
         return self._sequences[reads_trained].of(lengths, predicted)
 
     def of_pack(self, pack: Pack) -> PackFlops:
-        """Return the FLOPs of the foundation and of all heads over a pack; those of its media calls are apart."""
+        """Return the FLOPs of the foundation and of all heads over a pack, without its media calls."""
         found = PackFlops()
         ends = np.cumsum(pack.info.lengths)
         predicted = np.bincount(np.searchsorted(ends, pack.text_rows.numpy(), side="right"), minlength=len(ends))

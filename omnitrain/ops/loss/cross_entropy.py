@@ -290,7 +290,7 @@ def _linear(h: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> N
 
 
 class _Gradients:
-    """Those of hidden, weight and bias that are ``wanted``; the latter two are sums over chunks, in fp32."""
+    """The ``wanted`` gradients of hidden, weight and bias; weight's and bias's are sums over chunks, in fp32."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> None:
         self.wanted = any(wanted)

@@ -164,7 +164,7 @@ def _numbers_of_ranks(plan: ParallelPlan) -> list[int]:
 
 
 def _known_globs(plan: ParallelPlan, names: Collection[str]) -> dict[str, int]:
-    """The globs of ``ep_plan`` that match a name; others are problems of the plan itself."""
+    """The globs of ``ep_plan`` that match a name; other globs are problems of the plan itself."""
     globs = (plan.ep_plan or {}).items()
     return {glob: dim for glob, dim in globs if any(matches_weight(glob, name) for name in names)}
 
@@ -181,7 +181,7 @@ def _names(model: OmniModel) -> dict[str, list[str]]:
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
-    """An FSDP unit has one dtype, so a module cannot mix trained parameters that must stay fp32 with others."""
+    """An FSDP unit has one dtype, so a module cannot mix trained parameters that must stay fp32 with other ones."""
     parameters = {name: p for name, p in model.components[component].items() if p.requires_grad}
     fp32 = set(filter(stays_fp32(model), parameters))
     if not fp32 or plan.precision.compute == "float32":

@@ -96,7 +96,7 @@ def roles_of(model: OmniModel, plan: ParallelPlan, component: str) -> frozenset[
 
 
 def refused(roles: Collection[Role], explicit: ComponentPlan) -> Iterator[tuple[str, str]]:
-    """Yield (field, what is wrong) for the fields that ``explicit``, a plan without the default plan, may not set."""
+    """Yield (field, problem) for the fields that ``explicit``, a plan without the default plan, may not set."""
     told = set[str]()
     for refusal in REFUSALS:
         for field in refusal.keys if refusal.role in roles else ():

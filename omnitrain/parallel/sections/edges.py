@@ -120,7 +120,7 @@ class FeatureEdge:
         return kept
 
     def keep_for(self, plan: StepPlan) -> None:
-        """From now on, :attr:`kept` has features of the step of ``plan``, and no others."""
+        """From now on, :attr:`kept` has features of the step of ``plan`` alone."""
         self.kept, self._kept_of = {}, plan
 
     def has_kept(self, plan: StepPlan) -> bool:
@@ -176,7 +176,7 @@ class FeatureEdge:
                 yield receiver, to_it[taken] if taken >= 0 else None
 
     def send(self, window: int, tensors: Sequence[Tensor]) -> None:
-        """Send this rank's features of a window, ``[features that it encoded, ...]`` each, to those who need them."""
+        """Send this rank's features of a window, ``[encoded features, ...]`` each, to the ranks that need them."""
         assert isinstance(self._features, Outbox)
         for share in self._shares[window]:
             index = to_device(torch.from_numpy(share.rows), self._device)

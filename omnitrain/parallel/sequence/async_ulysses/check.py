@@ -300,7 +300,7 @@ def _first(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class AsyncUlyssesModules:
-    """The number of attention modules whose projections overlap their all-to-alls; reason -> number of others."""
+    """The number of attention modules with and without async Ulysses."""
 
     num_async: int  # number of modules whose projections overlap their all-to-alls
     plain: dict[str, int]  # reason -> number of modules that use plain Ulysses
