@@ -60,7 +60,7 @@ class Pipeline:
         return {name: parameter for name, parameter in model.named_parameters() if len(self.held_by[name]) > 1}
 
     def counted_elsewhere(self, shared: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
-        """The names in ``shared`` of parameters on this rank that another stage has, too, and counts."""
+        """The parameters of ``shared`` on this rank that another stage has, too, and counts."""
         return {parameter for name, parameter in shared.items() if self.stages.rank in self.held_by[name][1:]}
 
     @property
