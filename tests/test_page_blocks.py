@@ -268,7 +268,7 @@ def test_the_list_of_problems_is_what_check_says_of_these_mistakes(here: Path) -
 COMMANDS_ELSEWHERE = {
     "run quickstart --nproc 2": ".ci/run",
     "run my.yaml --nproc 4": ".ci/run",
-    "run quickstart output_dir=runs/mine train.micro_batches=6 --nproc 4": "tests/train/test_killed_runs.py",
+    "run quickstart output_dir=runs/mine train.packs_per_step=6 --nproc 4": "tests/train/test_killed_runs.py",
     "verify quickstart": "tests/train/verbs/test_verify.py",
     "show quickstart --schedule": "tests/train/verbs/test_schedule.py",
     "profile quickstart": "tests/train/test_profile.py",
@@ -328,7 +328,7 @@ def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, m
         "=200": "=2",
         "=3000": "=3",
         "=400": "=4",
-        "save_every=100": "save_every=1",
+        "save.every=100": "save.every=1",
         "prompt_0.flac": "prompt_0.wav",
     }
     tiny["video_to_text_1_prompt_0.png"] = "video_to_text_1_prompt_0.webp"

@@ -269,7 +269,7 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
     if counts_samples(recipe) and world_size() == 1:
         with _all_problems(recipe, name, nproc):
             recipe = in_steps(recipe)
-        in_words = [f"train.steps={recipe.train.steps}", f"train.micro_batches={recipe.train.micro_batches}"]
+        in_words = [f"train.steps={recipe.train.steps}", f"train.packs_per_step={recipe.train.packs_per_step}"]
         command = [*command, "train.epochs=null", "train.samples_per_step=null", *in_words]  # ranks need not measure
     if resume and not counts_samples(recipe) and (finished := RunFolder(recipe).finished()) is not None:
         if is_first_process():  # before ranks start, and weights are loaded

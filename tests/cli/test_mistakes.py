@@ -62,7 +62,7 @@ run R --learning_rate=1e-4
 run R max_steps=20 lr=1e-4 bf16=true
     2  3 problems...max_steps...`train.steps`...lr...`train.optimizer.learning_rate`...`train.precision=bf16`
 run R train.batch_size=8 train.gradient_accumulation_steps=4
-    2  2 problems...`train.samples_per_step` (samples of a step, over all ranks...`train.micro_batches` (packs in a step
+    2  2 problems...`train.samples_per_step` (samples of a step, over all ranks...`train.packs_per_step` (packs in a
 run R steps=20
     2  steps: unknown key, found 20; use `train.steps`
 run R train.optimizer.schedule=cosin
@@ -102,12 +102,12 @@ check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.split=
     2  parallel.default.pp: found 2: split [1, 2] adds up to 3 blocks, but the model has 4; change the numbers
 check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.split=[4]
     2  split [4] has 1 numbers, but the pipeline has 2 stages
-check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.kind=zbv train.micro_batches=2
+check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.kind=zbv train.packs_per_step=2
     2  parallel.default.schedule: zbv on 2 pipeline ranks needs 3 micro-batches per rank and step...2 gives 2; set
 check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.kind=zbv parallel.default.compile=true
     2  parallel.default.compile: found true with `schedule: {kind: zbv}`, but compiled blocks cannot delay...remove one
-run deep.yaml --nproc 4 parallel.default.pp=2 parallel.default.schedule.chunks=2 train.micro_batches=2
-    2  interleaved on 2 pipeline ranks needs 2...2 gives 1 on 2 data-parallel ranks; set train.micro_batches to 4 or
+run deep.yaml --nproc 4 parallel.default.pp=2 parallel.default.schedule.chunks=2 train.packs_per_step=2
+    2  interleaved on 2 pipeline ranks needs 2...2 gives 1 on 2 data-parallel ranks; set train.packs_per_step to 4 or
 check deep.yaml --nproc 2 parallel.default.pp=2 parallel.components.image_encoder.pp=2
     2  parallel.components.image_encoder: unknown component; choose from foundation
 check R --nproc 2 parallel.default.schedule.kind=gpipe
@@ -123,7 +123,7 @@ show deep.yaml --schedule --nproc 3 parallel.default.pp=2
 show deep.yaml --schedule parallel.default.pp=2 --forward=-1
     2  --forward: found -1; expected a number of seconds above 0
 check R parallel.default.precision.param=bfloat16
-    2  trainable tensors are not float32...leave precision.param of the plan unset, or set optimizer_offload
+    2  trainable tensors are not float32...leave precision.param of the plan unset, or set `memory.offload
 check R parallel.components.fundation.mode=replicate
     2  parallel.components.fundation: unknown component; did you mean `foundation`?
 

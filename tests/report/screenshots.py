@@ -16,7 +16,7 @@ from playwright.sync_api import FloatRect  # noqa: E402
 from tests.report.browser import Theme, opened  # noqa: E402
 
 SETTINGS = (
-    "train.steps=40 train.log_every=2 train.micro_batches=4 train.trace.steps=[30] evaluation.loss_every=10 "
+    "train.steps=40 train.log_every=2 train.packs_per_step=4 train.trace.steps=[30] evaluation.loss_every=10 "
     "evaluation.examples_per_source=2 parallel.components.foundation.pp=2"
 )
 

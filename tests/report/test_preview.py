@@ -51,7 +51,7 @@ def view_of(texts: list[tuple[str, str]], capacity: int = 4096) -> tuple[PackVie
 
 
 def test_the_packs_are_those_of_the_run_with_their_losses_media_and_positions(tmp_path: Path) -> None:
-    recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.micro_batches=2"])
+    recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.packs_per_step=2"])
     model, processor = model_without_weights(recipe)
     packs = [pack for step in islice(loader_of(recipe, model, processor), 2) for pack in step][:3]
     views = preview(recipe, packs=3).packs

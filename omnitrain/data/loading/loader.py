@@ -73,7 +73,7 @@ class LoaderOptions:
     state: LoaderState | None = None
     alone: bool = False
     without_tails: bool = False
-    slots: int = 1  # packs of a step over all ranks, the recipe's ``train.micro_batches``
+    slots: int = 1  # packs of a step over all ranks, the recipe's ``train.packs_per_step``
     rank: int | None = 0  # rank among the ranks that draw data; None: it draws none, and its steps have no packs
     ranks: int = 1
     idle: Sample | None = None

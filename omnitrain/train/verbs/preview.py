@@ -71,7 +71,7 @@ def loader_of(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> Ste
         seed=recipe.train.seed,
         alone=not contract.packs,
         without_tails=contract.without_tails,
-        slots=recipe.train.micro_batches,
+        slots=recipe.train.packs_per_step,
         media_names=model.media_names,
     )
 

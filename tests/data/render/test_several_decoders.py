@@ -86,7 +86,7 @@ def test_a_start_token_says_which_decoder_writes(model: OmniModel, processor: Om
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Beside it ``one``, its run in one process."""
     folder = tmp_path_factory.mktemp("two")
-    path = tiny_recipe(folder, text_only=True, micro_batches=2)
+    path = tiny_recipe(folder, text_only=True, packs_per_step=2)
     tree = yaml.safe_load(path.read_text())
     tree["model"]["decoders"] = DECODERS
     tree["data"]["chat"] |= STARTS

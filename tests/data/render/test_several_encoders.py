@@ -97,7 +97,7 @@ def test_a_pack_of_samples_that_different_encoders_read_has_the_losses_of_each_a
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Beside it ``one``, its run in one process."""
-    path = tiny_recipe(tmp_path_factory.mktemp("two"), micro_batches=2)
+    path = tiny_recipe(tmp_path_factory.mktemp("two"), packs_per_step=2)
     tree = yaml.safe_load(path.read_text())
     tree["model"]["encoders"] = ENCODERS
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
